@@ -437,12 +437,14 @@ def test_copies() -> None:
         torch.tensor(7),
         base.requires_grad_(),
         torch.randn(3, dtype=torch.complex64).conj(),
+        torch.randn(3, dtype=torch.complex64).conj().imag,
         torch.eye(3).to_sparse(),
     ]
     for tensor, copy in zip(tensors, copies_of(tensors, lambda *_: False), strict=True):
         assert not copy.requires_grad
         if tensor.layout is torch.strided:
             assert copy.stride() == tensor.stride()
+            assert (copy.is_conj(), copy.is_neg()) == (tensor.is_conj(), tensor.is_neg())
             assert tensor.numel() == 0 or copy.data_ptr() != tensor.data_ptr()
             torch.testing.assert_close(copy, tensor.detach())
         else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch.fx.traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
-from torch_hybrid_backend.eager_graph import EagerGraph, TracedRun, with_strides
+from torch_hybrid_backend.eager_graph import EagerGraph, TracedRun, with_right_text, with_strides
 from torch_hybrid_backend.errors import OperatorRefusedError
 
 aten = torch.ops.aten
@@ -153,6 +155,15 @@ def test_with_strides(shape: tuple[int, ...], strides: tuple[int, ...], wanted: 
     assert result.stride() == (strides if wanted[0] == 0 else wanted)
 
 
+def test_with_strides_keeps_lazy_bits() -> None:
+    """A conjugated view stays one, and so does a negated one, also where its strides are had by a copy."""
+    z = torch.randn(3, 2, dtype=torch.complex64)
+    for value in (z.mH, z.mH.imag):
+        result = with_strides(value, (3, 1))
+        assert torch.equal(result, value)
+        assert (result.is_conj(), result.is_neg()) == (value.is_conj(), value.is_neg())
+
+
 def test_a_bare_output_is_a_list_of_one() -> None:
     """As the condition of a loop returns it."""
     module = traced(lambda x: x + 1, torch.ones(2))
@@ -238,3 +249,22 @@ def test_a_run_of_some_nodes() -> None:
         if node.op == "call_function":
             run.env[node] = run.run_node(node)
             assert run.env[node].stride() == node.meta["val"].stride()
+
+
+def test_numbers_that_torch_fx_misprints() -> None:
+    """A power of a negative number has its sign, and a complex number with infinities is one, also for a method."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    power = graph.call_function(operator.pow, (-2, x))
+    other = graph.call_function(operator.pow, (-3, power))
+    product = graph.call_method("mul", (other, complex(math.inf, 1.0)))
+    graph.output((power, product))
+    module = torch.fx.GraphModule(torch.nn.Module(), graph)
+    right = with_right_text(module)
+    power_value, product_value = right(torch.tensor([1.0, 2.0]))
+    assert power_value.tolist() == [-2.0, 4.0]
+    torch.testing.assert_close(
+        product_value, (-3) ** torch.tensor([-2.0, 4.0]) * complex(math.inf, 1.0), equal_nan=True
+    )
+    assert with_right_text(right) is right
+    assert [node.op for node in module.graph.nodes].count("call_method") == 1  # the graph given is as it was

@@ -155,7 +155,7 @@ def test_kernels_that_are_off_by_more_than_eager_cost_few_compilations(monkeypat
 
     def deviation(placed: Placed, reduced: Reduced, _: object) -> model_gate._Deviation:
         compiled.append(len(reduced.context.as_written))
-        return model_gate._Deviation(3 * errors[compiled[-1]], {}, ())
+        return model_gate._Deviation(3 * errors[compiled[-1]], {}, (), frozenset())
 
     class Eager:
         def __init__(self, graph: torch.fx.GraphModule) -> None:

@@ -35,8 +35,9 @@ from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.plan import Plan, Unconverted
 from torch_hybrid_backend.core.precision import AS_WRITTEN
 from torch_hybrid_backend.core.verdict import Reason, Refused
-from torch_hybrid_backend.eager_graph import EagerGraph
+from torch_hybrid_backend.eager_graph import EagerGraph, with_right_text
 from torch_hybrid_backend.errors import delivered
+from torch_hybrid_backend.errors_as_written import as_written, raising_as_written
 from torch_hybrid_backend.garbage import collector_paused
 from torch_hybrid_backend.graph.devices import is_on_host
 from torch_hybrid_backend.graph.values import holds_collectives, is_repeatable
@@ -46,6 +47,7 @@ from torch_hybrid_backend.partition.seen_graphs import SeenGraphs, graph_key
 from torch_hybrid_backend.partition.whole_call import PricedCall
 from torch_hybrid_backend.prepared import copy_of, hindrance
 from torch_hybrid_backend.quantization.ranges import left_in_float
+from torch_hybrid_backend.refused_forms import refused_operator
 from torch_hybrid_backend.report import Explanation
 from torch_hybrid_backend.session import open_session
 
@@ -104,6 +106,9 @@ def compile_graph(
     """Compile one Dynamo graph under `config`; `on_plan` gets each plan when it is made (in the graph's first call),
     `on_regions` what its regions were compiled to, `on_background` what is built off the call."""
     apply_log_level(config)
+    if (refused := refused_operator(gm)) is not None:
+        log.warning("a graph runs as written, as eager refuses an operator of it: %s", refused)
+        return as_written(gm)
     config = with_instructions(config)
     shared = open_session(config)
     deadline = Deadline(config.compile_deadline_s)
@@ -113,8 +118,9 @@ def compile_graph(
         example_inputs,
         f"{config.precision} {config.weight_form} {[shared.versions(device) for device in sorted(devices, key=str)]}",
     )
-    calls: list[PricedCall] = []
-    whole_off_the_call: list[bool] = []
+    in_eager = with_right_text(gm)
+    calls: list[tuple[PricedCall, bool]] = []  # with whether it is built off the call
+    runs_twice: list[bool] = []
 
     @collector_paused()  # a backward graph may be compiled later, when backward is called
     def compile_captured(captured: CapturedGraph) -> Callable[[list[Any]], list[Any]]:
@@ -124,6 +130,8 @@ def compile_graph(
         if why_not:
             log.warning("a graph is compiled in its call, not in the background: %s", why_not)
         in_background = config.background and not why_not
+        if captured.kind != "backward":
+            runs_twice.append(hindrance(captured.graph_module) is None)
         make = functools.partial(
             HybridGraph,
             captured,
@@ -139,12 +147,11 @@ def compile_graph(
             written = EagerGraph(copy_of(captured.graph_module))  # before passes change it
             return meanwhile(f"a {captured.kind} graph", written, make(on_plan=on_plan))
         sizes = [k for k, value in enumerate(example_inputs) if isinstance(value, int | torch.SymInt)]
-        pricing = functools.partial(
-            pricing_of, shared, config, deadline, CPU
-        )  # only calls on the host are priced whole
-        call = PricedCall(gm.forward, key, sizes, config.measure_budget_s, pricing, on_plan)
-        calls.append(call)
-        whole_off_the_call.append(in_background)
+        # Only calls on the host are priced whole.
+        pricing = functools.partial(pricing_of, shared, config, deadline, CPU)
+        nodes = None if config.verify == "off" else as_written(gm)
+        call = PricedCall(in_eager.forward, nodes, key, sizes, config.measure_budget_s, pricing, on_plan)
+        calls.append((call, in_background))
         return make(on_plan=call.take_plan)
 
     def meanwhile(title: str, eager: EagerGraph, graph: HybridGraph) -> Callable[[list[Any]], list[Any]]:
@@ -168,16 +175,19 @@ def compile_graph(
 
     def compiled_whole() -> Callable[..., Any]:
         planned = capture(gm, example_inputs, compile_captured, keep_ops, kept)
+        if all(runs_twice):
+            planned = raising_as_written(planned, gm)
         if not calls:
             return planned
-        call = calls[0].around(planned)
-        if not whole_off_the_call[0]:
+        priced, in_background = calls[0]
+        call = priced.around(planned)
+        if not in_background:
             return call
         return off_the_call(
             "a graph",
-            gm.forward,
+            in_eager.forward,
             call,
-            calls[0].waits,
+            priced.waits,
             lambda *inputs: copies_of(inputs, _is_static),
             once=not any(isinstance(value, int | torch.SymInt) for value in example_inputs),
         )

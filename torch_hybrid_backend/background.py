@@ -26,6 +26,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.cancellation import Cancellation, Cancelled, cancellable
+from torch_hybrid_backend.core.lazy_bits import LazyBits
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.errors import failures, is_sticky
 from torch_hybrid_backend.fork_lock import ForkLock
@@ -266,10 +267,10 @@ def copies_of(values: Sequence[Any], is_static: Callable[[int, Any], bool]) -> l
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     value = tensor.detach()
-    if value.layout is not torch.strided or value.is_conj() or value.is_neg() or type(value) is not torch.Tensor:
+    if value.layout is not torch.strided or type(value) is not torch.Tensor:
         return value.clone()
-    memory = value.as_strided((TensorSpec.of(value).span,), (1,)).clone()
-    return memory.as_strided(value.shape, value.stride())
+    memory = LazyBits().view_of(value).as_strided((TensorSpec.of(value).span,), (1,)).clone()
+    return LazyBits.of(value).view_of(memory.as_strided(value.shape, value.stride()))
 
 
 def as_here(values: Sequence[Any]) -> Callable[[], contextlib.AbstractContextManager[object]]:

@@ -11,6 +11,7 @@ given their strides. Mostly there are none, and later runs are the code that fx 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -20,13 +21,14 @@ import torch.fx
 from torch._decomp import decomposition_table
 from torch.fx import Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
+from torch_hybrid_backend.core.lazy_bits import LazyBits
 from torch_hybrid_backend.core.tensor_spec import TensorSpec, dim, is_computable
 from torch_hybrid_backend.errors import OperatorRefusedError, failures, is_out_of_memory
 from torch_hybrid_backend.graph.schema import has_effects, is_in_flight
 from torch_hybrid_backend.sizes.forms import from_sympy, linear
-from torch_hybrid_backend.sizes.size import Dim, evaluate, symbols
+from torch_hybrid_backend.sizes.size import Dim, evaluate, symbol, symbols
 
 # What operators raise for a dtype, layout or stride that they do not take. (An IndexError is always about values.)
 _REFUSALS = (RuntimeError, TypeError, ValueError)
@@ -35,8 +37,9 @@ _REFUSALS = (RuntimeError, TypeError, ValueError)
 class EagerGraph:
     """A functional ATen graph, each node with `meta["val"]`, as a function of the list of its inputs. Threads may call it at once.
 
-    An operator that does not take the form (dtype, layout, strides) of its inputs, whatever values they hold, is computed by PyTorch's
-    decomposition of it. Where sizes are known only at run time, it is the first call's that show which values differ from the trace.
+    An operator that lacks a kernel for the form (dtype, layout, strides) of its inputs, whatever values they hold, is computed by PyTorch's
+    decomposition of it; not one that refuses dtypes which do not go together. Where sizes are known only at run time, those of the first call
+    show which values differ from the trace.
     Placeholders with `meta["loose_strides"]` may have other strides in each call, in dimensions of size 1.
     """
 
@@ -63,10 +66,53 @@ class EagerGraph:
             return _listed(module(*inputs))
         first = TracedRun(self._traced)
         outputs = _listed(first.run(*inputs))
-        module = first.rewritten()
+        module = with_right_text(first.rewritten())
         _LazyGraphModule.force_recompile(module)  # now, not in a run that is timed
         self._module = module
         return outputs
+
+
+def with_right_text(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """The graph module, or a copy of it that computes what its nodes say where the text that torch.fx prints of them does not.
+
+    torch.fx prints `operator.pow(-2, t)` as `-2 ** t`, which Python reads as `-(2 ** t)`, and complex numbers as Python displays them:
+    `(nan+nanj)` names no number, and `(-0+1j)` has lost the sign of its zero. In the copy such nodes call a function that holds the numbers.
+    """
+    if not any(map(_is_misprinted, graph_module.graph.nodes)):
+        return graph_module
+    graph = torch.fx.Graph()
+    graph.output(graph.graph_copy(graph_module.graph, {}))
+    for node in filter(_is_misprinted, list(graph.nodes)):
+        inputs = node.all_input_nodes
+        call = functools.partial(_called, node.op, node.target, inputs, node.args, node.kwargs)
+        with graph.inserting_before(node):
+            node.replace_all_uses_with(graph.call_function(_named(call), tuple(inputs)))
+        graph.erase_node(node)
+    return torch.fx.GraphModule(graph_module, graph, "Eager")
+
+
+def _is_misprinted(node: Node) -> bool:
+    if node.op not in ("call_function", "call_method"):
+        return False
+    if node.target in (operator.pow, operator.ipow) and not isinstance(node.args[0], Node):
+        return True
+    return any(isinstance(value, complex) for value in tree_leaves((node.args, node.kwargs)))
+
+
+def _called(kind: str, target: Any, inputs: Sequence[Node], args: Any, kwargs: Any, *values: Any) -> Any:
+    """The value of a node whose `inputs` have these `values`."""
+    own = dict(zip(inputs, values, strict=True))
+    args, kwargs = torch.fx.node.map_arg((args, kwargs), own.__getitem__)
+    return getattr(args[0], target)(*args[1:], **kwargs) if kind == "call_method" else target(*args, **kwargs)
+
+
+def _named(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The same as a function with a name, which torch.fx asks for."""
+
+    def with_its_numbers(*values: Any) -> Any:
+        return call(*values)
+
+    return with_its_numbers
 
 
 def _listed(outputs: Any) -> list[Any]:
@@ -74,7 +120,7 @@ def _listed(outputs: Any) -> list[Any]:
 
 
 def with_strides(value: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
-    """`value` with `strides`: itself where it has them, a view of it where only dimensions of size 1 differ, else a copy.
+    """`value` with `strides` and its bits: itself where it has them, a view of it where only dimensions of size 1 differ, else a copy.
 
     Itself too where a copy could not have them, as elements would share memory.
     """
@@ -85,7 +131,8 @@ def with_strides(value: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
         return value.as_strided(value.shape, strides)
     if any(b == 0 for _, b in both):
         return value
-    return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(value)
+    memory = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
+    return LazyBits.of(value).view_of(memory).copy_(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +265,7 @@ def _is_strided(value: object) -> TypeGuard[torch.Tensor]:
 
 def _dim(value: int | torch.SymInt) -> Dim | None:
     """As a `Size` also where it depends on data: once it is there, its value is as good as another's."""
-    return value if isinstance(value, int) else from_sympy(value.node.expr, lambda _: None)
+    return value if isinstance(value, int) else from_sympy(value.node.expr, lambda s: symbol(str(s)))
 
 
 def _dims(values: Sequence[int | torch.SymInt]) -> tuple[Dim, ...] | None:
@@ -229,7 +276,8 @@ def _dims(values: Sequence[int | torch.SymInt]) -> tuple[Dim, ...] | None:
 def _refuses_form(node: Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: Exception) -> bool:
     """Whether the operator raises for inputs of this form whatever they hold: tried with zeros and with ones.
 
-    What raises for some values only (an index out of range, a singular matrix, an assertion) is the user's own fault to see.
+    What raises for some values only (an index out of range, a singular matrix, an assertion) is the user's own fault to see. So is what raises
+    for any strides (dtypes that do not go together, say), but for NotImplementedError, which says that there is no kernel.
     """
     operator = node.target
     if has_effects(node):  # it may be done once only: a collective, say
@@ -240,16 +288,20 @@ def _refuses_form(node: Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
         return False
     if not all(_is_form(source.meta.get("val")) for source in node.all_input_nodes):
         return False  # a number that depends on data may be what is wrong
-    for number in (0, 1):
-        fill = functools.partial(_filled, number)
+
+    def raises(fill: Callable[[Any], Any]) -> bool:
         try:
             operator(*tree_map(fill, args), **tree_map(fill, dict(kwargs)))
         except failures(Exception) as again:  # what it raises is the question
-            if is_out_of_memory(again) or not isinstance(again, _REFUSALS):
-                return False
-        else:
-            return False
-    return True
+            return isinstance(again, _REFUSALS) and not is_out_of_memory(again)
+        return False
+
+    numbers = (0, 1)
+    if not all(raises(functools.partial(_filled, number)) for number in numbers):
+        return False
+    return isinstance(error, NotImplementedError) or not all(
+        raises(functools.partial(_full, number)) for number in numbers
+    )
 
 
 def _is_form(traced: object) -> bool:
@@ -257,9 +309,18 @@ def _is_form(traced: object) -> bool:
     return _is_strided(traced) or (isinstance(traced, int | torch.SymInt) and is_computable(dim(traced)))
 
 
+def _full(number: int, value: Any) -> Any:
+    """A contiguous tensor of the same sizes that holds `number` everywhere; anything else as it is."""
+    return (
+        torch.full(value.shape, number, dtype=value.dtype, device=value.device)
+        if isinstance(value, torch.Tensor)
+        else value
+    )
+
+
 def _filled(number: int, value: Any) -> Any:
     """A tensor of the same form that holds `number` everywhere; anything else as it is."""
     if not isinstance(value, torch.Tensor):
         return value
     memory = torch.full((TensorSpec.of(value).span,), number, dtype=value.dtype, device=value.device)
-    return memory.as_strided(value.shape, value.stride())
+    return LazyBits.of(value).view_of(memory.as_strided(value.shape, value.stride()))

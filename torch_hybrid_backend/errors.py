@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import errno
 import itertools
+import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -40,7 +42,7 @@ class CompilerCrashError(CompileError):
 
 
 class DeadlineError(CompileError):
-    """Compilation exceeded its deadline. `had_s`: for how many seconds it was at work; None: for as long as it was to have."""
+    """Compilation exceeded its deadline. `had_s`: how many seconds of a processor it was given; None: as many as it was to have."""
 
     def __init__(self, why: str, *, had_s: float | None = None) -> None:
         super().__init__(why)
@@ -73,6 +75,15 @@ class ScheduleError(CompileError):
 
 class RegionError(HybridError):
     """Under HYBRID_STRICT=1: a region failed where it would otherwise have fallen back to eager."""
+
+
+# What the C++ plan throws for such values.
+REFUSED_VALUES = "a kernel met values that PyTorch's operators refuse: an index out of range, or a division by zero"
+
+
+class RefusedValuesError(HybridError):
+    """PyTorch raises for the values that a call was given (an index out of range, an integer divided by 0). Whoever catches it has PyTorch run
+    the call: it knows what to raise."""
 
 
 class DeviceError(HybridError):
@@ -116,23 +127,47 @@ _OUT_OF_MEMORY = (
 
 def is_from_outside(error: BaseException) -> bool:
     """Whether an error in a process that compiles tells of the machine, not of what is compiled: what is missing, full or forbidden there."""
-    if isinstance(error, CompileError):
-        return not error.recurs
-    return isinstance(error, OSError | MemoryError | ImportError) or tells_of_shortage(str(error))
+    if isinstance(error, OSError | MemoryError | ImportError) or (isinstance(error, CompileError) and not error.recurs):
+        return True
+    return tells_of_shortage(str(error)) or (error.__cause__ is not None and is_from_outside(error.__cause__))
+
+
+def tells_of_later(error: BaseException) -> bool:
+    """True if what stopped a compilation would stop it in another process too: what is found without its result then holds there as well."""
+    return not isinstance(error, DeadlineError | CacheError) and not is_from_outside(error)
 
 
 def tells_of_shortage(text: str) -> bool:
-    """Whether what a program said at its end names memory or disk that it could not have."""
+    """True if what a program said at its end names something that the machine did not give it: memory, disk, a thread, a file, a right."""
     return any(said in text.lower() for said in _SHORTAGE)
 
 
-# As the C library and LLVM put it (strerror(3), `report_bad_alloc_error`).
+# What the machine answers to a program that asks too much of it, or is not allowed to ask.
+_REFUSALS = (
+    errno.EACCES,
+    errno.EAGAIN,
+    errno.EBUSY,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EIO,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOENT,
+    errno.ENOMEM,
+    errno.ENOSPC,
+    errno.ENOSYS,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ESTALE,
+    errno.ETXTBSY,
+)
+# As the C library, C++, Python and LLVM (`report_bad_alloc_error`) put it.
 _SHORTAGE = (
+    *(os.strerror(number).lower() for number in _REFUSALS),
     "std::bad_alloc",
     "out of memory",
-    "cannot allocate memory",
-    "no space left on device",
-    "disk quota exceeded",
+    "memoryerror",
+    "can't start new thread",
 )
 
 

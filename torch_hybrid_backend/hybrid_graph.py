@@ -21,11 +21,12 @@ from torch_hybrid_backend.core.engine import CompiledRegion, Pending
 from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.core.region import Region, Segment
 from torch_hybrid_backend.eager_graph import EagerGraph
-from torch_hybrid_backend.errors import HybridError, failures, is_out_of_memory, is_sticky
+from torch_hybrid_backend.errors import HybridError, RefusedValuesError, failures, is_out_of_memory, is_sticky
 from torch_hybrid_backend.fork_lock import ForkLock
 from torch_hybrid_backend.garbage import full_collections_held
 from torch_hybrid_backend.generators import draws_apart, is_captured
-from torch_hybrid_backend.model_gate import judged
+from torch_hybrid_backend.model_gate import JudgedLater, judged, judged_again
+from torch_hybrid_backend.partition.deviation import any_telling
 from torch_hybrid_backend.partition.placement import Pricing
 from torch_hybrid_backend.partition.reference import replay_of
 from torch_hybrid_backend.prepared import Prepared, copy_of, prepare
@@ -48,6 +49,9 @@ from torch_hybrid_backend.stages import (
 )
 
 log = logging.getLogger(__name__)
+
+# How many later calls of a graph in reduced precision are compared at most: the first, then after 2, 4, 8, ... others.
+_JUDGEMENTS = 8
 
 OnPlan = Callable[[Plan], None]
 # A compilation, what of it was still being built, who runs what, and the outputs of the call that decided it.
@@ -92,6 +96,8 @@ class HybridGraph:
         names = [node.name for node in captured.graph_module.graph.find_nodes(op="placeholder")]
         self._meanwhile = meanwhile
         self._static = frozenset(k for k, each in enumerate(names) if each in captured.static_inputs)
+        self._to_judge: Compiled | None = None  # what is chosen from once more if a later call is off
+        self._judgements = 0
         self._is_inference = captured.kind == "inference"
         prepared = as_known(prepare(captured, name, config, self._compile_body), config, self._pricing())
         divided = divide(prepared, session, config, self._pricing())
@@ -123,11 +129,17 @@ class HybridGraph:
         if not isinstance(state, Installed):
             with self._lock:
                 if self._state is state:
-                    return self._first_call(state, inputs)
-            return self(inputs)  # another thread made the first call
+                    outputs = self._first_call(state, inputs)
+                    if not _is_repeatable_here(state.prepared):
+                        return outputs
+                    del outputs
+            # By what engines were chosen for, so that the first call returns what every later call does. Or another thread chose them.
+            return self(inputs)
         run = state.run
         try:
             return run.run(inputs, self._guarded) if isinstance(run, PythonExecutor) else run(inputs)
+        except RefusedValuesError:
+            return state.placed.eager_executor()(inputs)  # PyTorch raises, for it knows what
         except HybridError as error:
             if self._config.strict or state.placed.prepared.has_collectives or is_sticky(error):
                 raise
@@ -161,6 +173,8 @@ class HybridGraph:
         compiled = dataclasses.replace(compiled, prepared=placed.prepared)
         if pending:
             choose_when_built(self, compiled, pending)
+        elif placed.prepared.reduced is not None:
+            self._judge_later(compiled)
         else:
             choose_when_served(self, compiled, installed.run, inputs)
         return outputs
@@ -219,13 +233,38 @@ class HybridGraph:
             if self._config.strict:
                 self._state = Installed(self._installed().placed, functools.partial(_raise, error))
 
-    def with_next_call(self, make: Callable[[Run | PythonExecutor], NextCall]) -> None:
+    def _judge_later(self, compiled: Compiled) -> None:
+        """Have a later call compared with the graph as written, as those before told nothing of some layers; a few times at most."""
+        self._to_judge = compiled
+        self._judgements += 1
+        if self._judgements <= _JUDGEMENTS:
+            self.with_next_call(functools.partial(JudgedLater, self, self._judgements))
+
+    def judge_anew(self, inputs: Sequence[Any]) -> None:
+        """Compare a call with the graph as written. Layers that are off return, as in a first call."""
+        compiled, self._to_judge, installed = self._to_judge, None, self._installed()
+        assert compiled is not None
+        after = judged_again(installed.placed, inputs)
+        if after is None:
+            self.choose_anew(compiled, inputs)
+            return
+        with self._lock:
+            self._state = Installed(after, self._installed().run)
+            self._tell(self._state, after)
+            if after.prepared.reduced is not None:
+                self._judge_later(compiled)
+
+    def varies(self, inputs: Sequence[Any]) -> bool:
+        """True if a call's inputs, parameters apart, tell something of its errors."""
+        return any_telling([value for position, value in enumerate(inputs) if position not in self._static])
+
+    def with_next_call(self, make: Callable[[Run | PythonExecutor], NextCall | JudgedLater]) -> None:
         """Have the next call run what `make` makes of what runs calls now."""
         with self._lock:
             installed = self._installed()
             self._state = Installed(installed.placed, make(installed.run))
 
-    def without_next_call(self, sampling: NextCall) -> bool:
+    def without_next_call(self, sampling: NextCall | JudgedLater) -> bool:
         """Undo `with_next_call`; False where another thread has."""
         with self._lock:
             installed = self._installed()
@@ -266,17 +305,23 @@ class HybridGraph:
         return outputs
 
     def _guarded(self, _index: int, segment: Segment, arguments: Sequence[Any]) -> Sequence[Any]:
-        """One segment's results; a region that fails goes to eager, in this call and from then on."""
+        """One segment's results. A region that fails goes to eager, in this call and from then on; in this call alone if the values are at
+        fault, or there is no memory. Raises what eager does."""
         region = segment.region
         compiled = self._installed().placed.compiled.get(region.name)
         if compiled is not None and not (region.draws and is_captured(region.device)):
             replay = replay_of(region)
             try:
                 return checked(segment, compiled(arguments))
-            except failures(Exception) as cause:  # whatever a compiled region raises, eager is there for it
-                if not is_out_of_memory(cause):
-                    self._give_to_eager(segment.region, cause)
-                replay.rewind()
+            except failures(Exception) as error:  # whatever a compiled region raises, eager is there for it
+                if is_sticky(error):
+                    raise
+                cause = error
+            replay.rewind()
+            outputs = region.eager(arguments)
+            if not isinstance(cause, RefusedValuesError) and not is_out_of_memory(cause):
+                self._give_to_eager(region, cause)
+            return outputs
         return region.eager(arguments)
 
     def _give_to_eager(self, region: Region, cause: Exception) -> None:
@@ -320,7 +365,12 @@ class HybridGraph:
 
 def _is_repeatable(prepared: Prepared) -> bool:
     """Whether a call that this thread makes now can be repeated unnoticed."""
-    return prepared.is_repeatable_apart if draws_apart() else prepared.is_repeatable and not prepared.has_collectives
+    return prepared.is_repeatable_apart if draws_apart() else _is_repeatable_here(prepared)
+
+
+def _is_repeatable_here(prepared: Prepared) -> bool:
+    """True if the graph can run once more on the inputs of the call at hand itself, not on copies of them."""
+    return prepared.is_repeatable and not prepared.has_collectives
 
 
 def _raise(error: Exception, _inputs: Sequence[Any]) -> list[Any]:

@@ -98,7 +98,7 @@ def fastest(
     finally:
         release_unused()
     is_disturbed = load.is_felt()
-    if pricing.timings is not None and times and _is_plausible(times):
+    if pricing.timings is not None and times and _is_plausible(times) and not trial.is_partial:
         pricing.timings.put(_KIND, _key(reduced, pricing), pricing.device, times, is_disturbed=is_disturbed)
     return trial.best(times, _noise(is_disturbed))
 
@@ -197,6 +197,11 @@ class _Trial:
         self._place_anew = place_anew
         self._choices = {_WHOLE: (placed, outputs)}
         self._layers = _layers(reduced)
+
+    @property
+    def is_partial(self) -> bool:
+        """True if one of the graphs lacks kernels that another process may have."""
+        return any(placed.is_partial for placed, _ in self._choices.values())
 
     def times(self) -> Times:
         """Microseconds of a call of each graph, and of the layers in the first two; nothing where there is no time left to compile them."""

@@ -35,7 +35,7 @@ from torch_hybrid_backend.core.plan import Cost, Plan, RegionDecision
 from torch_hybrid_backend.core.region import Region, Segment
 from torch_hybrid_backend.core.verdict import Refused
 from torch_hybrid_backend.engines.deadline import compile_in_time
-from torch_hybrid_backend.errors import HybridError, failures, is_sticky
+from torch_hybrid_backend.errors import HybridError, failures, is_sticky, tells_of_later
 from torch_hybrid_backend.generators import apart
 from torch_hybrid_backend.measure import Rounds, measure
 from torch_hybrid_backend.other_load import OtherLoad
@@ -106,6 +106,12 @@ class Compiled:
         return list({id(c): c for c in found if isinstance(c, PendingRegion) and not c.done}.values())
 
     @property
+    def is_partial(self) -> bool:
+        """True if something is missing that another process may have: what is timed without it tells of this process alone."""
+        found = (made for cover in self.covers for some in cover.candidates.values() for made in some.values())
+        return any(isinstance(made, Exception) and not tells_of_later(made) for made in found)
+
+    @property
     def ranges(self) -> tuple[SizeRange, ...]:
         """Where not every size is served by all that is there by now: the sizes that are."""
         found = (_ready(c) for cover in self.covers for some in cover.candidates.values() for c in some.values())
@@ -116,7 +122,7 @@ class Compiled:
 @dataclass(frozen=True, slots=True, eq=False)
 class Placed:
     """Who runs what. `compiled`: by region name, of the regions that an engine runs. `covers`: what each priced cover costs. `begun`: what
-    regions that were tried have begun to have built elsewhere."""
+    regions that were tried have begun to have built elsewhere. `is_partial`: as of what was compiled."""
 
     prepared: Prepared
     partition: Partition
@@ -124,6 +130,7 @@ class Placed:
     decisions: Mapping[str, RegionDecision]
     covers: tuple[Cost, ...] = ()
     begun: tuple[Pending, ...] = ()
+    is_partial: bool = False
 
     @property
     def plan(self) -> Plan:
@@ -211,8 +218,8 @@ def compile_divided(divided: Divided, session: Session, config: Config, pricing_
     deadline = pricing_on(_device_of(divided.covers)).deadline
     covers = _compile_covers(divided.covers, session, config, deadline)
     compiled = Compiled(divided.prepared, covers, divided.timing_key, divided.kept)
-    # What is found without the regions that are still being built says nothing of later processes.
-    return dataclasses.replace(compiled, timing_key="") if compiled.pending else compiled
+    # What is found without the regions that are still being built, or could not be here, says nothing of later processes.
+    return dataclasses.replace(compiled, timing_key="") if compiled.pending or compiled.is_partial else compiled
 
 
 def _device_of(found: Sequence[Cover]) -> Device:
@@ -300,7 +307,13 @@ def place(compiled: Compiled, inputs: Sequence[Any], config: Config, pricing_on:
             costs.append(Cost(candidate.order, trial.spent_us, "more than"))
             continue
         outputs = found if outputs is None else outputs
-        placed = Placed(compiled.prepared, candidate.cover.partition, trial.compiled, trial.decisions)
+        placed = Placed(
+            compiled.prepared,
+            candidate.cover.partition,
+            trial.compiled,
+            trial.decisions,
+            is_partial=compiled.is_partial,
+        )
         if alone:
             best = 0.0, placed
             break

@@ -69,6 +69,7 @@ class Plan {
   struct PlannedStep {
     std::unique_ptr<Step> step;
     const HostKernel* kernel;       // the step, where it is one: it is called directly
+    bool in_team;                   // what Step::InTeam says
     Device device;                  // where its work is
     std::vector<size_t> allocates;  // fresh values first touched here
     std::vector<size_t> releases;   // tensors last touched here

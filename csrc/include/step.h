@@ -42,8 +42,8 @@ class Step {
   virtual bool Run(const RunContext& context) const = 0;
   // What profilers show for it alone; nothing where it shows itself.
   virtual std::string Title() const { return ""; }
-  // Whether it is a HostKernel: a run of those shares one parallel region (team.h). All others
-  // start parallel regions of their own.
+  // Whether it may run between kernels that share one parallel region (team.h). All others start
+  // parallel regions of their own.
   virtual bool InTeam() const { return false; }
 };
 
@@ -84,6 +84,7 @@ std::unique_ptr<Step> MakeOperatorCall(const Json& description, PlanParts& plan)
 std::unique_ptr<Step> MakeExternalCall(const Json& description, PlanParts& plan);
 std::unique_ptr<Step> MakeCallback(const Json& description, PlanParts& plan);
 std::unique_ptr<Step> MakeCopy(const Json& description, PlanParts& plan);
+std::unique_ptr<Step> MakeCheck(const Json& description, PlanParts& plan);
 
 }  // namespace torch_hybrid_backend
 

@@ -93,8 +93,9 @@ void Plan::ReadSteps(const Json& steps, PlanParts& parts) {
   for (const Json& description : steps.AsList()) {
     std::unique_ptr<Step> step = MakeStep(description, parts);
     for (const size_t value : step->Touched()) parts.touched[values_[value].root] = true;
-    const auto* kernel = step->InTeam() ? static_cast<const HostKernel*>(step.get()) : nullptr;
-    steps_.push_back({std::move(step), kernel, parts.device, {}, {}});
+    const auto* kernel = dynamic_cast<const HostKernel*>(step.get());
+    const bool in_team = step->InTeam();
+    steps_.push_back({std::move(step), kernel, in_team, parts.device, {}, {}});
   }
 }
 

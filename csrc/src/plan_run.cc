@@ -214,11 +214,14 @@ bool Plan::RunStep(const RunContext& context, const PlannedStep& step) const {
 }
 
 bool Plan::RunSteps(const RunContext& context) const {
-  const auto is_kernel = [](const PlannedStep& step) { return step.kernel != nullptr; };
+  const auto in_team = [](const PlannedStep& step) { return step.in_team; };
   for (auto step = steps_.begin(); step != steps_.end();) {
     // Other steps start parallel regions of their own.
-    const auto end = std::find_if_not(step, steps_.end(), is_kernel);
-    if (end - step > 1) {
+    const auto end = std::find_if_not(step, steps_.end(), in_team);
+    const auto kernels = std::count_if(step, end, [](const auto& each) { return each.kernel; });
+    const auto checks = end - step - kernels;
+    // What a kernel and the short one of its flag do is not worth the start of a team.
+    if (kernels - checks > 1) {
       RunInTeam([&] {
         for (; step != end; ++step) RunStep(context, *step);
       });

@@ -13,7 +13,7 @@ using Make = std::unique_ptr<Step> (*)(const Json& description, PlanParts& plan)
 constexpr std::pair<std::string_view, Make> kKinds[] = {
     {"kernel", &MakeHostKernel},     {"launch", &MakeDeviceLaunch}, {"operator", &MakeOperatorCall},
     {"external", &MakeExternalCall}, {"callback", &MakeCallback},   {"copy", &MakeCopy},
-    {"graph", &MakeLaunchGraph},
+    {"graph", &MakeLaunchGraph},     {"check", &MakeCheck},
 };
 
 }  // namespace

@@ -50,11 +50,17 @@ def test_failures(tmp_path: Path) -> None:
 
 
 def test_what_is_not_remembered(tmp_path: Path) -> None:
-    """What came from outside; and a deadline that was missed, where there is more time than there was: another failure is for any deadline."""
+    """What came from outside; a deadline that was missed for want of a processor, or where there is more time than there was: another failure
+    is for any deadline."""
     failures = Failures(Store(tmp_path))
     failures.put("engines", "full", CompileError("no space left on device", recurs=False), 60)
     failures.put("engines", "late", DeadlineError("too late"), 60)
     failures.put("engines", "wide", CompileError("too wide"), 60)
+    failures.put("engines", "waited", DeadlineError("too late", had_s=20.0), 60)
+    failures.put("engines", "worked", DeadlineError("too late", had_s=40.0), 60)
+    assert failures.get("engines", "waited", 60) is None
+    assert failures.get("engines", "worked", 60) is not None
+    failures.remove("engines", "worked")
     assert failures.get("engines", "full", 60) is None
     assert failures.get("engines", "late", 60.1) is None
     assert failures.get("engines", "late", 60) is not None

@@ -1,4 +1,4 @@
-"""A kernel compiler module that is the interpreter's, but for what a file tells it to do: fail, hang, die, find the disk full.
+"""A kernel compiler module that is the interpreter's, but for what a file tells it to do: fail, hang, never end, die, find the disk full.
 
 The environment variable FAULTY_COMPILER names a folder: `fault` in it tells, `asked` gets a line for each kernel that was tried.
 """
@@ -31,6 +31,9 @@ def compile_kernel(job: Job) -> None:
             raise ValueError("no registers are left")
         case "hangs":
             time.sleep(600)
+        case "is slow":
+            while True:
+                pass
         case "dies":
             os.kill(os.getpid(), signal.SIGSEGV)
         case "is killed":

@@ -19,7 +19,7 @@ from torch_hybrid_backend.builds.failures import Failures
 from torch_hybrid_backend.codegen import kernel_cache
 from torch_hybrid_backend.codegen.kernel_cache import Artifact, compile_kernels
 from torch_hybrid_backend.codegen.kernel_key import kernel_key
-from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
+from torch_hybrid_backend.codegen.workers.pool import Finished, KernelCompiler
 from torch_hybrid_backend.codegen.workers.protocol import Job
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tir import compiler as tir_compiler
@@ -39,9 +39,11 @@ class CountingCompiler(KernelCompiler):
         super().__init__(tir_compiler, threads=1)
         self.asked: list[str] = []
 
-    def compile(self, jobs: Sequence[Job], deadline_s: float) -> list[Path | CompileError]:
+    def compile(
+        self, jobs: Sequence[Job], deadline_s: float, finished: Finished = lambda job, made: None
+    ) -> list[Path | CompileError]:
         self.asked += [job.key for job in jobs]
-        return super().compile(jobs, deadline_s)
+        return super().compile(jobs, deadline_s, finished)
 
 
 @pytest.fixture(scope="module")
@@ -154,10 +156,10 @@ class _Faulty:
         self.compiler = KernelCompiler(faulty_compiler, threads=1)
         self.store = Store(folder / "cache")
 
-    def compile(self, fault: str, limit_s: float = 60) -> Artifact | Exception:
+    def compile(self, fault: str, deadline_s: float = 60, limit_s: float | None = None) -> Artifact | Exception:
         """One kernel."""
         (self.folder / "fault").write_text(fault)
-        (made,) = compile_kernels([scale_kernel()], Interpreter(), self.compiler, self.store, limit_s, limit_s)
+        (made,) = compile_kernels([scale_kernel()], Interpreter(), self.compiler, self.store, deadline_s, limit_s)
         return made
 
     @property
@@ -197,30 +199,61 @@ def test_what_failed_is_not_tried_again(
 
 
 def test_what_was_too_slow_is_tried_with_a_later_deadline(faulty: _Faulty) -> None:
-    """A kernel that takes most of the time there is is not tried again, but where there is more. One whose time others took is."""
+    """A kernel that computes for most of the time there is is not tried again, but where there is more. One whose time others took is."""
     assert isinstance(faulty.compile(""), Artifact)  # the process has started
     Failures(faulty.store).forget()
     faulty.store.clear()
-    assert isinstance(faulty.compile("hangs", 1.0), DeadlineError)
+    assert isinstance(faulty.compile("is slow", 4.0, 0.4), DeadlineError)  # also where others load the machine
     asked = faulty.asked
-    slow = faulty.compile("", 1.0)
+    slow = faulty.compile("", 1.0, 0.4)
     assert isinstance(slow, DeadlineError)
     assert "tried again a day later" in str(slow)
     assert faulty.asked == asked
     assert isinstance(faulty.compile("", 60), Artifact)
 
     faulty.store.clear()
-    (faulty.folder / "fault").write_text("hangs")
-    hung, waited = compile_kernels(
-        [scale_kernel(64), scale_kernel(72)], Interpreter(), faulty.compiler, faulty.store, 1.5, 1.5
+    (faulty.folder / "fault").write_text("is slow")
+    slow, waited = compile_kernels(
+        [scale_kernel(64), scale_kernel(72)], Interpreter(), faulty.compiler, faulty.store, 8.0, 0.4
     )
-    assert isinstance(hung, DeadlineError)
+    assert isinstance(slow, DeadlineError)
     assert isinstance(waited, DeadlineError)
     (remembered,) = Failures(faulty.store).all()
     assert remembered.key == kernel_key(scale_kernel(64), Interpreter(), faulty_compiler)
     left = compile_kernels([scale_kernel(80)], Interpreter(), faulty.compiler, faulty.store, 0.3, 60)
     assert isinstance(left[0], DeadlineError)
     assert len(Failures(faulty.store).all()) == 1
+
+
+def test_a_compiler_that_was_not_given_a_processor_is_asked_again(faulty: _Faulty) -> None:
+    """A kernel that is late because the compiler slept, or others had the processors, is no slow kernel."""
+    assert isinstance(faulty.compile("hangs", 3.0), DeadlineError)
+    assert faulty.asked == 1
+    assert Failures(faulty.store).all() == []
+    assert isinstance(faulty.compile(""), Artifact)
+
+
+def test_each_kernel_is_kept_as_soon_as_it_is_compiled(faulty: _Faulty) -> None:
+    """The first is in the store while the others are still to be compiled: whoever is killed meanwhile leaves it to the next process."""
+    (faulty.folder / "fault").write_text("")
+    kept = []
+
+    class Watched(KernelCompiler):
+        def compile(
+            self, jobs: Sequence[Job], deadline_s: float, finished: Finished = lambda job, made: None
+        ) -> list[Path | CompileError]:
+            def watched(job: Job, made: Path | CompileError) -> None:
+                finished(job, made)
+                kept.append(len(faulty.store.keys("kernels")))
+
+            return super().compile(jobs, deadline_s, watched)
+
+    compiler = Watched(faulty_compiler, threads=1)
+    try:
+        compile_kernels([scale_kernel(size) for size in (64, 72, 80)], Interpreter(), compiler, faulty.store, 60)
+    finally:
+        compiler.close()
+    assert kept == [1, 2, 3]
 
 
 def test_what_comes_from_outside_is_tried_again(faulty: _Faulty, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tests.interpreter.backend import InterpreterBackend
 from tests.operators.engines_for_tests import BatchedEngine
-from tests.operators.values import copied, difference, form_difference, seed, tensors_of, widened
+from tests.operators.values import copied, difference, form_difference, lazy, seed, tensors_of, widened
 from torch_hybrid_backend.capture.aot import capture
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.captured import CapturedGraph
@@ -334,13 +334,14 @@ def _results(call: Call, sample: Sample) -> list[Any]:
         left = [tensor.detach().clone() for tensor in state if not tensor.requires_grad]
         if not sample.backward:
             return [result, left]
-        outputs = [t for t in tensors_of(result) if t.requires_grad and t.dtype.is_floating_point]
+        outputs = [t for t in tensors_of(result) if t.requires_grad]
         inputs = [t for t in (*tensors_of(own), *state) if t.requires_grad]
         if not outputs or not inputs:
             return [result, left]
         # Not ones: a sum's gradient hides much.
         generator = torch.Generator().manual_seed(7)
         cotangents = [torch.rand(t.shape, generator=generator, dtype=t.dtype) + 0.5 for t in outputs]
+        cotangents = [lazy(t) if t.is_complex() else t for t in cotangents]
         return [result, left, torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)]
 
 

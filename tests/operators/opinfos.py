@@ -7,10 +7,11 @@ import warnings
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten
 
 from tests.operators.execution import Sample, Subject
 from tests.operators.tasks import Task
-from tests.operators.values import seed
+from tests.operators.values import lazy, seed
 
 # Operators whose numbers are not eager's: they draw them by another operator or leave memory as it was. Only form counts.
 RANDOM = frozenset(
@@ -53,11 +54,14 @@ def samples(task: Task) -> list[Sample]:
         found = list(info.sample_inputs("cpu", task.dtype, requires_grad=task.backward))
         if task.variant == "strided":
             found = [sample.transform(_strided) for sample in found]
+        if task.variant == "lazy":
+            found = [sample.transform(_lazy) for sample in found]
 
     def call(first: Any, rest: Any, named: Any) -> Any:
         return operator(first, *rest, **named)
 
-    subject = Subject.of_function(call)
+    is_seen_through = task.dtype.is_complex and task.backward
+    subject = Subject.of_function((lambda *given: _with_views(call(*given))) if is_seen_through else call)
     through_dynamo = 1 if task.kind == "float32" else 0
     return [
         Sample(
@@ -77,6 +81,19 @@ def _strided(value: Any) -> Any:
 
     dense = isinstance(value, torch.Tensor) and value.layout == torch.strided
     return noncontiguous_like(value) if dense else value
+
+
+def _lazy(value: Any) -> Any:
+    """The same numbers as a conjugated or negated view; what cannot be negated, and sparse tensors, as they are."""
+    is_taken = isinstance(value, torch.Tensor) and value.layout is torch.strided and value.dtype is not torch.bool
+    return lazy(value) if is_taken else value
+
+
+def _with_views(result: Any) -> list[Any]:
+    """An operator's results, and what is made of each by way of conjugated and negated views, which are then saved for backward."""
+    tensors = [t for t in tree_flatten(result)[0] if isinstance(t, torch.Tensor) and t.layout is torch.strided]
+    seen = [t for t in tensors if t.is_complex()]
+    return [result, [(t * t.conj(), t.abs(), t.conj().imag * t.real) for t in seen]]
 
 
 def _drops(operator: str, named: dict[str, Any]) -> bool:

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-DTYPES = {name: getattr(torch, name) for name in "float32 float64 float16 bfloat16 int64 bool".split()}
+DTYPES = {
+    name: getattr(torch, name) for name in "float32 float64 float16 bfloat16 int64 bool complex64 complex128".split()
+}
 
-# What there is to run, the most telling first. "backward": gradients too; "strided": inputs whose elements do not lie side by side; "eval" and
-# "train": modules, the latter with gradients.
+# What there is to run, the most telling first. "backward": gradients too; "strided": inputs whose elements do not lie side by side; "lazy":
+# inputs that are conjugated views, or negated ones of real numbers; "eval" and "train": modules, the latter with gradients.
 KINDS = (
     "float32",
     "float32 backward",
@@ -27,6 +29,12 @@ KINDS = (
     "float64 backward",
     "float64 eval",
     "float64 train",
+    "complex64",
+    "complex64 backward",
+    "complex64 lazy",
+    "float32 lazy",
+    "complex128",
+    "complex128 backward",
 )
 
 # Hundreds of samples each: they come last.

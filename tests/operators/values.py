@@ -11,6 +11,8 @@ import numpy
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
+from torch_hybrid_backend.core.lazy_bits import LazyBits
+
 # (relative, absolute): what `torch.testing` takes for equal.
 CLOSE = {
     torch.float64: (1e-7, 1e-7),
@@ -44,7 +46,7 @@ def seed() -> None:
 
 
 def copied(tree: Any) -> Any:
-    """The same values in memory of their own, strides and `requires_grad` kept."""
+    """The same values in memory of their own, strides, lazy bits and `requires_grad` kept."""
     return tree_map(lambda leaf: _copy(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
@@ -54,17 +56,26 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
         copy = plain.clone()
     else:
         span = 1 + sum((n - 1) * s for n, s in zip(plain.shape, plain.stride(), strict=True))
-        storage = torch.as_strided(plain, (span,), (1,)).clone()
-        copy = torch.as_strided(storage, plain.shape, plain.stride(), 0)
+        storage = torch.as_strided(LazyBits().view_of(plain), (span,), (1,)).clone()
+        copy = LazyBits.of(plain).view_of(torch.as_strided(storage, plain.shape, plain.stride(), 0))
+    return copy.requires_grad_(tensor.requires_grad)
+
+
+def lazy(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers as a view with a lazy bit: conjugated, or negated where they are real. Of its own memory, with its `requires_grad`."""
+    plain = tensor.detach()
+    copy = LazyBits(conjugate=plain.is_complex(), negative=not plain.is_complex()).copy_of(plain)
     return copy.requires_grad_(tensor.requires_grad)
 
 
 def widened(tree: Any) -> Any:
-    """The same tree with floating-point tensors and dtype arguments in float64."""
+    """The same tree with floating-point tensors and dtype arguments in float64, complex tensors in complex128."""
 
     def widen(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.dtype.is_floating_point:
             return leaf.detach().double().requires_grad_(leaf.requires_grad)
+        if isinstance(leaf, torch.Tensor) and leaf.dtype.is_complex:
+            return leaf.detach().to(torch.complex128).requires_grad_(leaf.requires_grad)
         return torch.float64 if isinstance(leaf, torch.dtype) and leaf.is_floating_point else leaf
 
     return tree_map(widen, tree)
@@ -109,7 +120,7 @@ def difference(actual: Any, expected: Any, exact: Callable[[], Any] = lambda: No
 
 
 def form_difference(actual: object, expected: torch.Tensor) -> str:
-    """How dtype, shape, layout or strides differ, "" where they do not."""
+    """How dtype, shape, layout or lazy bits differ, "" where they do not."""
     if not isinstance(actual, torch.Tensor):
         return f"is a {type(actual).__name__}"
     if (actual.dtype, actual.shape, actual.layout) != (expected.dtype, expected.shape, expected.layout):
@@ -117,6 +128,8 @@ def form_difference(actual: object, expected: torch.Tensor) -> str:
             f"is {actual.dtype} {tuple(actual.shape)} {actual.layout}, "
             f"eager's {expected.dtype} {tuple(expected.shape)} {expected.layout}"
         )
+    if not LazyBits.of(expected).are_of(actual):
+        return f"has {LazyBits.of(actual)}, eager's {LazyBits.of(expected)}"
     return ""
 
 

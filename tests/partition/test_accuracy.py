@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -16,7 +17,7 @@ from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.generators import Replay
 from torch_hybrid_backend.partition import accuracy
-from torch_hybrid_backend.partition.accuracy import TOLERANCES, compare, reference_run
+from torch_hybrid_backend.partition.accuracy import TOLERANCES, compare, difference, reference_run
 from torch_hybrid_backend.partition.regions import partition_graph
 
 
@@ -476,3 +477,14 @@ def test_what_many_layers_make_of_rounded_rows() -> None:
 def _inputs_of(region: Region, x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
     """The region's inputs in its order."""
     return [x if tuple(i.spec.shape) == tuple(x.shape) else w for i in region.inputs]
+
+
+def test_two_runs_of_the_same_operators() -> None:
+    """Numbers, forms and values within the tolerances of their dtypes are the same; the sentence says which output is not."""
+    x = torch.randn(4, 3)
+    assert difference([x, 3, math.nan, None], [x * (1 + 1e-6), 3, math.nan, None]) == ""
+    assert difference([x], [x, x]) == "it returned 2 outputs, not 1"
+    assert difference([x, 3], [x, 4]) == "output 1 is 4, not 3"
+    assert difference([x], [x.T.contiguous().T]).startswith("output 0 has strides")
+    assert difference([x], [x.double()]).startswith("output 0 has dtype")
+    assert difference([x], [x + 1]).startswith("output 0 differs by up to 1")

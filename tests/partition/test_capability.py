@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -107,6 +108,26 @@ def test_no_engine_is_asked_about_what_goes_between_devices() -> None:
     ((verdict,),) = capability(copies, [engine], strict=True).values()
     assert isinstance(verdict, Refused)
     assert verdict.code is Reason.DEVICE
+    assert engine.asked == []
+
+
+@pytest.mark.parametrize("function", [lambda z: z.real.neg(), lambda z: z.imag + 1, torch.conj])
+def test_no_engine_is_asked_about_conjugated_and_negated_views(
+    function: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """Their memory does not hold their values: neither operators that read them nor those that make them are an engine's."""
+    engine = FakeEngine()
+    with FakeTensorMode():
+        graph = make_fx(lambda z: function(z.conj()))(torch.empty(4, dtype=torch.complex64)).graph
+    operators = [node for node in graph.nodes if node.op == "call_function"]
+    lazy = [
+        n for n in operators if any(v.meta["val"].is_conj() or v.meta["val"].is_neg() for v in (n, *n.all_input_nodes))
+    ]
+    assert lazy
+    for verdict in capability(lazy, [engine], strict=True).values():
+        (refused,) = verdict
+        assert isinstance(refused, Refused)
+        assert refused.code is Reason.LAYOUT
     assert engine.asked == []
 
 

@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from tests.partition.engines_for_tests import trace
-from torch_hybrid_backend.partition.deviation import WrittenRun, layer_errors, relative_error
+from torch_hybrid_backend.partition.deviation import (
+    WrittenRun,
+    any_telling,
+    changing_inputs,
+    is_telling,
+    layer_errors,
+    relative_error,
+)
 
 _INF, _NAN = math.inf, math.nan
 
@@ -83,3 +90,38 @@ def test_layers_errors_are_their_own() -> None:
 
     nodes["mm_2"].args = (nodes["mm_1"], cast)
     assert layer_errors(written, reduced, {"mm_2"}, [x, w])["mm_2"] == math.inf
+
+
+def test_values_that_tell_something_of_errors() -> None:
+    """Not zeros, nor what is nearly all zero, the same number everywhere, or empty; a single number does if it is not zero."""
+    sparse = torch.zeros(1000)
+    sparse[0] = 1.0
+    for values in (
+        torch.zeros(9),
+        torch.full((9,), 3.0),
+        torch.zeros(0),
+        torch.zeros(1),
+        sparse,
+        torch.zeros(4).long(),
+    ):
+        assert not is_telling(values)
+    for values in (torch.tensor([0.0, 1.0]), torch.ones(1), torch.tensor([1, 2]), sparse[:50], torch.randn(9).relu()):
+        assert is_telling(values)
+    mask, token = torch.ones(8), torch.ones(1, 1)
+    assert any_telling([mask, torch.randn(8), 3])
+    assert any_telling([token])
+    assert not any_telling([token, mask])
+    assert not any_telling([torch.zeros(0, 8)])
+
+
+def test_layers_that_saw_nothing() -> None:
+    """They are named once they have run: their inputs that calls change are looked at, not weights."""
+    module = trace(lambda x, y, w: ((x @ w) + (y * 0) @ w,), torch.ones(4, 4), torch.ones(4, 4), torch.zeros(4, 4))
+    x, _, w = (node.name for node in module.graph.find_nodes(op="placeholder"))
+    first, second = (node.name for node in module.graph.nodes if node.target is torch.ops.aten.mm.default)
+    changing = changing_inputs(module, {w})
+    assert {node.name for node in changing[first]} == {x}
+    watched = {name: changing[name] for name in (first, second)}
+    run = WrittenRun(module, [torch.randn(4, 4), torch.randn(4, 4), torch.zeros(4, 4)], [], watched)
+    run.outputs()
+    assert run.unseen == [second]

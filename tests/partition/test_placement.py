@@ -564,3 +564,12 @@ def test_candidates_draw_the_random_numbers_of_one_run(config: Config) -> None:
     assert not [refusal for refusal in choice.decision.refusals if refusal.code is Reason.ACCURACY]
     assert all(torch.equal(ours, eager) for ours, eager in zip(choice.outputs, expected, strict=True))
     assert torch.equal(torch.rand(3), following)
+
+
+def test_the_outputs_are_the_winners() -> None:
+    """They are what later calls return, to the bit, and not eager's, which only judge them."""
+    region = _region()
+    near = FakeRegion(region, lambda outputs: [output * (1 + 1e-6) for output in outputs])
+    choice = choose(region, {"near": near}, [X], Config(placement="estimate"), Pricing())
+    assert choice.decision.engine == "near"
+    assert torch.equal(choice.outputs[0], (X @ X).sin() * (1 + 1e-6))

@@ -45,6 +45,11 @@ def change_a_literal(gm: torch.fx.GraphModule) -> None:
     _return(gm, *_results(gm)[:2], 4)
 
 
+def change_a_bit(gm: torch.fx.GraphModule) -> None:
+    first, *others = _results(gm)
+    _return(gm, insert(gm.graph.output_node(), aten._neg_view.default, first), *others)
+
+
 def swap_outputs(gm: torch.fx.GraphModule) -> None:
     first, second, number = _results(gm)
     _return(gm, second, first, number)
@@ -104,6 +109,7 @@ def return_a_constant(gm: torch.fx.GraphModule) -> None:
     [
         (change_dtype, "output 0 changed from .*float32.* to .*float64"),
         (change_strides, "output 0 changed"),
+        (change_a_bit, "output 0 changed"),
         (change_a_literal, "output 2 changed from 3 to 4"),
         (swap_outputs, "output 0 changed"),
         (add_an_output, "number of outputs changed from 3 to 4"),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
 import select
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,17 @@ def main(lifeline, *arguments):
     while chunk := os.read(orders, 100):
         received += chunk
     answer(answers, {"received": received.hex()})
+"""
+
+_WORKING = """
+import subprocess, sys, time
+from torch_hybrid_backend.processes.inside import answer, begin
+
+def main(lifeline):
+    orders, answers = begin(lifeline)
+    subprocess.run([sys.executable, "-c", "while __import__('time').process_time() < 0.5: pass"], check=True)
+    answer(answers, {})
+    time.sleep(60)
 """
 
 
@@ -63,7 +76,12 @@ def test_errors_of_a_child() -> None:
     assert str(as_exception("the kernel", {"type": "CompileError", "message": "odd"})) == "the kernel: odd"
     assert isinstance(as_exception("the kernel", {"type": "ScheduleError", "message": "odd"}), ScheduleError)
     assert isinstance(as_exception("the kernel", None), CompileError)
-    for raised, recurs in ((ValueError("odd"), True), (OSError("odd"), False), (RuntimeError("Out of memory"), False)):
+    for raised, recurs in (
+        (ValueError("odd"), True),
+        (OSError("odd"), False),
+        (RuntimeError("Out of memory"), False),
+        (RuntimeError("can't start new thread"), False),
+    ):
         assert as_exception("the kernel", described(raised)).recurs is recurs
     assert not as_exception("the kernel", described(CompileError("no linker", recurs=False))).recurs
 
@@ -78,3 +96,45 @@ def test_ends_of_a_child() -> None:
     assert not End(-signal.SIGKILL, "").recurs
     assert not End(-signal.SIGALRM, "").recurs
     assert not End(-signal.SIGABRT, "LLVM ERROR: out of memory").recurs
+    assert not End(-signal.SIGABRT, "what():  Resource temporarily unavailable").recurs
+    assert not End(1, "OSError: [Errno 24] Too many open files").recurs
+    assert not End(-signal.SIGBUS, "").recurs  # a file that is mapped, on a full disk
+    assert not End(-signal.SIGSYS, "").recurs  # a filter of system calls
+
+
+def test_a_crash_under_a_limit_of_memory() -> None:
+    """It says nothing of what was compiled: not every library looks whether it was given memory."""
+    assert End(-signal.SIGSEGV, "").recurs
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (1 << 45, before[1]))
+    try:
+        assert not End(-signal.SIGSEGV, "").recurs
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def test_a_child_that_cannot_be_started() -> None:
+    """It is no fault of what it would have done."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4, before[1]))
+    try:
+        with pytest.raises(CompileError, match="Too many open files") as raised:
+            Child("child_of_tests", [], "the child")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert not raised.value.recurs
+
+
+def test_how_long_a_processor_worked_for_a_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time that it sleeps does not count; time that a program computes for it, which it waited for, does."""
+    (tmp_path / "child_of_tests.py").write_text(_WORKING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    child = Child("child_of_tests", [], "the child")
+    try:
+        select.select([child.stdout], [], [], 60)
+        worked = child.processor_s()
+        assert worked >= 0.5
+        time.sleep(0.5)
+        assert child.processor_s() < worked + 0.4
+    finally:
+        child.end()

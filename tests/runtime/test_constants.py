@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from torch_hybrid_backend.core.hoisted_inputs import CallInput, FoldedValue, HoistedInputs
+from torch_hybrid_backend.core.lazy_bits import LazyBits
 from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.runtime.constant_pool import ConstantPool
 from torch_hybrid_backend.runtime.constants import (
@@ -159,14 +160,17 @@ def test_no_constants_are_made_once() -> None:
 
 
 def test_folded_views_of_parameters_do_not_keep_them_alive() -> None:
-    """A fold that returns a view is remembered as a view; other results as they are."""
-    hoisted = HoistedInputs((CallInput(0), FoldedValue(0), FoldedValue(1)), (1,))
-    weight = torch.nn.Parameter(torch.randn(3, 4))
+    """A fold that returns a view is remembered as a view, with its lazy bits; other results as they are."""
+    hoisted = HoistedInputs((CallInput(0), FoldedValue(0), FoldedValue(1), FoldedValue(2)), (1,))
+    weight = torch.nn.Parameter(torch.randn(3, 4, dtype=torch.complex64))
     inputs = [torch.ones(1), weight]
-    folded = run_fold(hoisted, lambda raw: [raw[0].t()[1:], raw[0] + 1], inputs)
+    folded = run_fold(hoisted, lambda raw: [raw[0].t()[1:], raw[0] + 1, raw[0].conj()], inputs)
     kept = without_owning(folded, hoisted, inputs)
-    assert kept[0] == ViewOfInput(1, (3, 3), (1, 4), 1)
-    x, view, plus_one = main_inputs(hoisted, kept, inputs)
+    assert kept[0] == ViewOfInput(1, (3, 3), (1, 4), 1, LazyBits())
+    assert kept[2] == ViewOfInput(1, (3, 4), (4, 1), 0, LazyBits(conjugate=True))
+    x, view, plus_one, conjugate = main_inputs(hoisted, kept, inputs)
+    assert conjugate.is_conj()
+    assert torch.equal(conjugate, weight.detach().conj())
     assert x is inputs[0]
     torch.testing.assert_close(view, weight.detach().t()[1:])
     assert view.data_ptr() == weight[:, 1:].data_ptr()

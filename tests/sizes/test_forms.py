@@ -73,7 +73,7 @@ def _value(expression: sympy.Expr, s0: int, s1: int) -> object:
 @given(_expressions())
 def test_sizes_of_sympy_have_its_values(expression: sympy.Expr) -> None:
     """An expression of torch's becomes a size of the same value, whatever the symbols are; a number becomes a number."""
-    size = forms.from_sympy(expression, {_s0: 7, _s1: 5}.get)
+    size = forms.from_sympy(expression, {_s0: symbol("s0", 7), _s1: symbol("s1", 5)}.__getitem__)
     assert size is not None
     assert isinstance(size, int) or expression.free_symbols
     for values in VALUES:
@@ -87,7 +87,7 @@ def test_sizes_of_sympy_have_its_values(expression: sympy.Expr) -> None:
 def test_other_expressions_have_no_size(expression: sympy.Expr) -> None:
     """What is no whole number made by sums, products and divisions gives None, alone and inside of others."""
     for whole in (expression, expression + _s1, FloorDiv(_s1 * expression, 3)):
-        assert forms.from_sympy(whole, {_s0: 7, _s1: 5}.get) is None
+        assert forms.from_sympy(whole, {_s0: symbol("s0", 7), _s1: symbol("s1", 5)}.__getitem__) is None
 
 
 def test_renamed_sizes_are_equal_where_they_compute_the_same() -> None:

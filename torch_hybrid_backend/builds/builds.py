@@ -368,8 +368,7 @@ class _Queue:
                 result = Path(folder, RESULT).read_bytes()
                 self._keep(task, result)
                 return result
-        # One that waited before it began did not have all the time that there was.
-        if not (isinstance(stopped, BuildCancelledError) or (isinstance(stopped, DeadlineError) and task.has_waited)):
+        if not isinstance(stopped, BuildCancelledError):
             self._failures.put(self._kind, task.key, stopped, task.deadline_s)
         return stopped
 
@@ -385,7 +384,7 @@ class _Queue:
                 child.close_orders()
                 until = now + self._grace_s
             if self._is_closed or (is_told and now >= until):
-                return self._stopped(task, "it did not stop when it was told to, and was killed")
+                return self._stopped(task, child, "it did not stop when it was told to, and was killed")
             ready = select.select([child.stdout, task.wake], [], [], until - now)[0]
             if task.wake in ready:
                 os.read(task.wake, 1)
@@ -393,21 +392,23 @@ class _Queue:
                 continue
             answers = child.read()
             if answers is None:
-                return self._stopped(task, "it ended when it was told to") if is_told else _died(task, child)
+                return self._stopped(task, child, "it ended when it was told to") if is_told else _died(task, child)
             for answer in answers:
                 if "progress" in answer:
                     task.progress = float(str(answer["progress"]))
                 elif answer["error"] is None:
                     return None
                 elif is_told:
-                    return self._stopped(task, "it stopped when it was told to")
+                    return self._stopped(task, child, "it stopped when it was told to")
                 else:
                     return as_exception(f"{task.key} was not built", answer["error"])
 
-    def _stopped(self, task: _Task, how: str) -> CompileError:
+    def _stopped(self, task: _Task, child: Child, how: str) -> CompileError:
         if not task.is_wanted:
             return _cancelled(task)
-        return DeadlineError(f"{task.key} was not built within {task.deadline_s:.3g} s; {how}")
+        why = f"{task.key} was not built within {task.deadline_s:.3g} s; {how}"
+        # One that waited before it began did not have all the time that there was.
+        return DeadlineError(why, had_s=0.0 if task.has_waited else child.processor_s())
 
     def _keep(self, task: _Task, result: bytes) -> None:
         try:

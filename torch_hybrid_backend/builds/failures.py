@@ -2,8 +2,9 @@
 builders make, and kernels.
 
 What is remembered lies in the store, under the build's kind and key. A key says all that the result depends on, versions and device
-included, so another version is tried at once; what missed its deadline is tried again with a later one. What a failure has from outside
-(`CompileError.recurs`) is not remembered. `hybrid cache` shows them, and `hybrid cache --forget-failures` forgets them.
+included, so another version is tried at once; what missed its deadline is tried again with a later one. Only what lies in the build itself is
+remembered: not what came from outside (`CompileError.recurs`), nor a missed deadline where others had the processors meanwhile.
+`hybrid cache` shows failures, and `hybrid cache --forget-failures` forgets them.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ _log = logging.getLogger(__name__)
 
 KIND = "failed-builds"
 REMEMBERED_S = 24 * 3600.0
+# What missed its deadline is too slow, rather than one of many or on a busy machine, if a processor worked for it for so much of its time.
+_SLOW_SHARE = 0.5
 _TYPES: dict[str, type[CompileError]] = {
     kind.__name__: kind for kind in (AccuracyError, CompileError, CompilerCrashError, DeadlineError)
 }
@@ -75,7 +78,8 @@ class Failures:
     def put(self, kind: str, key: str, error: CompileError, limit_s: float = math.inf) -> None:
         """Remember that the build, which might have taken `limit_s` seconds, failed with `error`, where that would recur. A store that cannot
         be written costs a later process its time: that is logged."""
-        if not error.recurs:
+        had_s = error.had_s if isinstance(error, DeadlineError) else None
+        if not error.recurs or (had_s is not None and had_s < _SLOW_SHARE * limit_s):
             return
         name = type(error).__name__ if type(error).__name__ in _TYPES else CompileError.__name__
         fields = {

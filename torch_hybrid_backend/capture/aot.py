@@ -15,7 +15,8 @@ rebuilds outputs that are views of inputs from the input itself, and re-applies 
   alone: `output_aliases` sees to both, and graphs that leave here have no two outputs that share storage.
 - Tangents (`tangents_k` of the backward graph) are coerced at run time to the traced memory format, not to the traced
   strides: the stride of a dimension of size 1 may differ from `meta["val"]`, and a tangent may be an expanded tensor
-  made contiguous. Guard on strides only where the size is above 1. They carry `meta["loose_strides"] = True`.
+  made contiguous. Guard on strides only where the size is above 1. They carry `meta["loose_strides"] = True`. They may be lazily
+  conjugated or negated, whatever was traced, and a hook may hand back resolved what was saved conjugated: they get the bits of the trace here.
 - Tensors that Dynamo lifted into the graph (`torch.tensor([1., 2.])` in the user's code) stay `get_attr` nodes
   (`_tensor_constant0`); they are given `meta["val"]` here. They never change.
 """
@@ -44,6 +45,7 @@ from torch_hybrid_backend.capture.fixes.norm_statistics import correct_statistic
 from torch_hybrid_backend.capture.fixes.output_aliases import separate_aliases
 from torch_hybrid_backend.capture.fixes.overlap import watch_overlaps
 from torch_hybrid_backend.core.captured import CapturedGraph, GraphKind
+from torch_hybrid_backend.core.lazy_bits import LazyBits
 from torch_hybrid_backend.fork_lock import ForkLock
 
 log = logging.getLogger(__name__)
@@ -155,6 +157,7 @@ def _boxed(
     compiled = compile_graph(CapturedGraph(graph_module, kind, static, writes_inputs))
 
     ordered = any(node.target is torch.ops.higher_order.with_effects for node in graph_module.graph.nodes)
+    bits = _bits_of_inputs(graph_module) if kind == "backward" else {}  # Dynamo guards those of other inputs
 
     subclasses: list[int] | None = None  # found in the first call; Dynamo guards types
 
@@ -165,6 +168,9 @@ def _boxed(
         for k in subclasses:
             # The graph was traced without them: what they override has been applied, and must not be once more.
             inputs[k] = inputs[k].as_subclass(torch.Tensor)
+        for k, traced in bits.items():
+            if not traced.are_of(inputs[k]):
+                inputs[k] = traced.copy_of(inputs[k])
         if ordered:
             # AOTAutograd traces effect tokens as empty tensors and passes None for them.
             inputs = [torch.empty(0, device="cpu") if value is None else value for value in inputs]
@@ -178,6 +184,13 @@ def _boxed(
 
     boxed._boxed_call = True  # type: ignore[attr-defined]  # tells AOTAutograd not to unpack the list
     return boxed
+
+
+def _bits_of_inputs(graph_module: torch.fx.GraphModule) -> dict[int, LazyBits]:
+    """The traced bits of those inputs of a backward graph, by position, that may come with others: tangents, and what was saved with a bit."""
+    inputs = ((k, node, node.meta.get("val")) for k, node in enumerate(graph_module.graph.find_nodes(op="placeholder")))
+    traced = ((k, node, LazyBits.of(value)) for k, node, value in inputs if isinstance(value, torch.Tensor))
+    return {k: bits for k, node, bits in traced if bits or node.meta.get("loose_strides")}
 
 
 def _with_cached(

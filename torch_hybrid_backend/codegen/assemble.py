@@ -45,7 +45,16 @@ from torch_hybrid_backend.loops.ir import (
     buffers_of_expr,
     compute_dtype,
 )
-from torch_hybrid_backend.loops.kernels import Argument, Kernel, MapKernel, RowKernel, ScatterKernel, Stage, Store
+from torch_hybrid_backend.loops.kernels import (
+    Argument,
+    Kernel,
+    MapKernel,
+    RowKernel,
+    ScatterKernel,
+    Stage,
+    Store,
+    kernel_counts,
+)
 from torch_hybrid_backend.loops.layout import Layout, Strided, contiguous
 from torch_hybrid_backend.loops.random_numbers import Generator
 from torch_hybrid_backend.loops.scales import gathered
@@ -57,6 +66,7 @@ class RegionKernels:
     """A region's kernels in execution order, and what they share: buffers, layouts, literals and constants packed ahead.
 
     `origins`: for each kernel the names of the nodes whose values it computes, as far as it keeps or reads them from memory.
+    `flags`: as in `LoopGraph`.
     """
 
     region: Region
@@ -69,6 +79,7 @@ class RegionKernels:
     backend: KernelBackend
     generator: Generator | None = None
     origins: tuple[frozenset[str], ...] = ()
+    flags: tuple[Buffer, ...] = ()
 
     def with_variants(self, chosen: Sequence[Variant]) -> RegionKernels:
         """The region computed by one variant of each kernel."""
@@ -149,7 +160,18 @@ class RegionKernels:
             for own in (random.seed, *counters):
                 specs[own] = TensorSpec((), INDEX_DTYPE, (), CPU)
         signature = tuple(i.spec if i.spec is not None else i.size for i in self.region.inputs)
-        return Program(tuple(specs), tuple(inputs), outputs, tuple(constants), tuple(steps), signature, device, random)
+        return Program(
+            tuple(specs),
+            tuple(inputs),
+            outputs,
+            tuple(constants),
+            tuple(steps),
+            signature,
+            device,
+            random,
+            counts=tuple(dict.fromkeys(c for kernel in self.kernels for c in kernel_counts(kernel))),
+            flags=tuple(map(number, self.flags)),
+        )
 
 
 def _shared(packed: Iterable[Packed]) -> dict[Buffer, Packed]:
@@ -194,13 +216,14 @@ def assemble(region: Region, backend: KernelBackend) -> RegionKernels:
     groups = fuse(prepared.graph, backend.policy)
     fixed.update((buffer, contiguous(buffer.shape)) for buffer in prepared.row_major)
     layouts = backend.layouts(groups, fixed)
-    needed = needed_outside(groups, lowered.outputs)
+    outputs = (*lowered.outputs, *lowered.flags)
+    needed = needed_outside(groups, outputs)
     found: dict[Kernel, frozenset[str]] = {}
     for group in groups:
         made = _kernels(group, needed, layouts, backend)
         names = frozenset(lowered.origins[m.op.out] for m in group.members if m.op.out in lowered.origins)
         found.update(dict.fromkeys(made, names))
-    kernels = backend.join(list(found), lowered.outputs)
+    kernels = backend.join(list(found), outputs)
     return RegionKernels(
         region,
         tuple(kernels),
@@ -212,6 +235,7 @@ def assemble(region: Region, backend: KernelBackend) -> RegionKernels:
         backend,
         lowered.generator,
         _joined(found, kernels),
+        lowered.flags,
     )
 
 

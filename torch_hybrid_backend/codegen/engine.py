@@ -238,7 +238,8 @@ class KernelEngine(EngineBase):
                 compile_more = functools.partial(self.built, target=backend.target, deadline=deadline)
                 options = try_next_variant(region.kernels, options, compile_more, run_program, inputs)
         before = {option.key: option.times for option in region.options}
-        for option in {option.key: option for option in options if option.times != before[option.key]}.values():
+        changed = [option for option in options if option.times != before[option.key] and not option.is_partial]
+        for option in {option.key: option for option in changed}.values():
             self._keep_times(backend.device, load, option.key, option.times)
         log.info("variants of %d kernels timed in %.2f s", len(found), time.monotonic() - start)
         return self._region(region.kernels, options)

@@ -19,17 +19,15 @@ from torch_hybrid_backend.codegen.compiler import CodeTarget
 from torch_hybrid_backend.codegen.kernel_key import kernel_key
 from torch_hybrid_backend.codegen.kernel_name import symbol_of
 from torch_hybrid_backend.codegen.operator_kernel import OperatorKernel
-from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
+from torch_hybrid_backend.codegen.workers.pool import Finished, KernelCompiler
 from torch_hybrid_backend.codegen.workers.protocol import Job
-from torch_hybrid_backend.errors import CacheError, CompileError, DeadlineError, ScheduleError, failures
+from torch_hybrid_backend.errors import CacheError, CompileError, ScheduleError, failures
 from torch_hybrid_backend.loops.kernels import Kernel
 from torch_hybrid_backend.store import Store
 
 _log = logging.getLogger(__name__)
 
 KIND = "kernels"
-# A kernel that missed the deadline is too slow, rather than one of many, if it was at work for so much of all the time that there is.
-_SLOW_SHARE = 0.5
 _NOTHING = ""  # the key of what needs no artifact: an operator of PyTorch's
 
 # (store, key) -> artifact. Writes of single items are atomic; two threads that compile one kernel at once write equal things.
@@ -56,12 +54,13 @@ def compile_kernels(
 ) -> list[Artifact | Exception]:
     """The kernels' artifacts, kernel by kernel, or what stopped them: a CompileError, or CacheError where the store cannot be written.
 
-    Compiles, in parallel and equal ones once, what neither this process nor the store has; gives up on those after `deadline_s` seconds.
+    Compiles, in parallel and equal ones once, what neither this process nor the store has; gives up on those after `deadline_s` seconds. Each
+    is kept as soon as it is compiled: a process that is killed meanwhile leaves the next one the rest to do.
     What failed within a day is not tried again, under its key; what was late is, where `limit_s`, the time for all the kernels of a graph
     (None: `deadline_s`), is longer than it was.
     """
     limit_s = deadline_s if limit_s is None else limit_s
-    failures = Failures(store)
+    remembered = Failures(store)
     start = time.monotonic()
     keys = [_key(kernel, target, compiler) for kernel in kernels]
     found: dict[str, Artifact | Exception] = {_NOTHING: Artifact("", "", _NOTHING)}
@@ -70,7 +69,7 @@ def compile_kernels(
         if isinstance(key, Exception) or key in found or key in missing:
             continue
         known = _lookup(key, kernel, store)
-        failed = failures.get(KIND, key, limit_s) if known is None else None
+        failed = remembered.get(KIND, key, limit_s) if known is None else None
         if known is not None:
             found[key] = known
         elif failed is not None:
@@ -79,20 +78,19 @@ def compile_kernels(
             missing[key] = kernel
     if missing:
         _log.debug("%d kernels found, %d to compile", len(found), len(missing))
-        made = _compile(missing, target, compiler, store, deadline_s - (time.monotonic() - start))
-        found.update(made)
-        for key, result in made.items():
-            if isinstance(result, CompileError) and _is_costly(result, limit_s):
-                failures.put(KIND, key, result, limit_s)
+
+        def finished(job: Job, made: Path | CompileError) -> None:
+            found[job.key] = made if isinstance(made, CompileError) else _keep(job, made, store)
+            # That no schedule serves a kernel shows at once.
+            if isinstance(made, CompileError) and not isinstance(made, ScheduleError):
+                remembered.put(KIND, job.key, made, limit_s)
+
+        try:
+            _compile(missing, target, compiler, deadline_s - (time.monotonic() - start), finished)
+        except failures(OSError) as error:  # no temporary directory can be made, say
+            why = f"kernels cannot be compiled: {error}"
+            found.update((key, CompileError(why, recurs=False)) for key in missing.keys() - found.keys())
     return [key if isinstance(key, Exception) else found[key] for key in keys]
-
-
-def _is_costly(error: CompileError, limit_s: float) -> bool:
-    """Whether to try again would cost something, and end in the same: not where no schedule serves the kernel, which shows at once, nor where
-    a kernel is late because others took the time."""
-    if isinstance(error, DeadlineError) and error.had_s is not None:
-        return error.had_s >= _SLOW_SHARE * limit_s
-    return not isinstance(error, ScheduleError)
 
 
 def _key(kernel: Kernel, target: CodeTarget, compiler: KernelCompiler) -> str | CompileError:
@@ -117,24 +115,14 @@ def _lookup(key: str, kernel: Kernel, store: Store) -> Artifact | None:
 
 
 def _compile(
-    kernels: dict[str, Kernel], target: CodeTarget, compiler: KernelCompiler, store: Store, deadline_s: float
-) -> dict[str, Artifact | Exception]:
-    results: dict[str, Artifact | Exception] = {}
-    try:
-        with tempfile.TemporaryDirectory(prefix="torch_hybrid_backend-") as folder:
-            jobs = [
-                Job(key, symbol_of(kernel, key), kernel, target, str(Path(folder) / f"{key}{compiler.module.SUFFIX}"))
-                for key, kernel in kernels.items()
-            ]
-            for job, made in zip(jobs, compiler.compile(jobs, deadline_s), strict=True):
-                results[job.key] = made if isinstance(made, Exception) else _keep(job, made, store)
-    except failures(OSError) as error:  # the temporary directory is full, or cannot be made
-        for key in kernels.keys() - results.keys():
-            results[key] = CompileError(
-                f"{symbol_of(kernels[key], key)} cannot be compiled, as the temporary directory cannot be used: {error}",
-                recurs=False,
-            )
-    return results
+    kernels: dict[str, Kernel], target: CodeTarget, compiler: KernelCompiler, deadline_s: float, finished: Finished
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="torch_hybrid_backend-") as folder:
+        jobs = [
+            Job(key, symbol_of(kernel, key), kernel, target, str(Path(folder) / f"{key}{compiler.module.SUFFIX}"))
+            for key, kernel in kernels.items()
+        ]
+        compiler.compile(jobs, deadline_s, finished)
 
 
 def _spare(store: Store, error: CacheError) -> Store:
@@ -146,8 +134,12 @@ def _spare(store: Store, error: CacheError) -> Store:
     return _spares[at]
 
 
-def _keep(job: Job, made: Path, store: Store) -> Artifact | CacheError:
-    content = made.read_bytes()
+def _keep(job: Job, made: Path, store: Store) -> Artifact | Exception:
+    try:
+        content = made.read_bytes()
+        made.unlink()  # the temporary directory may be small
+    except failures(OSError) as error:
+        return CompileError(f"{job.symbol} was compiled, and cannot be read: {error}", recurs=False)
     try:
         path = store.put(KIND, job.key, content, made.suffix)
     except CacheError as error:

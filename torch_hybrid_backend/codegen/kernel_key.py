@@ -42,9 +42,9 @@ class _Text:
             self._buffers.setdefault(argument.buffer, f"arg{position}")
         self._vars: dict[LoopVar, str] = {}
         self._lines: list[str] = []
-        # Sizes by their position among the arguments, with the value that schedules take for typical.
+        # Sizes by their position among the arguments, with the value that schedules take for typical and the range that they rely on.
         self._sizes = {s: f"n{i}" for i, s in enumerate(kernel_sizes(kernel))}
-        self._lines += [f"{name} like {size.hint}" for size, name in self._sizes.items()]
+        self._lines += [f"{name} like {size.hint} in {size.low}..{size.high}" for size, name in self._sizes.items()]
         # Expressions are numbered by their text, so that a shared one and an equal copy of it look the same. `_known` spares
         # walking a shared one again.
         self._numbers: dict[str, str] = {}

@@ -21,7 +21,7 @@ from torch_hybrid_backend.codegen.kernel_cache import Artifact
 from torch_hybrid_backend.codegen.variants import Variant
 from torch_hybrid_backend.core.engine import ProgramCall, RunProgram
 from torch_hybrid_backend.core.program import Program
-from torch_hybrid_backend.errors import HybridError, is_sticky
+from torch_hybrid_backend.errors import HybridError, RefusedValuesError, is_sticky, tells_of_later
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +52,8 @@ class KernelOptions:
 
     `key` is the kernel's, "" where there is nothing to choose. With `is_open` the choice is still to be made, by `search`. `times`: what
     searches found. `work`: multiply-adds. `untried`: what may still be compiled and timed. `exact`: the kernel itself, where no other
-    variant here is exact; it is compiled when the accuracy check asks for it, which is seldom.
+    variant here is exact; it is compiled when the accuracy check asks for it, which is seldom. `is_partial`: what could be compiled elsewhere
+    is missing, so that times are of this process alone.
     """
 
     key: str
@@ -64,6 +65,7 @@ class KernelOptions:
     work: float = 0.0
     untried: tuple[Variant, ...] = ()
     exact: Variant | None = None
+    is_partial: bool = False
 
     @staticmethod
     def of(
@@ -100,6 +102,7 @@ class KernelOptions:
     def with_compiled(self, made: Sequence[Sequence[Artifact | Exception]]) -> KernelOptions | Exception:
         """`made`: the kernels of each variant that was `to_compile`. Gives what stopped the first one, where that failed."""
         compiled: list[CompiledVariant] = []
+        is_partial = False
         for variant, kernels in zip(self.to_compile, made, strict=True):
             each = compiled_variant(variant, kernels)
             if not isinstance(each, Exception):
@@ -108,8 +111,9 @@ class KernelOptions:
                 return each
             else:
                 _log.debug("the variant %r of a kernel is left out: %s", variant.name, each)
+                is_partial = is_partial or not tells_of_later(each)
         is_open = self.is_open and bool(len(compiled) > 1 or self.untried)
-        return replace(self, to_compile=(), compiled=tuple(compiled), is_open=is_open)
+        return replace(self, to_compile=(), compiled=tuple(compiled), is_open=is_open, is_partial=is_partial)
 
     @property
     def chosen(self) -> CompiledVariant:
@@ -199,7 +203,8 @@ def search(
 
     The region runs with every kernel's first variant, with every kernel's second, and so on, in `least_rounds` rounds or more
     after one to warm up. A run that raises HybridError gives no times: each of its variants then has a run of its own, beside those
-    in use, as an operator that does not take such tensors says nothing of the others. One that leaves the device unusable is raised.
+    in use, as an operator that does not take such tensors says nothing of the others. One that leaves the device unusable is raised, and
+    RefusedValuesError.
 
     Each run packs its weights and has an arena of its own. Where one round spends the budget no second would follow, and there is nothing to
     gain from having all of them at once: each is then freed before the next is made.
@@ -213,7 +218,7 @@ def search(
         try:
             times = iter(run.kernel_us(inputs))
         except HybridError as error:
-            if is_sticky(error):
+            if is_sticky(error) or isinstance(error, RefusedValuesError):
                 raise
             _log.info("a set of variants cannot run: %s", error)
             return None

@@ -22,7 +22,7 @@ from torch_hybrid_backend.codegen.search import (
     search,
 )
 from torch_hybrid_backend.core.engine import RunProgram
-from torch_hybrid_backend.errors import DeadlineError
+from torch_hybrid_backend.errors import tells_of_later
 from torch_hybrid_backend.loops.kernels import Kernel
 from torch_hybrid_backend.progress import Progress
 
@@ -89,7 +89,7 @@ def _decided(
         return option
     name, chosen = option.untried[0].name, option.chosen.variant.name
     times, left = dict(option.times), option.untried[1:]
-    if isinstance(new[0], DeadlineError):
+    if isinstance(new[0], Exception) and not tells_of_later(new[0]):
         # Nothing was found out. Without the operator's time alone a later process takes it for new, and tries again.
         times.pop(name + ALONE, None)
         return replace(option, times=times, untried=left)

@@ -1,9 +1,11 @@
 """Numbers that several stages must agree on: what one leaves as it is because another takes it."""
 
+from torch_hybrid_backend.sizes.size import MAX_SIZE
+
 # No layout keeps more channels together: channels from a multiple of it on are whole blocks (AVX-512 has 16 lanes of float32).
 MAX_CHANNELS_TOGETHER = 16
-# Elements that kernels address: their indices are int32. A position at or beyond it (INT64_MAX is "to the end") is behind every dimension.
-MAX_ELEMENTS = (1 << 31) - 1
+# Elements that kernels address. A position at or beyond it (INT64_MAX is "to the end") is behind every dimension.
+MAX_ELEMENTS = MAX_SIZE
 # Bytes by which every address can be divided that a kernel of a GPU is given: plans copy what lies elsewhere. csrc/include/device.h has it too.
 ADDRESS_ALIGNMENT = 16
 # Bytes by which the addresses can be divided of what a plan keeps in a GPU's memory for its steps. csrc/include/device.h has it too.

@@ -136,8 +136,9 @@ class Conversion:
 
     `operators`: how many compute floating-point tensors in a call; `converted`: how many of them to which precision. `casts`: conversions
     of values of the call; `weight_casts`: of parameters, made once. `error`: the largest of how far outputs were off those of the graph as
-    written in the first call, as root mean square of the difference over root mean square; None where that is not known, and `unchecked`
-    says why. `tolerance`: how large it may be.
+    written in the calls that were compared, as root mean square of the difference over root mean square; None where that is not known, and
+    `unchecked` says why. `tolerance`: how large it may be. `unseen`: converted layers whose inputs were alike or nearly all zero in those
+    calls, which shows nothing of their error.
     """
 
     precision: str
@@ -149,6 +150,7 @@ class Conversion:
     left: tuple[Unconverted, ...] = ()
     error: float | None = None
     unchecked: str = ""
+    unseen: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +228,7 @@ class Plan:
 def _conversion(raw: dict[str, Any]) -> Conversion:
     left = tuple(Unconverted(**{**layer, "code": Reason(layer["code"])}) for layer in raw["left"])
     converted = tuple((name, count) for name, count in raw["converted"])
-    return Conversion(**{**raw, "left": left, "converted": converted})
+    return Conversion(**{**raw, "left": left, "converted": converted, "unseen": tuple(raw["unseen"])})
 
 
 def _plain(value: Any) -> Any:

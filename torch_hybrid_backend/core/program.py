@@ -4,23 +4,25 @@ A program is a list of steps over numbered buffers. The runtime decides where bu
 fresh outputs); the program only says how large they are and who reads and writes them.
 
 This is the only place that lists the kinds of steps. A whole graph's plan has the same ones, over the plan's values in place of buffers
-(`Step.over`), and three more, which the runtime adds: `Callback`, `Copy` and `LaunchGraph`. Each is a class of the same name in
+(`Step.over`), and four more, which the runtime adds: `Callback`, `Copy`, `Check` and `LaunchGraph`. Each is a class of the same name in
 `csrc/src/steps/`, which reads what `Step.describe` returns. See docs/adr/0020-one-vocabulary-of-steps.md.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 
 from torch_hybrid_backend.core.device import CPU, Device
+from torch_hybrid_backend.core.limits import MAX_ELEMENTS
 from torch_hybrid_backend.core.operator_schema import described_arguments, is_native, operator_schema
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
-from torch_hybrid_backend.sizes.size import Dim, evaluate
+from torch_hybrid_backend.errors import REFUSED_VALUES
+from torch_hybrid_backend.sizes.size import Dim, evaluate, symbols
 
 # In place of a buffer: a null pointer.
 NULL = -1
@@ -443,6 +445,23 @@ class Copy(Step):
 
 
 @dataclass(frozen=True, slots=True)
+class Check(Step):
+    """Ends the call with `errors.RefusedValuesError` unless every byte of the flags is 0."""
+
+    flags: tuple[int, ...]
+
+    @property
+    def memory(self) -> tuple[int, ...]:
+        return self.flags
+
+    def over(self, memory: Callable[[int], int], tensor: Callable[[TensorArgument], int]) -> Check:
+        return Check(tuple(map(memory, self.flags)))
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "check", "flags": self.flags, "title": REFUSED_VALUES}
+
+
+@dataclass(frozen=True, slots=True)
 class LaunchGraph(Step):
     """Launches of one device that follow one another, handed to its driver together as a CUDA graph. See docs/adr/0026-cuda-graphs.md."""
 
@@ -509,7 +528,8 @@ class Program:
     `inputs[k]` is the buffer of the region's k-th input (its spec has the strides the kernels were built for), or -1
     where no kernel reads it directly; `outputs[k]` is the buffer of the k-th output. An output may be an input's
     buffer, and two outputs may share one. `device`: where its steps run. `ranges`: the least and the most value of a size symbol, by name,
-    where its steps do not serve every one.
+    where its steps do not serve every one. `counts`: how far its steps count in 32 bits, in sizes known only at run time. `flags`: buffers on
+    the host that its steps leave at 0, or the values it was called with are refused: the call ends with `errors.RefusedValuesError`.
     """
 
     buffers: tuple[TensorSpec, ...]
@@ -522,10 +542,33 @@ class Program:
     device: Device = CPU
     random: RandomNumbers | None = None
     ranges: tuple[tuple[str, int, int], ...] = ()
+    counts: tuple[Dim, ...] = ()
+    flags: tuple[int, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The size symbols that it depends on."""
+        return tuple(dict.fromkeys(name for name, *_ in self._ranges()))
 
     def serves(self, values: Mapping[str, int]) -> bool:
         """Whether its steps serve these values of the size symbols, by name."""
-        return all(least <= values[name] <= most for name, least, most in self.ranges)
+        return not self.unserved(values)
+
+    def unserved(self, values: Mapping[str, int]) -> str:
+        """Which of these values of the size symbols, by name, its steps do not serve, in words; "" where they serve all."""
+        outside = [
+            f"{values[name]} outside of {least} to {most}"
+            for name, least, most in self._ranges()
+            if not least <= values[name] <= most
+        ]
+        spans = (spec.at(values).span for spec in self.buffers)
+        if not outside and (most := max([*spans, *_at(self.counts, values)], default=0)) > MAX_ELEMENTS:
+            return f"{most} elements, more than kernels count ({MAX_ELEMENTS})"
+        return ", ".join(outside)
+
+    def _ranges(self) -> Iterator[tuple[str, int, int]]:
+        yield from self.ranges
+        yield from ((symbol.name, symbol.low, symbol.high) for symbol in symbols(self.sizes_used))
 
     def at(self, values: Mapping[str, int]) -> Program:
         """The program for values of the size symbols, by name; KeyError for one that is missing."""
@@ -538,7 +581,7 @@ class Program:
         """The sizes of its buffers, and those that its steps take."""
         of_buffers = (size for spec in self.buffers for size in (*spec.shape, *spec.strides))
         taken = () if self.random is None else self.random.taken
-        return (*(size for step in self.steps for size in step.sizes_used), *of_buffers, *taken)
+        return (*(size for step in self.steps for size in step.sizes_used), *of_buffers, *taken, *self.counts)
 
     def reading(self, inputs: Sequence[int]) -> Program:
         """The program with only those of the region's inputs, by position; the others are read by no kernel and no packing."""

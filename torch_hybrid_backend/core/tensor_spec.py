@@ -11,7 +11,7 @@ import torch
 
 from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.sizes.forms import from_sympy
-from torch_hybrid_backend.sizes.size import Dim, evaluate, symbol, symbols
+from torch_hybrid_backend.sizes.size import MAX_INTEGER, MAX_SIZE, Dim, Interval, evaluate, symbol, symbols
 
 
 def dim(value: int | torch.SymInt) -> Dim:
@@ -28,9 +28,21 @@ def dim(value: int | torch.SymInt) -> Dim:
     known: Mapping[Any, Any] = getattr(environment, "backed_var_to_val", None)  # type: ignore[assignment]
     known = environment.var_to_val if known is None else known
     # A nested tensor's ragged dimension has a size that is no number.
-    hints = {s: int(known[s]) for s in expression.free_symbols if s in known and known[s].is_Integer}
-    size = from_sympy(expression, hints.get) if len(hints) == len(expression.free_symbols) else None
+    if not all(s in known and known[s].is_Integer for s in expression.free_symbols):
+        return symbol(f"[{expression}]")
+    size = from_sympy(expression, lambda s: symbol(str(s), int(known[s]), *_range(environment, s)))
     return symbol(f"[{expression}]") if size is None else size
+
+
+def _range(environment: Any, symbol: Any) -> Interval:
+    """The least and the most value for which Dynamo's guards let a call through; of a dimension of a tensor, for which kernels serve it."""
+    from torch._dynamo.source import TensorPropertySource  # it imports all of Dynamo, which is there where a symbol is
+
+    values = environment.var_to_range[symbol]
+    is_dimension = any(isinstance(source, TensorPropertySource) for source in environment.var_to_sources[symbol])
+    most = MAX_SIZE if is_dimension else MAX_INTEGER
+    low, high = (int(end) if end.is_Integer else None for end in (values.lower, values.upper))
+    return -most - 1 if low is None else low, most if high is None else min(high, most)
 
 
 def is_computable(size: Dim) -> bool:

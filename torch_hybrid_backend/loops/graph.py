@@ -14,6 +14,7 @@ What stays lazy (a `Map` inlined into whatever reads it) and what gets memory is
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,7 @@ from torch_hybrid_backend.loops.ir import (
     AttentionGradientOp,
     AttentionOp,
     Buffer,
+    Const,
     ConvOp,
     Expr,
     Load,
@@ -49,10 +51,11 @@ from torch_hybrid_backend.loops.ir import (
 from torch_hybrid_backend.loops.lookups import is_looked_up
 from torch_hybrid_backend.loops.lowering import Context, lower_node
 from torch_hybrid_backend.loops.lowerings.attention import MASKED_ATTENTION
+from torch_hybrid_backend.loops.ops import call
 from torch_hybrid_backend.loops.policy import FusionPolicy
 from torch_hybrid_backend.loops.random_numbers import Generator
 from torch_hybrid_backend.loops.scores import is_cheap_mask
-from torch_hybrid_backend.sizes.size import product, size_hint
+from torch_hybrid_backend.sizes.size import Dim, product, size_hint
 
 aten = torch.ops.aten
 
@@ -97,7 +100,8 @@ class LoopGraph:
     """Operations in execution order. `inputs` are the region's inputs, position by position; `outputs` its outputs.
 
     `literals` are the graph's own constant tensors (get_attr nodes), contiguous, with the buffers that stand for them. `generator`: what random
-    numbers are drawn from, where any are. `origins`: for what operations write, the name of the node that it is a value of.
+    numbers are drawn from, where any are. `origins`: for what operations write, the name of the node that it is a value of. `flags`: bool
+    scalars that must be False, or PyTorch's operators refuse the values that the region was called with.
     """
 
     inputs: tuple[Buffer, ...]
@@ -106,6 +110,7 @@ class LoopGraph:
     ops: tuple[LoopOp, ...]
     generator: Generator | None = None
     origins: Mapping[Buffer, str] = field(default_factory=dict)
+    flags: tuple[Buffer, ...] = ()
 
 
 def lower_region(region: Region, policy: FusionPolicy) -> LoopGraph:
@@ -172,9 +177,28 @@ class _Lowerer:
         for node in outputs:
             results.append(self._output(values[node], taken))
             taken.add(results[-1])
-        ops = in_order(self._ops, results)
+        flags = self._flags()
+        ops = in_order(self._ops, [*results, *flags])
         generator = self._generator if self._generator.draws else None
-        return LoopGraph(tuple(inputs), tuple(results), tuple(literals), ops, generator, self._origins)
+        return LoopGraph(tuple(inputs), tuple(results), tuple(literals), ops, generator, self._origins, flags)
+
+    def _flags(self) -> tuple[Buffer, ...]:
+        """One flag for all refusals over one domain: each is a kernel of its own, which leaves those that use the values as they are."""
+        by_shape: dict[tuple[Dim, ...], list[Map]] = {}
+        for value in self._ctx.refused:
+            condition = value.at(domain_vars(value.shape))
+            if not isinstance(condition, Const) or condition.value:
+                by_shape.setdefault(value.shape, []).append(value)
+        return tuple(self._flag(shape, values) for shape, values in by_shape.items())
+
+    def _flag(self, shape: tuple[Dim, ...], values: Sequence[Map]) -> Buffer:
+        def any_of(index: tuple[Index, ...]) -> Expr:
+            return functools.reduce(lambda a, b: call("or", a, b), (value.at(index) for value in values))
+
+        refused = Map(shape, "bool", any_of)
+        if not shape:
+            return self._ctx.realize(MapOp(Buffer((), "bool"), refused))
+        return self._ctx.reduce("any", refused, range(len(shape)))
 
     def _output(self, value: Value, taken: set[Buffer]) -> Buffer:
         """The value in memory of its own: AOTAutograd forbids an output that shares storage with an input or another output."""

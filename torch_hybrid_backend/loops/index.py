@@ -17,14 +17,27 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torch_hybrid_backend.sizes.size import Dim, Size, UndecidedSizeError, divide, known_at_most, known_less, size_hint
+from torch_hybrid_backend.sizes.size import (
+    MAX_SIZE,
+    Dim,
+    Size,
+    UndecidedSizeError,
+    divide,
+    function,
+    known_at_most,
+    known_less,
+    lower_bound,
+    magnitude,
+    size_hint,
+    symbols,
+)
 
 if TYPE_CHECKING:
     from torch_hybrid_backend.loops.ir import Expr
 
 
-# Bounds of what is not bounded by its form: beyond every address.
-_FAR = 1 << 62
+# Bounds of what is not bounded by its form: beyond every number of 64 bits.
+_FAR = 1 << 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,6 +346,30 @@ def index_of(variable: LoopVar) -> Index:
 def var(name: str, extent: Dim) -> Index:
     """A fresh loop variable as an index: see `index_of`."""
     return index_of(LoopVar(name, extent))
+
+
+def reach(index: Index) -> Dim:
+    """What no number is beyond, in absolute value, that occurs on the way to the value of an index."""
+    total = magnitude(index.const)
+    for atom, coefficient in index.terms:
+        total = total + magnitude(coefficient) * _reach_of_atom(atom)
+    return total
+
+
+def _reach_of_atom(atom: Atom) -> Dim:
+    if isinstance(atom, FloorDiv | Mod):
+        return function("max", reach(atom.numerator), magnitude(atom.divisor))
+    low, high = atom.range
+    return function("max", magnitude(low), magnitude(high))
+
+
+def is_wide(index: Index) -> bool:
+    """Whether an index used as a number is computed in 64 bits: where an integer occurs in it that may be any, or numbers too large for 32.
+
+    All others are computed in 32. Where they are made of sizes known only at run time, their `reach` tells at which of these 32 bits do.
+    """
+    most = reach(index)
+    return lower_bound(most) > MAX_SIZE or any(s.is_wide for s in symbols([most]))
 
 
 def linear(index: tuple[Index, ...], strides: tuple[Dim, ...]) -> Index:

@@ -13,10 +13,10 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 
-from torch_hybrid_backend.loops.index import Index, LoopVar
-from torch_hybrid_backend.loops.ir import Buffer, Expr
+from torch_hybrid_backend.loops.index import Index, LoopVar, is_wide, reach
+from torch_hybrid_backend.loops.ir import Buffer, Expr, FromIndex, parts
 from torch_hybrid_backend.loops.layout import Layout
-from torch_hybrid_backend.sizes.size import Dim, Size, Symbol, size_hint, symbols
+from torch_hybrid_backend.sizes.size import Dim, Size, Symbol, product, size_hint, symbols
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -212,6 +212,13 @@ def kernel_sizes(kernel: Kernel) -> list[Symbol]:
     visit([(argument.buffer.shape, argument.layout) for argument in (*kernel.reads, *kernel.writes)])
     visit(kernel)
     return list(found)
+
+
+def kernel_counts(kernel: Kernel) -> tuple[Size, ...]:
+    """The sizes that a kernel counts to in 32 bits, and those that it computes so: its points, and indices used as numbers."""
+    indices = (e.index for e in parts(expressions(kernel)) if isinstance(e, FromIndex) and not is_wide(e.index))
+    counts = (product(variable.extent for variable in kernel.domain), *map(reach, indices))
+    return tuple(count for count in counts if isinstance(count, Size))
 
 
 def expressions(kernel: Kernel) -> list[Expr]:

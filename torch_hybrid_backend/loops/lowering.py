@@ -44,7 +44,7 @@ from torch_hybrid_backend.loops.ir import (
 from torch_hybrid_backend.loops.ops import cast, const
 from torch_hybrid_backend.loops.policy import COMMON, Abilities
 from torch_hybrid_backend.loops.random_numbers import Generator
-from torch_hybrid_backend.sizes.size import Dim, Size, UndecidedSizeError
+from torch_hybrid_backend.sizes.size import Dim, Size, UndecidedSizeError, known_less, product
 
 DTYPES = frozenset(
     "float32 float64 bfloat16 float16 int64 int32 int16 int8 uint8 bool".split()
@@ -127,6 +127,7 @@ class Context:
         self._emit = emit
         self.abilities = abilities
         self.generator = generator or Generator()
+        self.refused: list[Map] = []
         self.node: torch.fx.Node | None = None
         self.outs: tuple[TensorSpec, ...] = ()
 
@@ -148,6 +149,15 @@ class Context:
         """Emit an operation; its buffer can be read by everything that follows."""
         self._emit(op)
         return op.out
+
+    def refuse(self, value: Value, is_refused: Callable[[Expr], Expr]) -> None:
+        """Have a call raise what PyTorch's operator does if `is_refused` (bool) holds for any element of `value`, where kernels tell so."""
+        if not self.abilities.flags:
+            return
+        # An expanded tensor holds the elements of what it was expanded from.
+        while isinstance(value, Map) and value.base is not None and _is_larger(value, value.base):
+            value = value.base
+        self.refused.append(Map(value.shape, "bool", lambda index: is_refused(value.at(index))))
 
     def materialize(self, value: Value) -> Buffer:
         """The value in memory: itself if it is a buffer already."""
@@ -190,6 +200,10 @@ class Context:
             return cast(fn(*scalars), compute_dtype(dtype))
 
         return Map(shape, dtype, at, tuple((v, _identity) for v in values if isinstance(v, Value)))
+
+
+def _is_larger(value: Value, base: Value) -> bool:
+    return known_less(product(base.shape), product(value.shape))
 
 
 def _identity(index: tuple[Index, ...]) -> tuple[Index, ...]:
@@ -236,8 +250,6 @@ def check_tensor(tensor: torch.Tensor, abilities: Abilities = COMMON) -> Refused
     """Why the loops language cannot hold a (fake) tensor, or None where it can."""
     if tensor.layout != torch.strided or tensor.is_quantized:
         return Refused(Reason.LAYOUT, f"a tensor has layout {tensor.layout}, only plain strided tensors are taken")
-    if tensor.is_neg() or tensor.is_conj():
-        return Refused(Reason.LAYOUT, "a tensor is a negated or conjugated view: its memory does not hold its values")
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in DTYPES and not (abilities.float8 and dtype in FLOAT8):
         return Refused(Reason.DTYPE, f"dtype {dtype} is not taken")

@@ -10,6 +10,7 @@ lie outside a tensor elsewhere).
 from __future__ import annotations
 
 import math
+import operator
 import struct
 
 from torch_hybrid_backend.loops.index import Index, as_index
@@ -24,6 +25,7 @@ FLOAT_UNARY = frozenset(
 UNARY = FLOAT_UNARY | frozenset(("neg", "abs", "sign", "bitnot", "exp_nonpositive"))
 BINARY = frozenset("add sub mul div floordiv truncdiv mod fmod pow atan2 max min bitand bitor bitxor shl shr".split())
 COMPARE = frozenset("eq ne lt le gt ge".split())
+_OF_LITERALS = {name: getattr(operator, name) for name in COMPARE}
 LOGICAL = frozenset("and or xor not".split())
 PREDICATE = frozenset("isnan isinf".split())
 # cast(x): to the call's dtype as C would, float -> int truncating, anything -> bool by != 0.
@@ -110,7 +112,9 @@ def _as_index(x: Expr) -> Index | None:
 
 
 def _fold_index(op: str, x: Expr, y: Expr) -> Expr | None:
-    """Arithmetic on indices is index arithmetic; comparisons that the ranges decide are literals."""
+    """Arithmetic on indices is index arithmetic; comparisons of literals, and those that the ranges decide, are literals."""
+    if op in COMPARE and isinstance(x, Const) and isinstance(y, Const):
+        return Const("bool", _OF_LITERALS[op](x.value, y.value))
     a, b = _as_index(x), _as_index(y)
     if a is None or b is None:
         return None
@@ -246,6 +250,13 @@ def logical_and(a: Expr, b: Expr) -> Expr:
         if isinstance(x, Const):
             return y if x.value else x
     return call("and", a, b)
+
+
+def logical_or(a: Expr, b: Expr) -> Expr:
+    for x, y in ((a, b), (b, a)):
+        if isinstance(x, Const):
+            return x if x.value else y
+    return call("or", a, b)
 
 
 def index_in(index: Index, low: Dim, high: Dim) -> Expr:

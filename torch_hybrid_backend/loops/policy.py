@@ -19,6 +19,7 @@ class Abilities:
     `integer_products`: products of quantised operands are products of integers (`loops.ir.IntegerMatMulOp`, `IntegerConvOp`),
     and a constant right operand of a matrix product that is dequantised or looked up is read as the expression that it is, as are dequantised
     queries, keys and values of attention.
+    `flags`: kernels tell of values that PyTorch's operators refuse (`loops.lowering.Context.refuse`), and the call ends after them.
     `random_blocks`: for kernels that draw random numbers (`loops.random_numbers`), how many blocks of 256 threads PyTorch's own have at most; 0
     where there are none.
     """
@@ -32,6 +33,7 @@ class Abilities:
     any_convolution: bool = False
     attention_gradients: bool = False
     integer_products: bool = False
+    flags: bool = False
     random_blocks: int = 0
 
 

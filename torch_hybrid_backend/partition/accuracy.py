@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.fx
-from torch._dynamo.utils import same
 from torch.utils._pytree import tree_map
 
 from torch_hybrid_backend.core.precision import ROW_BITS, ROW_GROUPS
@@ -31,9 +31,10 @@ from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.eager_graph import TracedRun
 from torch_hybrid_backend.errors import OperatorRefusedError, failures, is_out_of_memory
 from torch_hybrid_backend.generators import Replay
-from torch_hybrid_backend.graph.schema import draws, draws_numbers
+from torch_hybrid_backend.graph.schema import draws, draws_numbers, is_view
 from torch_hybrid_backend.graph.values import PRODUCTS, is_quantized, is_quantizing, outputs_of
 from torch_hybrid_backend.machine import EXACT_PRECISIONS, float32_precision
+from torch_hybrid_backend.partition.blocks import blocks, largest, mean_square
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +48,8 @@ class Tolerance:
 
 
 _ROOT_MEAN_SQUARE = 1e-4  # the default of `same`: a tenth of it is what any result may be off by
+# Where eager has NaN, numbers may be off from the wider run's by so much: `same` again.
+_BETTER_THAN_NAN = 4e-2
 # Of float32 outputs' own: sums of 4,096 terms, added one by one, are off by half of it.
 _RELATIVE_ROOT_MEAN_SQUARE = 4e-6
 # By the bits of rows: what outputs may be off by for rounded rows without a run that tells. A product is off by 3e-5 (16 bits) or 5e-3 (8) of
@@ -76,6 +79,15 @@ _NARROWER: Mapping[torch.dtype, frozenset[torch.dtype]] = {
     torch.float32: _HALF,
     torch.float64: _HALF | {torch.float32},
 }
+# Beside views.
+_TAKE_ELEMENTS = frozenset(
+    {
+        torch.ops.aten.embedding.default,
+        torch.ops.aten.gather.default,
+        torch.ops.aten.index.Tensor,
+        torch.ops.aten.index_select.default,
+    }
+)
 _CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 
 
@@ -129,6 +141,21 @@ def compare(
                 raise
     why = "there is no memory to compare its outputs with eager's and with a run in a wider dtype, so that nothing shows that they are right"
     return Comparison(why, 0.0, Reason.OUT_OF_MEMORY)
+
+
+def difference(expected: Sequence[object], actual: Sequence[object]) -> str:
+    """How the outputs of two runs of the same operators differ by more than the tolerances of their dtypes; "" if they do not."""
+    if len(expected) != len(actual):
+        return f"it returned {len(actual)} outputs, not {len(expected)}"
+    for position, (reference, result) in enumerate(zip(expected, actual, strict=True)):
+        if isinstance(reference, torch.Tensor) and isinstance(result, torch.Tensor):
+            if why := _form(reference, result, None):
+                return f"output {position} {why}"
+            if not _allclose(reference, result):
+                return f"output {position} differs by up to {_max_error(reference, result):.3g}"
+        elif repr(reference) != repr(result):  # numbers; NaN is NaN
+            return f"output {position} is {result!r}, not {reference!r}"
+    return ""
 
 
 def _nothing() -> None:
@@ -252,47 +279,61 @@ def _allclose(reference: torch.Tensor, result: torch.Tensor) -> bool:
     if not reference.dtype.is_floating_point and not reference.dtype.is_complex:
         return torch.equal(reference, result)
     tolerance = TOLERANCES.get(reference.dtype, TOLERANCES[torch.float32])  # complex numbers, say
-    reference, result = _comparable(reference), _comparable(result)
-    return torch.allclose(reference, result, rtol=tolerance.relative, atol=tolerance.absolute, equal_nan=True)
+    pairs = (map(_comparable, pair) for pair in blocks(reference, result))
+    return all(torch.allclose(a, b, tolerance.relative, tolerance.absolute, equal_nan=True) for a, b in pairs)
 
 
 def _near(reference: torch.Tensor, result: torch.Tensor, ideal: object) -> bool:
-    """Whether the result's root mean square error against `ideal`, the wider run's output, is about that of eager's."""
+    """Whether the result's root mean square error against `ideal`, the wider run's output, is about that of eager's, as
+    `torch._dynamo.utils.same` judges."""
     if not isinstance(ideal, torch.Tensor):
         return False
-    reference, result = _comparable(reference), _comparable(result)
-    ideal = ideal.to(torch.float64)  # `same` looks at errors only where the ideal is float64
-    # One NaN or infinity makes the mean square of all elements NaN, which `same` takes for equal: take out those
-    # on which both agree, and let the others fail unless the wider run, too, has a number where eager has none.
-    agreed = ((reference == result) | (reference.isnan() & result.isnan())) & ~reference.isfinite()
-    reference, result, ideal = (values.masked_fill(agreed, 0) for values in (reference, result, ideal))
-    if result.isnan().any() or (reference.isnan().any() and ideal.isnan().any()):
+    squares = torch.zeros(3, dtype=torch.float64)  # of eager's errors, of the result's, and of the ideal: their sums
+    eager_nan = ideal_nan = False
+    is_close = is_better = True
+    for pair in blocks(reference, result, ideal):
+        a, b, c = _comparable(pair[0]), _comparable(pair[1]), pair[2].to(torch.float64)
+        # One NaN or infinity makes the mean square of all elements NaN: take out those on which both agree, and let the
+        # others fail unless the wider run, too, has a number where eager has none.
+        agreed = ((a == b) | (a.isnan() & b.isnan())) & ~a.isfinite()
+        a, b, c = (values.masked_fill(agreed, 0) for values in (a, b, c))
+        if b.isnan().any():
+            return False
+        eager_nan |= bool(a.isnan().any())
+        ideal_nan |= bool(c.isnan().any())
+        is_close = is_close and torch.allclose(a, b, _ROOT_MEAN_SQUARE, _ROOT_MEAN_SQUARE)
+        is_better = is_better and torch.allclose(c.to(b.dtype), b, _BETTER_THAN_NAN, _BETTER_THAN_NAN)
+        squares += torch.stack([values.square().sum() for values in (a - c, b - c, c)]).cpu()
+    if eager_nan and ideal_nan:
         return False
-    if same(reference, result, ideal, tol=_ROOT_MEAN_SQUARE, equal_nan=True, log_error=_silent):
+    if is_close or (eager_nan and is_better):
         return True
-    # What `same` lets pass whatever eager's error is, is next to nothing for outputs in the hundreds: there float32 sums of thousands of terms
+    eagers, error, size = (squares / reference.numel()).sqrt().tolist()
+    is_noisy = reference.dtype in _HALF or reference.numel() < 1000 or reference.shape[2:] == (1, 1)
+    if error <= (3 if is_noisy else 2) * eagers + _ROOT_MEAN_SQUARE / 10:
+        return True
+    # What passes here whatever eager's error is, is next to nothing for outputs in the hundreds: there float32 sums of thousands of terms
     # differ by more when they are taken in another order, and eager's order may happen to be a very good one.
-    error, size = ((values.square().mean().sqrt()) for values in (result - ideal, ideal))
-    return result.dtype == torch.float32 and bool(error <= _RELATIVE_ROOT_MEAN_SQUARE * size)
+    compared_in = torch.float32 if result.dtype in _FLOAT8 else result.dtype
+    return compared_in == torch.float32 and bool(error <= _RELATIVE_ROOT_MEAN_SQUARE * size)
 
 
 def _is_near_rounded(reference: torch.Tensor, result: torch.Tensor, error: float, allowed: float) -> bool:
     """Whether rounded rows may have made the difference, which is `error` at most: `allowed` in the mean, and no element stands out."""
-    if not reference.is_floating_point() or not bool(reference.isfinite().all()) or reference.numel() == 0:
+    if not reference.is_floating_point() or reference.numel() == 0:
         return False
-    largest = float(reference.abs().max())
-    return _relative_error(reference, result) <= allowed and error <= 10 * allowed * largest
+    most = largest(_itself, reference)
+    return math.isfinite(most) and _relative_error(reference, result) <= allowed and error <= 10 * allowed * most
 
 
 def _is_off_as(result: torch.Tensor, ideal: object, rounded: object) -> bool:
     """Whether the result is as near `ideal` as the `rounded` run is, in the mean and in each element."""
     if not isinstance(ideal, torch.Tensor) or not isinstance(rounded, torch.Tensor) or result.numel() == 0:
         return False
-    ours, theirs = ((values.double() - ideal.double()).abs() for values in (result, rounded))
     of_mean, of_largest = _TIMES_ROUNDED
-    return bool(ours.square().mean().sqrt() <= of_mean * theirs.square().mean().sqrt()) and bool(
-        ours.max() <= of_largest * theirs.max()
-    )
+    return mean_square(torch.sub, result, ideal) <= of_mean**2 * mean_square(torch.sub, rounded, ideal) and largest(
+        torch.sub, result, ideal
+    ) <= of_largest * largest(torch.sub, rounded, ideal)
 
 
 def _near_ties(result: torch.Tensor, ideal: object, nudged: Sequence[object]) -> bool:
@@ -304,11 +345,9 @@ def _near_ties(result: torch.Tensor, ideal: object, nudged: Sequence[object]) ->
     if not isinstance(ideal, torch.Tensor):
         return False
 
-    centre = ideal.double()
-
     def error(values: object) -> float:
         assert isinstance(values, torch.Tensor)
-        return float((values.double() - centre).square().mean().sqrt())
+        return math.sqrt(mean_square(torch.sub, values, ideal))
 
     return error(result) <= _ROOT_MEAN_SQUARE / 10 + 2 * max(map(error, nudged))
 
@@ -318,26 +357,21 @@ def _comparable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in _FLOAT8 else tensor
 
 
-def _silent(*_: object, **__: object) -> None:
-    """The caller reports what differs, with the region's name; `same` need not log it."""
+def _itself(values: torch.Tensor) -> torch.Tensor:
+    return values
 
 
 def _max_error(reference: torch.Tensor, result: torch.Tensor) -> float:
-    if reference.numel() == 0:
-        return 0.0
-    wide = torch.complex128 if reference.dtype.is_complex else torch.float64
-    a, b = reference.to(wide), result.to(wide)
-    difference = (a - b).abs()
-    # Equal infinities differ by NaN, and NaN equals NaN.
-    difference = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, difference)
-    return float(difference.max())
+    def error(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        # Equal infinities differ by NaN, and NaN equals NaN.
+        return torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs())
+
+    return largest(error, reference, result)
 
 
 def _relative_error(reference: torch.Tensor, result: torch.Tensor) -> float:
-    wide = torch.complex128 if reference.dtype.is_complex else torch.float64
-    a, b = reference.to(wide), result.to(wide)
-    off, size = ((values.abs().square().mean().sqrt()) for values in (b - a, a))
-    return float(off / size)
+    off, size = mean_square(torch.sub, result, reference), mean_square(_itself, reference)
+    return math.sqrt(off / size) if size else (math.inf if off else math.nan)
 
 
 def reference_run(
@@ -363,7 +397,7 @@ def reference_run(
     run = _Widened(graph_module, dtype, on_host, nudge, rounds_rows)
     try:
         with torch.no_grad():
-            return list(run.run(*map(run.widen, inputs)))
+            return list(run.run(*inputs))
     except OperatorRefusedError:
         return None
 
@@ -385,7 +419,11 @@ def _rounded_rows(rows: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 class _Widened(TracedRun):
-    """Runs a graph with every narrower floating-point dtype argument and constant replaced by `dtype`, on the host if need be."""
+    """Runs a graph with every narrower floating-point value and dtype argument replaced by `dtype`, on the host if need be.
+
+    A value is widened where an operator computes with it, and no longer: what is wide of a model's parameters is one layer's at a time. What
+    only takes elements out of a value takes them before they are widened: a few rows of a large table.
+    """
 
     def __init__(
         self, graph_module: torch.fx.GraphModule, dtype: torch.dtype, on_host: bool, nudge: float, rounds_rows: bool
@@ -422,6 +460,8 @@ class _Widened(TracedRun):
 
     def fetch_args_kwargs_from_env(self, n: torch.fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args, kwargs = super().fetch_args_kwargs_from_env(n)
+        if not self._on_host and (is_view(n) or n.target in _TAKE_ELEMENTS):
+            return args, kwargs
         if draws(n):
             given: tuple[Any, dict[str, Any]] = torch.fx.node.map_arg((n.args, n.kwargs), self._as_traced)
             return given
@@ -434,6 +474,3 @@ class _Widened(TracedRun):
         """A value in the dtype that it was traced in."""
         value, traced = self.env[n], n.meta.get("val")
         return value.to(traced.dtype) if isinstance(traced, torch.Tensor) else value
-
-    def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        return self.widen(super().get_attr(target, args, dict(kwargs)))

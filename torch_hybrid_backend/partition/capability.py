@@ -13,6 +13,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.engine import Engine, serves
+from torch_hybrid_backend.core.lazy_bits import LazyBits
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Reason, Refused, Verdict
 from torch_hybrid_backend.errors import RegionError, failures
@@ -32,11 +33,11 @@ def capability(
     """The verdict of each engine on each operator; every engine is asked at most once per operator, and not about those that are `known`.
 
     What picks one of several outputs (getitem) goes with its operator. Operators with effects are eager's: a region
-    means the same each time it runs. About those that only draw random numbers the engines that draw are asked. Views of
-    what a collective still writes, which an engine might copy, are eager's too, as are operators with tensors on several
-    devices. An engine is not asked about devices that it does not serve. An engine that raises instead of answering is
-    taken to refuse, with one WARNING for that engine, or RegionError under `strict`; where it stumbled over a size that
-    depends on data, without.
+    means the same each time it runs. About those that only draw random numbers the engines that draw are asked. Eager's too are
+    views of what a collective still writes, which an engine might copy, operators with tensors on several devices, and those with
+    tensors that are lazily conjugated or negated. An engine is not asked about devices that it does not serve. An engine that
+    raises instead of answering is taken to refuse, with one WARNING for that engine, or RegionError under `strict`; where it
+    stumbled over a size that depends on data, without.
     """
     verdicts: dict[Node, tuple[Verdict, ...]] = {}
     broken: set[str] = set()
@@ -67,10 +68,21 @@ def capability(
         elif any(is_in_flight(source) for source in node.all_input_nodes):
             refusal = Refused(Reason.ARGUMENT, "an argument is still being written by a collective")
             verdicts[node] = (refusal,) * len(engines)
+        elif any(_is_lazy(value) for value in (node, *node.all_input_nodes)):
+            refusal = Refused(
+                Reason.LAYOUT, "a tensor is a negated or conjugated view: its memory does not hold its values"
+            )
+            verdicts[node] = (refusal,) * len(engines)
         else:
             device = device_of(node)
             verdicts[node] = tuple(_ask(engine, node, device, broken, strict) for engine in engines)
     return verdicts
+
+
+def _is_lazy(node: Node) -> bool:
+    value = node.meta.get("val")
+    values = value if isinstance(value, list | tuple) else (value,)
+    return any(isinstance(tensor, torch.Tensor) and bool(LazyBits.of(tensor)) for tensor in values)
 
 
 def accepted(engine: Engine, region: Region, *, strict: bool) -> Verdict:

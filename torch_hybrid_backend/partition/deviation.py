@@ -5,6 +5,7 @@ infinities, NaN in both) do not count; where one is finite and the other is not,
 of the largest of two that are nearly equal may be either's.
 
     WrittenRun            the graph as written, run step by step beside what it is compared with: few values are alive at once
+    is_telling            True if what is computed of a tensor says something about the errors of other inputs
     layer_errors          what each layer adds by itself: it alone in its precision, on the values as written
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,6 +24,9 @@ from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.eager_graph import TracedRun
 from torch_hybrid_backend.errors import failures
+
+# Of the values that a layer reads: with fewer that are not zero there is next to nothing to be off by. Behind a ReLU half of them are.
+_LEAST_SHARE = 0.01
 
 
 def relative_error(reference: object, result: object) -> float | None:
@@ -53,12 +58,55 @@ def _norm(values: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(values, dtype=torch.float64))
 
 
-class WrittenRun:
-    """A graph as written, which runs as far as its values are asked for. Owns those that are yet to be asked for."""
+def is_telling(values: torch.Tensor) -> bool:
+    """True if the values differ from each other and are not nearly all zero: zeros and padding have no rounding errors to show."""
+    if values.layout is not torch.strided or values.is_complex():
+        return True
+    if values.numel() < 2:
+        return bool(values.numel()) and bool(values.any())
+    if int(torch.count_nonzero(values)) < _LEAST_SHARE * values.numel():
+        return False
+    first = values[(0,) * values.dim()]
+    return bool((values != first).any())
 
-    def __init__(self, written: torch.fx.GraphModule, inputs: Sequence[Any], wanted: Collection[str]) -> None:
-        """wanted: names of the values that will be asked for, once each."""
-        self._values = TracedRun(written).values(inputs)
+
+def any_telling(values: Sequence[Any]) -> bool:
+    """True if one of a call's inputs is telling, or none has more than one element: a single token, say, is what it is."""
+    tensors = [value for value in values if isinstance(value, torch.Tensor) and value.numel() != 1]
+    return not tensors or any(map(is_telling, tensors))
+
+
+def changing_inputs(graph: torch.fx.GraphModule, constants: Collection[str]) -> Mapping[str, frozenset[Node]]:
+    """Names of operators -> those of their floating-point inputs that calls change. constants: placeholders that they do not."""
+    changing: set[Node] = set()
+    found: dict[str, frozenset[Node]] = {}
+    for node in graph.graph.nodes:
+        sources = [source for source in node.all_input_nodes if source in changing]
+        if sources or (node.op == "placeholder" and node.name not in constants):
+            changing.add(node)
+        values = [(source, source.meta.get("val")) for source in sources]
+        found[node.name] = frozenset(s for s, v in values if isinstance(v, torch.Tensor) and v.is_floating_point())
+    return found
+
+
+class WrittenRun:
+    """A graph as written, which runs as far as its values are asked for. Owns those that are yet to be asked for.
+
+    `unseen`: names of those of the `watched` operators that have run and for whom one of the given inputs was not telling.
+    """
+
+    def __init__(
+        self,
+        written: torch.fx.GraphModule,
+        inputs: Sequence[Any],
+        wanted: Collection[str],
+        watched: Mapping[str, frozenset[Node]] = MappingProxyType({}),
+    ) -> None:
+        """wanted: names of the values that will be asked for, once each. watched: names of operators, and which inputs to look at."""
+        self._run = TracedRun(written)
+        self._values = self._run.values(inputs)
+        self._watched = watched
+        self.unseen: list[str] = []
         self._pending = {node.name for node in written.graph.nodes if node.op == "call_function"}.intersection(wanted)
         self._found: dict[str, Any] = {}
 
@@ -78,6 +126,8 @@ class WrittenRun:
     @torch.no_grad()
     def _step(self) -> tuple[Node, Any] | None:
         found = next(self._values, None)
+        if found is not None and not all(is_telling(self._run.env[n]) for n in self._watched.get(found[0].name, ())):
+            self.unseen.append(found[0].name)
         if found is not None and found[0].name in self._pending:
             self._pending.remove(found[0].name)
             self._found[found[0].name] = found[1]

@@ -109,9 +109,10 @@ def sizes_of(graph: torch.fx.Graph) -> Mapping[str, Dim]:
 
 
 def _size_inputs(nodes: Sequence[Node], sources: Sequence[Node], whole: torch.fx.GraphModule) -> list[Node]:
-    """The graph's size inputs that tell what the tensors that enter the region do not: a region's sizes follow from its inputs."""
-    used: list[Dim] = []
-    told: set[str] = set()
+    """The graph's size inputs that tell what else enters the region does not: a region's sizes follow from its inputs."""
+    entering = [size for size in map(size_of, sources) if size is not None]
+    used: list[Dim] = entering.copy()
+    told = set(map(str, entering))
     for node in (*sources, *nodes):
         values = node.meta.get("val")
         for value in values if isinstance(values, list | tuple) else (values,):

@@ -30,7 +30,7 @@ from torch_hybrid_backend.core.program import OperatorCall
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Reason, Refused
-from torch_hybrid_backend.errors import failures
+from torch_hybrid_backend.errors import RefusedValuesError, failures
 from torch_hybrid_backend.generators import Replay
 from torch_hybrid_backend.graph.precision import computes, precision_of
 from torch_hybrid_backend.measure import HostTimer, Rounds, Timer, measure
@@ -131,17 +131,18 @@ def choose(
         replay.rewind()  # what it drew before it failed
         replay = replay_of(region)
     expected = None if isinstance(found, Refused) else found
-    outputs = expected
+    results: dict[str, list[torch.Tensor]] = {} if expected is None else {EAGER: expected}
     errors: dict[str, float | None] = {}
     for engine in list(alive):
         try:
-            tried, results, comparison = _tried(
+            tried, results[engine], comparison = _tried(
                 region, alive[engine], inputs, config, expected, pricing.deadline, replay
             )
         except failures(Exception) as error:  # an engine's kernels or code may fail in any way; eager is there for it
+            if isinstance(error, RefusedValuesError) and found is None:
+                replay.run(lambda: run_eager(region, inputs))  # nobody has asked it: PyTorch raises, for it knows what
             drop(engine, run_refusal(error), error)
             continue
-        outputs = outputs or results
         if isinstance(tried, PendingRegion):
             pending[engine] = tried
             del alive[engine]
@@ -160,6 +161,7 @@ def choose(
     if unable is not None and compiled_winner is not None:
         report_unchecked(region, winner, unable)
     decision = decide(region, winner, compiled_winner, costs, tuple(refusals), errors.get(winner))
+    outputs = results.get(winner)  # what later calls return, to the bit: an engine's are only about eager's
     if outputs is None:
         outputs = replay.run(lambda: run_eager(region, inputs))
     replay.finish()

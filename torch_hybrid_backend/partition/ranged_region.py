@@ -23,13 +23,9 @@ from torch_hybrid_backend.partition.reference import run_eager
 def unserved(compiled: CompiledRegion, inputs: Sequence[torch.Tensor]) -> str:
     """The sizes of a call that a region's program does not serve, in words; "" where it serves them all."""
     program = compiled.program
-    if program is None or not program.ranges:
+    if program is None or not program.names:
         return ""
-    reader = SizeReader(program.signature, [name for name, *_ in program.ranges])
-    found = zip(program.ranges, reader.read(inputs), strict=True)
-    return ", ".join(
-        f"{size} outside of {least} to {most}" for (_, least, most), size in found if not least <= size <= most
-    )
+    return program.unserved(SizeReader(program.signature, program.names).values(inputs))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,7 +4,9 @@ Regions are priced one by one. What a call costs besides shows in whole calls on
 and that eager makes one call of an operator which AOTAutograd took apart. So after the first call both are timed on its inputs, or looked up;
 where eager is faster the plan is let go of.
 
-    PricedCall: first call -> the plan's results -> plan 101 us, eager 62 us -> every call after it: Dynamo's graph in eager
+    PricedCall: first call -> a plan -> plan 101 us, eager 62 us -> this call and every call after it: Dynamo's graph in eager
+
+Eager runs Dynamo's graph as Python text, which has faults of its own: it takes part only if it returns what the graph's nodes return.
 
 Illegal: calls that cannot be repeated unnoticed, for they write to inputs, draw random numbers or have other effects
 (`graph.values.is_repeatable`).
@@ -21,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.core.engine import EAGER
 from torch_hybrid_backend.core.plan import CallDecision, Plan, Refusal
@@ -28,6 +31,7 @@ from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.errors import failures, is_sticky
 from torch_hybrid_backend.fork_lock import ForkLock
 from torch_hybrid_backend.measure import Rounds
+from torch_hybrid_backend.partition.accuracy import difference
 from torch_hybrid_backend.partition.placement import Pricing, cheapest, priced
 
 _log = logging.getLogger(__name__)
@@ -40,9 +44,10 @@ _LARGER = 2
 
 
 class PricedCall:
-    """Dynamo's graph as Dynamo calls it: the first call by the plan, the others by whoever is faster. Threads may call it at once.
+    """Dynamo's graph as Dynamo calls it: every call by whoever is faster, the plan or eager. Threads may call it at once.
 
-    eager: Dynamo's graph. planned: the same compiled; its first call hands the plan to `take_plan`. key: what verdicts are kept under.
+    eager: Dynamo's graph. nodes: the same run node by node, which `eager` is compared with; None: it is not compared. planned: the same
+    compiled; its first call hands the plan to `take_plan`. key: what verdicts are kept under.
     sizes: positions of the inputs that are sizes known only at run time. budget_s: seconds that timing may take, at most. on_plan: gets the
     plan with what was decided.
 
@@ -53,6 +58,7 @@ class PricedCall:
     def __init__(
         self,
         eager: Callable[..., Any],
+        nodes: Callable[..., Any] | None,
         key: str,
         sizes: Sequence[int],
         budget_s: float,
@@ -60,6 +66,7 @@ class PricedCall:
         on_plan: Callable[[Plan], None] | None = None,
     ) -> None:
         self._eager = eager
+        self._nodes = nodes
         self._key = key
         self._sizes = tuple(sizes)
         self._budget_s = budget_s
@@ -104,12 +111,13 @@ class PricedCall:
         planned = self._planned
         if planned is None or size <= self._eager_up_to or not self._is_far(size):
             return self._eager(*inputs)
-        outputs = planned(*inputs)
-        if self._is_open:
-            with self._lock:
-                if self._is_open and self._is_far(size):  # no other thread has priced meanwhile
-                    self._price(planned, inputs, size)
-        return outputs
+        if not self._is_open:
+            return planned(*inputs)
+        planned(*inputs)  # its first call makes the plan
+        with self._lock:
+            if self._is_open and self._is_far(size):  # no other thread has priced meanwhile
+                self._price(planned, inputs, size)
+        return self._call(*inputs)  # by the one that was chosen, as later calls are
 
     def _is_far(self, size: int) -> bool:
         """Whether what eager has won says nothing of this size."""
@@ -121,7 +129,12 @@ class PricedCall:
         calls = {PLAN: lambda: planned(*inputs), EAGER: lambda: self._eager(*inputs)}
         key = f"{self._key} {[inputs[position] for position in self._sizes]}"
         try:
-            self._decision = price_call(key, self._plan, calls, self._budget_s, self._pricing())
+            why = self._fault(inputs)
+            if why:
+                _log.info("calls run as planned: %s", why)
+                self._decision = CallDecision(PLAN, (), (Refusal(EAGER, Reason.ACCURACY, why),))
+            else:
+                self._decision = price_call(key, self._plan, calls, self._budget_s, self._pricing())
             engine = self._decision.engine
         except failures(Exception) as error:  # no memory for both, say: what has worked goes on
             if is_sticky(error):
@@ -135,6 +148,14 @@ class PricedCall:
             self._settled = self._eager if engine == EAGER else planned
             self._planned = None
         self._tell()
+
+    def _fault(self, inputs: Sequence[Any]) -> str:
+        """Why eager may not run calls: its outputs are not those of the graph's nodes; "" if they are."""
+        if self._nodes is None:
+            return ""
+        expected = self._nodes(*inputs)
+        why = difference(tree_leaves(expected), tree_leaves(self._eager(*inputs)))
+        return f"the text of Dynamo's graph does not compute what its nodes do: {why}" if why else ""
 
     def _tell(self) -> None:
         plan, decision = self._plan, self._decision

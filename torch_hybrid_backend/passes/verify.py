@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from torch_hybrid_backend.core.lazy_bits import LazyBits
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.errors import PassError, failures
 from torch_hybrid_backend.graph.schema import is_collective, is_mutating
@@ -25,7 +26,7 @@ ALLOWED_MUTATIONS = frozenset({aten.copy_.default})
 class Contract:
     """What no pass may change: the inputs, what the outputs look like, and which of them share memory.
 
-    `outputs[i]` is a tensor's spec, the text of a size expression, or a literal. `shared` are the pairs of outputs
+    `outputs[i]` is a tensor's spec and bits, the text of a size expression, or a literal. `shared` are the pairs of outputs
     that may share memory, and the pairs (output, -1 - k) where output shares the k-th placeholder's.
     """
 
@@ -48,7 +49,9 @@ def _describe(value: Any) -> object:
     if not isinstance(value, torch.fx.Node):
         return value
     known = value.meta.get("val")
-    return TensorSpec.of(known) if isinstance(known, torch.Tensor) and known.layout is torch.strided else str(known)
+    if not isinstance(known, torch.Tensor) or known.layout is not torch.strided:
+        return str(known)
+    return TensorSpec.of(known), LazyBits.of(known)
 
 
 def _shared(gm: torch.fx.GraphModule, placeholders: Sequence[torch.fx.Node]) -> frozenset[tuple[int, int]]:
@@ -71,7 +74,7 @@ def verify(gm: torch.fx.GraphModule, contract: Contract) -> None:
     """Check the graph's own rules and the contract.
 
     Raises PassError saying what is broken: the graph is malformed; an operator lacks `meta["val"]`; an operator
-    mutates; inputs were added, lost or reordered; an output changed in dtype, shape, strides or value; outputs share
+    mutates; inputs were added, lost or reordered; an output changed in dtype, shape, strides, bits or value; outputs share
     memory that did not.
     """
     try:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -28,8 +29,11 @@ from torch_hybrid_backend.processes.frames import split_frame
 
 _CHUNK_BYTES = 1 << 16
 _TAIL_CHARACTERS = 2000
-# Signals that a process brings upon itself. SIGKILL, say, comes from a user, or from a machine that is short of memory.
-_OWN_FAULTS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT, signal.SIGSYS})
+# Signals that a process brings upon itself. SIGKILL, say, comes from a user, or from a machine that is short of memory; SIGSYS from a filter of
+# system calls; SIGBUS from a full disk or a failed one under a file that is mapped.
+_OWN_FAULTS = frozenset({signal.SIGSEGV, signal.SIGILL, signal.SIGFPE, signal.SIGABRT})
+# With less of these than everything a process may crash in any place: not all libraries look whether they were given memory.
+_MEMORY_LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
 _BESIDE_CALLS = (
     10  # a nice value: about a tenth of the time that a call's thread gets on a core that both want (sched(7))
 )
@@ -81,8 +85,11 @@ class End:
 
     @property
     def recurs(self) -> bool:
-        """Whether it was its own fault, and no shortage of the machine's."""
-        return (self.status > 0 or -self.status in _OWN_FAULTS) and not tells_of_shortage(self.words)
+        """True if it was its own fault: no shortage of the machine's, and no limit that this process has set for it."""
+        if not (self.status > 0 or -self.status in _OWN_FAULTS):
+            return False
+        is_limited = any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit in _MEMORY_LIMITS)
+        return not is_limited and not tells_of_shortage(self.words)
 
 
 class Child:
@@ -101,17 +108,18 @@ class Child:
         variables = {
             "HOME": "/nonexistent",
             **os.environ,
+            "LC_ALL": "C.UTF-8",  # `tells_of_shortage` reads what it says
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
             **(environment or {}),
         }
         command = [sys.executable, "-P", "-c", _BOOTSTRAP, root, module]
-        with (
-            _standard_descriptors_taken(),
-            contextlib.ExitStack() as close_after_start,
-            contextlib.ExitStack() as opened,
-        ):
-            try:
+        try:
+            with (
+                _standard_descriptors_taken(),
+                contextlib.ExitStack() as close_after_start,
+                contextlib.ExitStack() as opened,
+            ):
                 self._errors = opened.enter_context(tempfile.TemporaryFile())
                 lifeline, other_end = os.pipe()
                 self._lifeline = opened.enter_context(open(other_end, "wb", buffering=0))
@@ -126,9 +134,9 @@ class Child:
                     bufsize=0,
                     start_new_session=True,  # Ctrl-C is the parent's to handle
                 )
-            except failures(OSError) as error:
-                raise CompileError(f"{what} cannot be started ({sys.executable}): {error}") from error
-            opened.pop_all()  # from here on `end` closes it
+                opened.pop_all()  # from here on `end` closes it
+        except failures(OSError) as error:
+            raise CompileError(f"{what} cannot be started ({sys.executable}): {error}", recurs=False) from error
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.stdin, self.stdout = self.process.stdin.fileno(), self.process.stdout.fileno()
@@ -174,6 +182,16 @@ class Child:
         while (payload := split_frame(self._received)) is not None:
             answers.append(json.loads(payload))
         return answers
+
+    def processor_s(self) -> float:
+        """Seconds that a processor has worked for it, and for the children it has waited for; the time that went by where the system does not
+        tell. Only differences mean something."""
+        try:
+            with open(f"/proc/{self.process.pid}/stat") as file:
+                ticks = file.read().rpartition(")")[2].split()[11:15]  # proc_pid_stat(5): utime, stime, cutime, cstime
+            return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+        except failures(OSError, ValueError):
+            return time.monotonic()
 
     def lower_priority(self) -> None:
         """Let this process's threads go first from now on, for good: calls run beside it. Nobody but root can undo that."""

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from torch_hybrid_backend.core.engine import EAGER
 from torch_hybrid_backend.core.plan import Cost, Plan, Refusal, RegionDecision
 
+_NAMED = 8  # layers that a line names
+
 
 @dataclass(frozen=True, slots=True)
 class Share:
@@ -110,9 +112,19 @@ def conversion_in_words(plan: Plan) -> tuple[str, ...]:
         lines.append(
             f"outputs differ from those as written by {made.error:.2g} (relative root mean square), {made.tolerance:.2g} is allowed"
         )
+        if made.unseen:
+            lines.append(
+                f"nothing is known yet of the error of {_listed(made.unseen)}: their inputs were all alike or nearly all zero. "
+                "A later call whose inputs vary is compared too"
+            )
     elif made.unchecked:
         lines.append(f"outputs were not compared with those as written: {made.unchecked}")
     return tuple(lines)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
 
 
 def precision_in_words(decision: RegionDecision) -> str:

@@ -20,6 +20,7 @@ from types import TracebackType
 
 import torch
 
+from torch_hybrid_backend.core.lazy_bits import LazyBits
 from torch_hybrid_backend.runtime.native.ops import Guard, GuardKind
 
 # By weak reference: where an interrupt keeps `__exit__` from its work, sharing ends with the one who shared.
@@ -100,7 +101,9 @@ def release_unused() -> None:
 
 def _same(entry: _Entry, sources: Sequence[torch.Tensor]) -> bool:
     return len(entry.sources) == len(sources) and all(
-        (a.data_ptr(), a.dtype, a.shape, a.stride()) == (b.data_ptr(), b.dtype, b.shape, b.stride()) and version == now
+        (a.data_ptr(), a.dtype, a.shape, a.stride()) == (b.data_ptr(), b.dtype, b.shape, b.stride())
+        and LazyBits.of(a).are_of(b)
+        and version == now
         for a, b, version, now in zip(entry.sources, sources, entry.versions, _versions(sources), strict=True)
     )
 

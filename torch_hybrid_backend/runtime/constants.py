@@ -22,6 +22,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from torch_hybrid_backend.core.hoisted_inputs import CallInput, FoldedValue, HoistedInputs
+from torch_hybrid_backend.core.lazy_bits import LazyBits, copied
 from torch_hybrid_backend.errors import HybridError, failures
 from torch_hybrid_backend.runtime.constant_pool import pooled
 from torch_hybrid_backend.runtime.native.ops import CALLS_PER_ROUND, Guard
@@ -250,10 +251,11 @@ class ViewOfInput:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    bits: LazyBits
 
     def of(self, inputs: Sequence[Any]) -> torch.Tensor:
-        view: torch.Tensor = inputs[self.position].detach().as_strided(self.size, self.stride, self.offset)
-        return view
+        view = inputs[self.position].detach().as_strided(self.size, self.stride, self.offset)
+        return self.bits.view_of(view)
 
 
 def run_fold(hoisted: HoistedInputs, fold: Fold | None, inputs: Sequence[Any]) -> list[torch.Tensor]:
@@ -277,10 +279,10 @@ def without_owning(
     for tensor in folded:
         position = owners.get(tensor.untyped_storage()._cdata)
         if position is not None and tensor.dtype == inputs[position].dtype:
-            view = ViewOfInput(position, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
-            kept.append(view)
+            offset = int(tensor.storage_offset())
+            kept.append(ViewOfInput(position, tuple(tensor.shape), tensor.stride(), offset, LazyBits.of(tensor)))
         else:
-            kept.append(tensor.clone(memory_format=torch.preserve_format) if position is not None else tensor)
+            kept.append(copied(tensor) if position is not None else tensor)
     return kept
 
 

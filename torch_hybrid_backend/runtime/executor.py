@@ -18,6 +18,7 @@ import torch
 from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.hoisted_inputs import CallInput, FoldedValue, HoistedInputs
+from torch_hybrid_backend.core.lazy_bits import copied
 from torch_hybrid_backend.core.limits import ADDRESS_ALIGNMENT
 from torch_hybrid_backend.core.program import LaunchGraph
 from torch_hybrid_backend.core.region import PartitionedGraph
@@ -217,7 +218,7 @@ def _return(
     if isinstance(source, FoldedValue):
         index = source.index
         # A copy, as eager would have computed it: the caller may write to it.
-        return lambda inputs, outputs, bound: _copy_of(resolve(bound.extra[index], inputs))
+        return lambda inputs, outputs, bound: copied(resolve(bound.extra[index], inputs))
     number = computed.index(output)
     return lambda inputs, outputs, bound: outputs[number]
 
@@ -270,10 +271,6 @@ class _Binder:
             else:
                 owned[number] = tensor
         return BoundConstants(guard, owned, borrowed, {index: kept[index] for index in self.extra})
-
-
-def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone(memory_format=torch.preserve_format)
 
 
 def can_address(device: Device, tensor: torch.Tensor) -> bool:

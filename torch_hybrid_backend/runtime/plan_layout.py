@@ -18,6 +18,7 @@ import torch
 from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.program import (
     Callback,
+    Check,
     Copy,
     DeviceLaunch,
     InPython,
@@ -196,6 +197,8 @@ class _Builder:
             self._take_numbers(program.random, local, program.device)
         for step in program.steps:
             self._add_step(step, local, program.device)
+        if program.flags:
+            self._steps.append(PlanStep(Check(tuple(local[flag] for flag in program.flags)), program.device))
         for name, spec, buffer in zip(piece.outputs, output_specs, program.outputs, strict=True):
             if buffer not in local:
                 raise HybridError(f"no kernel writes {name}: its program gives it buffer {buffer}, which nothing uses")

@@ -19,7 +19,6 @@ from torch_hybrid_backend.runtime.kept_plans import KeptPlans, Sizes
 from torch_hybrid_backend.runtime.native.ops import give_back_freed_memory
 from torch_hybrid_backend.runtime.plan_layout import Piece
 from torch_hybrid_backend.runtime.symbolic_executor import concrete_program
-from torch_hybrid_backend.sizes.size import symbols
 
 
 class ProgramRunner:
@@ -42,10 +41,7 @@ class ProgramRunner:
         self._input_specs = input_specs
         self._output_specs = output_specs
         self._plans: KeptPlans[Executor] = KeptPlans()
-        needed = list(
-            dict.fromkeys([*(s.name for s in symbols(program.sizes_used)), *(name for name, *_ in program.ranges)])
-        )
-        self._reader = SizeReader(program.signature, needed) if needed else None
+        self._reader = SizeReader(program.signature, program.names) if program.names else None
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """inputs: the region's, in order. Returns its outputs; raises HybridError as `Executor` does."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from torch_hybrid_backend.core.hoisted_inputs import FoldedValue, HoistedInputs
+from torch_hybrid_backend.core.lazy_bits import copied
 from torch_hybrid_backend.core.region import PartitionedGraph, Segment
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.eager_graph import with_strides
@@ -89,7 +90,7 @@ class PythonExecutor:
             return output
         value = values[output]
         # A copy of what is kept, as eager would have computed it: the caller may write to it.
-        return value.clone(memory_format=torch.preserve_format) if output in self._folded_names else value
+        return copied(value) if output in self._folded_names else value
 
 
 def _profiled(title: str) -> AbstractContextManager[object]:

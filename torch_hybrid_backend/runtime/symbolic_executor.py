@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from torch_hybrid_backend.core.hoisted_inputs import CallInput, HoistedInputs
-from torch_hybrid_backend.core.limits import MAX_ELEMENTS
 from torch_hybrid_backend.core.program import Program
 from torch_hybrid_backend.core.region import PartitionedGraph, Segment
 from torch_hybrid_backend.core.size_reader import SizeReader
@@ -162,16 +161,10 @@ def _run_at(segment: Segment, compiled: CompiledSegment, values: Mapping[str, in
 
 
 def concrete_program(program: Program, values: Mapping[str, int]) -> Program:
-    """The program at given sizes. Raises StaticLayoutError for sizes that it does not serve, and for tensors of more elements than its kernels
-    can address."""
-    if not program.serves(values):
-        served = ", ".join(f"{name} from {least} to {most}, not {values[name]}" for name, least, most in program.ranges)
-        raise StaticLayoutError(f"a program serves sizes {served}")
-    concrete = program.at(values)
-    for spec in concrete.buffers:
-        if spec.span > MAX_ELEMENTS:
-            raise StaticLayoutError(f"a tensor of {spec.span} elements is more than kernels address ({MAX_ELEMENTS})")
-    return concrete
+    """The program at given sizes. Raises StaticLayoutError for sizes that it does not serve."""
+    if unserved := program.unserved(values):
+        raise StaticLayoutError(f"a program does not serve these sizes: {unserved}")
+    return program.at(values)
 
 
 def _piece_at(

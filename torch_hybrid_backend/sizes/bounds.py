@@ -11,9 +11,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping
 
-from torch_hybrid_backend.sizes.size import Atom, Dim, Symbol
-
-Interval = tuple[int, int]
+from torch_hybrid_backend.sizes.size import Atom, Dim, Interval, Symbol
 
 
 def bounds(size: Dim, ranges: Mapping[str, Interval]) -> Interval:

@@ -11,14 +11,14 @@ from typing import Any
 from torch_hybrid_backend.sizes.size import Atom, Dim, Size, Symbol, function, product, symbol
 
 
-def from_sympy(expression: Any, hint: Callable[[Any], int | None]) -> Dim | None:
-    """A sympy expression of torch's symbolic shapes as a size; `hint` gives a symbol's example value. None for what has no such form."""
+def from_sympy(expression: Any, symbol_of: Callable[[Any], Size]) -> Dim | None:
+    """A sympy expression of torch's symbolic shapes as a size, whose symbols are what `symbol_of` makes of sympy's. None for what has no
+    such form."""
     if expression.is_Integer:
         return int(expression)
     if expression.is_Symbol:
-        value = hint(expression)
-        return symbol(str(expression)) if value is None else symbol(str(expression), value)
-    parts = [from_sympy(part, hint) for part in expression.args]
+        return symbol_of(expression)
+    parts = [from_sympy(part, symbol_of) for part in expression.args]
     if any(part is None for part in parts):
         return None
     sizes = [part for part in parts if part is not None]

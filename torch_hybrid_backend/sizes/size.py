@@ -1,7 +1,8 @@
 """Size: an integer that is only known at run time, as arithmetic on the symbols of a graph's shapes.
 
-A size is a polynomial over atoms with integer coefficients. An atom is a symbol (`s0`: never negative), or a quotient, a
-remainder, a maximum or a minimum of other sizes. What is constant is a plain `int`: a `Size` always depends on some symbol.
+A size is a polynomial over atoms with integer coefficients. An atom is a symbol (`s0`: a dimension of a tensor, or an integer that a program
+is called with), or a quotient, a remainder, a maximum or a minimum of other sizes. What is constant is a plain `int`: a `Size` always depends
+on some symbol. Each symbol has a range: a dimension is never negative, an integer may be any of 64 bits.
 
 Comparisons answer only what holds for every value of the symbols, and raise `UndecidedSizeError` otherwise. `==` compares the polynomials:
 equal means equal at every value, and unequal means not equal at every value.
@@ -19,6 +20,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+# The largest dimension, and the most elements, of tensors that kernels address: their indices are int32.
+MAX_SIZE = (1 << 31) - 1
+# The largest integer that a program can be called with.
+MAX_INTEGER = (1 << 63) - 1
+
 
 class UndecidedSizeError(Exception):
     """A question about a size whose answer depends on the values of its symbols."""
@@ -26,10 +32,18 @@ class UndecidedSizeError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """A size symbol; `hint` is a typical value (that of the example inputs), for choices that only cost time: no part of its identity."""
+    """A size symbol. `hint` is a typical value (that of the example inputs), for choices that only cost time; `low` and `high` are its least
+    and its most value, by default a dimension's. They are no part of its identity: a graph has one symbol of a name."""
 
     name: str
     hint: int = field(default=128, compare=False)
+    low: int = field(default=0, compare=False)
+    high: int = field(default=MAX_SIZE, compare=False)
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether it takes more than 32 bits: an integer, then, and no dimension."""
+        return not -MAX_SIZE <= self.low <= self.high <= MAX_SIZE
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +69,7 @@ _EVALUATE: Mapping[str, Callable[[int, int], int]] = {
 class Size:
     """A sum of monomials; see the module. Immutable and hashable."""
 
-    __slots__ = ("_hash", "_text", "hints", "terms")
+    __slots__ = ("_hash", "_text", "terms", "traits")
 
     def __init__(self, terms: Mapping[Monomial, int]) -> None:
         # In one order, whatever the order of the operations that led here: texts and choices depend on it.
@@ -63,8 +77,8 @@ class Size:
         self._hash = hash(frozenset(self.terms.items()))
         self._text = ""
         # What equal sizes may differ in; one graph's s0 is not another's.
-        self.hints: tuple[int, ...] = tuple(
-            hint for monomial in self.terms for atom, _ in monomial for hint in _hints(atom)
+        self.traits: tuple[int, ...] = tuple(
+            trait for monomial in self.terms for atom, _ in monomial for trait in _traits(atom)
         )
 
     # Arithmetic: results are plain ints where no symbol is left.
@@ -127,7 +141,8 @@ class Size:
         return _compare(other, self, strict=False)
 
     def __bool__(self) -> bool:
-        if lower_bound(self) > 0 or known_less(self, 0):
+        low, high = interval(self)
+        if low > 0 or high < 0:
             return True
         raise UndecidedSizeError(f"whether {self} is zero is only known at run time")
 
@@ -155,11 +170,17 @@ class Size:
 
 # A number, or an expression in size symbols known only at run time.
 Dim = int | Size
+Interval = tuple[int, int]
 
 
-def symbol(name: str, hint: int = 128) -> Size:
+def symbol(name: str, hint: int = 128, low: int = 0, high: int = MAX_SIZE) -> Size:
     """The size that is one symbol."""
-    return Size({((Symbol(name, hint), 1),): 1})
+    return _atom(Symbol(name, hint, low, high))
+
+
+def as_size(symbol: Symbol) -> Size:
+    """A symbol as the size that it is."""
+    return _atom(symbol)
 
 
 def function(name: str, left: Dim, right: Dim) -> Dim:
@@ -202,9 +223,27 @@ def symbols(sizes: Iterable[Dim]) -> list[Symbol]:
     return list(found)
 
 
+def interval(size: Dim) -> Interval:
+    """Numbers that the size is never below and never above, as far as its form and its symbols' ranges tell."""
+    if isinstance(size, int):
+        return size, size
+    found: Interval = _interval(size)
+    return found
+
+
 def lower_bound(size: Dim) -> int:
-    """A number the size is never below, as far as its form tells."""
-    return size if isinstance(size, int) else _lower_bound(size)
+    """A number the size is never below; see `interval`."""
+    return interval(size)[0]
+
+
+def magnitude(size: Dim) -> Dim:
+    """What no number is beyond, in absolute value, that occurs on the way to the value of a size."""
+    if isinstance(size, int):
+        return abs(size)
+    monomials = [
+        product([abs(c), *(_magnitude(atom) for atom, p in m for _ in range(p))]) for m, c in size.terms.items()
+    ]
+    return functools.reduce(lambda a, b: a + b, monomials)
 
 
 def known_less(a: Dim, b: Dim) -> bool:
@@ -231,9 +270,9 @@ def ceil_div(a: Dim, b: Dim) -> Dim:
 
 
 def _remembered(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` of sizes, computed once for equal arguments of equal hints: schedules ask the same few questions thousands of times."""
-    cached = functools.lru_cache(maxsize=1 << 14)(lambda hints, *sizes: fn(*sizes))
-    return lambda *sizes: cached(tuple(size.hints if isinstance(size, Size) else () for size in sizes), *sizes)
+    """`fn` of sizes, computed once for equal arguments of equal traits: schedules ask the same few questions thousands of times."""
+    cached = functools.lru_cache(maxsize=1 << 14)(lambda traits, *sizes: fn(*sizes))
+    return lambda *sizes: cached(tuple(size.traits if isinstance(size, Size) else () for size in sizes), *sizes)
 
 
 def divide(size: Dim, divisor: Dim) -> tuple[Dim, Dim]:
@@ -295,14 +334,16 @@ def _times(a: Size, b: Dim) -> Dim:
 
 
 @_remembered
-def _lower_bound(size: Size) -> int:
-    total = 0
+def _interval(size: Size) -> Interval:
+    low = high = 0
     for monomial, coefficient in size.terms.items():
-        lows = [_atom_low(atom) ** power for atom, power in monomial]
-        if monomial and (coefficient < 0 or min(lows) < 0):
-            return -(1 << 62)  # a symbol has no upper bound
-        total += coefficient * math.prod(lows)
-    return total
+        least = most = coefficient
+        for atom, power in monomial:
+            for first, last in [_atom_interval(atom)] * power:
+                ends = least * first, least * last, most * first, most * last
+                least, most = min(ends), max(ends)
+        low, high = low + least, high + most
+    return low, high
 
 
 def _terms(size: Dim) -> Iterable[tuple[Monomial, int]]:
@@ -350,21 +391,29 @@ def _compare(a: Dim, b: Dim, *, strict: bool) -> bool:
     raise UndecidedSizeError(f"whether {a} {'<' if strict else '<='} {b} is only known at run time")
 
 
-def _hints(atom: Atom) -> tuple[int, ...]:
+def _traits(atom: Atom) -> tuple[int, ...]:
     if isinstance(atom, Symbol):
-        return (atom.hint,)
-    return tuple(hint for side in (atom.left, atom.right) if isinstance(side, Size) for hint in side.hints)
+        return atom.hint, atom.low, atom.high
+    return tuple(trait for side in (atom.left, atom.right) if isinstance(side, Size) for trait in side.traits)
 
 
-def _atom_low(atom: Atom) -> int:
+def _atom_interval(atom: Atom) -> Interval:
     if isinstance(atom, Symbol):
-        return 0
-    left, right = lower_bound(atom.left), lower_bound(atom.right)
-    if atom.name == "max":
-        return max(left, right)
-    if atom.name == "min":
-        return min(left, right)
-    return 0 if left >= 0 and right >= 0 else -(1 << 62)
+        return atom.low, atom.high
+    left, right = interval(atom.left), interval(atom.right)
+    if atom.name in ("max", "min"):
+        choose = _EVALUATE[atom.name]
+        return choose(left[0], right[0]), choose(left[1], right[1])
+    # A division by 0 counts as 0 (`evaluate`).
+    if atom.name == "floordiv":
+        return (0 if left[0] >= 0 and right[0] >= 0 else -max(map(abs, left))), max(map(abs, left))
+    return min(right[0] + 1, 0), max(right[1] - 1, 0)
+
+
+def _magnitude(atom: Atom) -> Dim:
+    if isinstance(atom, Symbol):
+        return as_size(atom) if atom.low >= 0 else max(-atom.low, atom.high)
+    return function("max", magnitude(atom.left), magnitude(atom.right))
 
 
 def _evaluate(size: Dim, value: Callable[[Symbol], int]) -> int:

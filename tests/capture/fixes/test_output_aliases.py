@@ -14,6 +14,7 @@ from torch_hybrid_backend.backend import compile_graph, explain
 from torch_hybrid_backend.capture.aot import capture
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.captured import CapturedGraph
+from torch_hybrid_backend.core.lazy_bits import LazyBits
 
 Function = Callable[..., Sequence[torch.Tensor]]
 
@@ -39,8 +40,13 @@ def _as_bits(x: torch.Tensor) -> list[torch.Tensor]:
     return [y.view(torch.int32)[1:], y]
 
 
+def _conjugated(x: torch.Tensor) -> list[torch.Tensor]:
+    y = torch.complex(x, x * 2)
+    return [y.mH, y[1:], y.conj().imag]
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("function", [_rows, _cut, _as_bits])
+@pytest.mark.parametrize("function", [_rows, _cut, _as_bits, _conjugated])
 def test_views_of_an_intermediate_value(function: Function, dynamic: bool, tmp_path: Path) -> None:
     """All results of equal memory in eager are so when compiled, at the traced sizes and at others, where sizes are symbols."""
     run = _compiled(function, tmp_path, dynamic=dynamic)
@@ -50,6 +56,7 @@ def test_views_of_an_intermediate_value(function: Function, dynamic: bool, tmp_p
         for result, wanted in zip(results, expected, strict=True):
             torch.testing.assert_close(result, wanted)
             assert result.stride() == wanted.stride()
+            assert LazyBits.of(result) == LazyBits.of(wanted)
             assert result.untyped_storage().data_ptr() == results[0].untyped_storage().data_ptr()
         results[0].fill_(7)
         expected[0].fill_(7)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -305,6 +306,41 @@ def test_callbacks_run_between_kernels(kernels: str) -> None:
     torch.testing.assert_close(plan.run(binding, [given])[0], 4 * given - 10)
     plan.run(binding, [given + 1])
     torch.testing.assert_close(seen[0], 2 * given)
+
+
+@pytest.mark.parametrize("profiled", [False, True])
+def test_callbacks_get_conjugated_views_as_they_are(profiled: bool) -> None:
+    """A lazily conjugated or negated tensor reaches a callback with its bit, in its own memory, and comes back so."""
+    seen: list[torch.Tensor] = []
+
+    def callback(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        seen.extend(inputs)
+        return [inputs[0].mT]
+
+    draft = Draft([callback])
+    given = [
+        draft.add_value(ValueKind.RAW_INPUT, 0, "complex64", [2, 3], [3, 1]),
+        draft.add_value(ValueKind.RAW_INPUT, 1, "float32", [2], [2]),
+    ]
+    out = draft.add_value(ValueKind.RETURNED, 0, "complex64", [3, 2], [1, 3])
+    draft.add_callback(0, given, [out])
+    plan = draft.seal(2, 0, 0, [out])
+    z = torch.randn(2, 3, dtype=torch.complex64).conj()
+    x = torch.randn(2, dtype=torch.complex64).conj().imag
+    with torch.profiler.profile() if profiled else contextlib.nullcontext():
+        found = plan.run(unbound(plan), [z, x])
+    assert found is not None
+    for a, b in zip((*seen, *found), (z, x, z.mT), strict=True):
+        assert (a.is_conj(), a.is_neg(), a.data_ptr()) == (b.is_conj(), b.is_neg(), b.data_ptr())
+
+
+def test_conjugated_constants_are_guarded_where_they_lie() -> None:
+    """Not in a copy of their values, which nobody keeps."""
+    memory = torch.randn(16, dtype=torch.complex64)
+    guard = Guard([memory.conj()], GuardKind.EVERY_BYTE)
+    assert not guard.is_stale()
+    memory.numpy()[3] += 1
+    assert guard.is_stale()
 
 
 def test_what_a_callback_returns_is_checked_and_restrided() -> None:

@@ -26,6 +26,8 @@ import torch.fx
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
+from torch_hybrid_backend.core.lazy_bits import LazyBits
+
 # (the tensor viewed, the graph's outputs) -> the view
 _Make = Callable[[torch.Tensor, Sequence[Any]], torch.Tensor]
 
@@ -159,12 +161,13 @@ def _nodes(arguments: Any) -> list[Node]:
 
 
 def _view(result: Node, source: Node, keep: Callable[[Any], int]) -> _Make:
-    """What makes an output of its owner: `as_strided`, or, where sizes are symbols, the views that the graph makes."""
+    """What makes an output of its owner: `as_strided` with the bits that the output has, or, where sizes are symbols, the views that the graph
+    makes."""
     if _is_strided(result, source):
         value, whole = result.meta["val"], source.meta["val"]
         offset = value.storage_offset() - whole.storage_offset()
-        size, stride = tuple(value.shape), value.stride()
-        return lambda tensor, _outputs: tensor.as_strided(size, stride, tensor.storage_offset() + offset)
+        size, stride, bits = tuple(value.shape), value.stride(), LazyBits.of(value)
+        return lambda tensor, _outputs: bits.view_of(tensor.as_strided(size, stride, tensor.storage_offset() + offset))
     steps = _steps(result, source)
     assert steps is not None  # or it would have no owner
     # Kept apart from the nodes: those that no output needs any more are erased, and lose their arguments.

@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torch_hybrid_backend.cancellation import is_awaited, patience
@@ -33,6 +33,8 @@ from torch_hybrid_backend.processes.child import End, as_exception
 from torch_hybrid_backend.processes.frames import frame
 
 _log = logging.getLogger(__name__)
+
+Finished = Callable[[Job, Path | CompileError], None]
 
 _JOBS_PER_PROCESS = 4  # starting a process takes about as long as compiling so many kernels
 _STARTS = 2  # a process may be killed by chance while it starts; twice is no chance
@@ -60,8 +62,11 @@ class KernelCompiler:
         with contextlib.suppress(CompileError):  # `compile` will meet the same and report it
             self._processes().start(self._wanted(jobs))
 
-    def compile(self, jobs: Sequence[Job], deadline_s: float) -> list[Path | CompileError]:
-        """Compile the jobs in parallel, those of one key once; gives, job by job, the artifact or what stopped it.
+    def compile(
+        self, jobs: Sequence[Job], deadline_s: float, finished: Finished = lambda job, made: None
+    ) -> list[Path | CompileError]:
+        """Compile the jobs in parallel, those of one key once; gives, job by job, the artifact or what stopped it. Calls `finished` with each
+        of the distinct jobs and its result as soon as there is one.
 
         The exception is CompilerCrashError where the compiler died at the job, DeadlineError where the job was not finished within
         `deadline_s` seconds from now, ScheduleError where no schedule serves the kernel, and CompileError for anything else.
@@ -69,7 +74,7 @@ class KernelCompiler:
         if not jobs:
             return []
         distinct = list({job.key: job for job in reversed(jobs)}.values())[::-1]
-        made = _Batch(self._processes(), distinct, deadline_s, self._wanted(len(distinct))).run()
+        made = _Batch(self._processes(), distinct, deadline_s, self._wanted(len(distinct)), finished).run()
         return [made[job.key] for job in jobs]
 
     def close(self) -> None:
@@ -174,12 +179,15 @@ class _Processes:
 class _Batch:
     """One call of `compile`: hands jobs to processes that are ready and collects the answers, in the calling thread."""
 
-    def __init__(self, processes: _Processes, jobs: Sequence[Job], deadline_s: float, wanted: int) -> None:
+    def __init__(
+        self, processes: _Processes, jobs: Sequence[Job], deadline_s: float, wanted: int, finished: Finished
+    ) -> None:
         self._processes = processes
         self._deadline_s = deadline_s
         self._until = time.monotonic() + deadline_s
         self._pending = deque(jobs)
         self._wanted = wanted
+        self._finished = finished
         self.workers: list[CompilerProcess] = []
         self.running = True
         self._failed_starts = 0
@@ -239,9 +247,9 @@ class _Batch:
                 payload = pickle.dumps(order)
             except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
                 why = f"{job.symbol} cannot be sent to the compiler: {error}"
-                self._made[job.key] = CompileError(why, recurs=False)
+                self._finish(job, CompileError(why, recurs=False))
                 continue
-            worker.job, worker.began = job, time.monotonic()
+            worker.job, worker.began = job, worker.processor_s()
             worker.outgoing += frame(payload)
             self._selector.register(worker.stdin, selectors.EVENT_WRITE, worker)
             return
@@ -274,9 +282,8 @@ class _Batch:
             elif worker.job is not None:
                 job, worker.job = worker.job, None
                 failure = answer["error"]
-                self._made[job.key] = (
-                    as_exception(f"{job.symbol} was not compiled", failure) if failure else Path(job.output)
-                )
+                why = f"{job.symbol} was not compiled"
+                self._finish(job, as_exception(why, failure) if failure else Path(job.output))
             self._order(worker)
 
     def _died(self, worker: CompilerProcess) -> None:
@@ -291,14 +298,17 @@ class _Batch:
         end = End(status, words)
         if job is not None:
             kind = type(job.kernel).__name__
-            self._made[job.key] = CompilerCrashError(
-                f"the kernel compiler {end.how} while it compiled {job.symbol}, a {kind}.{end.said}", recurs=end.recurs
-            )
+            why = f"the kernel compiler {end.how} while it compiled {job.symbol}, a {kind}.{end.said}"
+            self._finish(job, CompilerCrashError(why, recurs=end.recurs))
             return
         self._failed_starts += not started
         if self._failed_starts >= _STARTS:
             why = f"the kernel compiler ({sys.executable}) {end.how} before it was ready.{end.said}"
             self._fail_pending(CompileError(why, recurs=False))
+
+    def _finish(self, job: Job, made: Path | CompileError) -> None:
+        self._made[job.key] = made
+        self._finished(job, made)
 
     def _release(self, worker: CompilerProcess, *, usable: bool) -> int:
         """Take a process out of this batch; where it was ended, its exit status."""
@@ -315,13 +325,12 @@ class _Batch:
 
     def _fail_pending(self, error: CompileError) -> None:
         for job in self._pending:
-            self._made[job.key] = error
+            self._finish(job, error)
         self._pending.clear()
 
     def _stop_at_deadline(self) -> None:
-        now = time.monotonic()
-        late = [(worker.job, now - worker.began) for worker in self.workers if worker.job is not None]
+        late = [(worker.job, worker.processor_s() - worker.began) for worker in self.workers if worker.job is not None]
         for job, had_s in (*late, *((job, 0.0) for job in self._pending)):
             why = f"{job.symbol} was not compiled within the {self._deadline_s:.3g} s that were left for it (HYBRID_COMPILE_DEADLINE_S)"
-            self._made[job.key] = DeadlineError(why, had_s=had_s)
+            self._finish(job, DeadlineError(why, had_s=had_s))
         self._pending.clear()

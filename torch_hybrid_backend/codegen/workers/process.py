@@ -16,7 +16,7 @@ class CompilerProcess(Child):
     def __init__(self, compiler: KernelCompilerModule, idle_s: float) -> None:
         self.ready = False
         self.job: Job | None = None
-        self.began = 0.0  # when it was given the job, by `time.monotonic`
+        self.began = 0.0  # what `processor_s` was when it was given the job
         super().__init__(
             "torch_hybrid_backend.codegen.workers.main",
             [compiler.__name__, str(idle_s)],

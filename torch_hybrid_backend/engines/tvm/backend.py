@@ -33,7 +33,7 @@ from torch_hybrid_backend.loops.kernels import Kernel, kernel_sizes
 from torch_hybrid_backend.loops.layout import Layout
 from torch_hybrid_backend.loops.policy import FusionPolicy
 from torch_hybrid_backend.machine import may_use_tiles
-from torch_hybrid_backend.sizes.size import Dim, symbol
+from torch_hybrid_backend.sizes.size import Dim, as_size
 
 
 class TvmBackend:
@@ -92,7 +92,7 @@ class TvmBackend:
     def step(
         self, kernel: Kernel, artifact: Artifact, arguments: tuple[int, ...], working: Callable[[Dim], int]
     ) -> KernelCall:
-        sizes = tuple(symbol(size.name, size.hint) for size in kernel_sizes(kernel))
+        sizes = tuple(map(as_size, kernel_sizes(kernel)))
         return KernelCall(artifact.path, artifact.symbol, arguments, len(kernel.writes), sizes)
 
     def text(self, kernel: Kernel, artifact: Artifact, step: Step) -> KernelText:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from torch_hybrid_backend.loops.ir import Const, Expr
+from torch_hybrid_backend.loops.ir import Expr
 from torch_hybrid_backend.loops.ops import (
     INTEGER_BITS,
     add,
@@ -17,6 +17,7 @@ from torch_hybrid_backend.loops.ops import (
     div,
     is_float,
     logical_and,
+    logical_or,
     mul,
     sub,
     where,
@@ -46,29 +47,19 @@ def scaled(a: Expr, factor: float) -> Expr:
     return a if factor == 1 else times(a, lit(a, factor))
 
 
-def _divisor(b: Expr) -> tuple[Expr, Expr | None]:
-    """A divisor that cannot trap, and whether it stands for -1 (None where that cannot be).
+def _divisor(b: Expr) -> tuple[Expr, Expr]:
+    """A divisor that cannot trap, and whether it stands for -1.
 
     Integer division by zero and of the smallest number by -1 stop the process on x86. Eager raises for the first (a kernel
     cannot: the quotient is then the dividend) and wraps in the second, as negation does.
     """
-    if isinstance(b, Const):
-        if b.value == -1:
-            return lit(b, 1), const(True, "bool")
-        return (b if b.value else lit(b, 1)), None
     zero = call("eq", b, lit(b, 0))
-    if b.dtype not in _SIGNED:
-        return where(zero, lit(b, 1), b), None
-    minus_one = call("eq", b, lit(b, -1))
-    return where(call("or", zero, minus_one), lit(b, 1), b), minus_one
+    minus_one = call("eq", b, lit(b, -1)) if b.dtype in _SIGNED else const(False, "bool")
+    return where(logical_or(zero, minus_one), lit(b, 1), b), minus_one
 
 
 def _integer_quotient(op: str, a: Expr, b: Expr) -> Expr:
     divisor, minus_one = _divisor(b)
-    if minus_one is None:
-        return call(op, a, divisor)
-    if isinstance(minus_one, Const):
-        return call("neg", a)
     return where(minus_one, call("neg", a), call(op, a, divisor))
 
 

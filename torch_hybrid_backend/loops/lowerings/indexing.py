@@ -1,7 +1,7 @@
 """Indexing by data, joining, padding and replacing parts.
 
-Data-dependent indices: eager raises IndexError for those out of range. A kernel cannot raise, so they are clamped into range (after
-negatives have been wrapped, where eager wraps): no memory outside the tensor is ever read, and legal programs see no difference.
+Data-dependent indices: eager raises for those out of range. Kernels clamp them (after negatives have been wrapped, where eager wraps), so that
+no memory outside the tensor is ever read, and where they can set a flag, for which the call raises (`refuse_outside`); kernels of a GPU cannot.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from torch_hybrid_backend.loops.ops import (
     guard,
     index_in,
     logical_and,
+    logical_or,
     round_to,
     sub,
     where,
@@ -59,6 +60,19 @@ def bounded(scalar: Expr, size: Dim, wrap: bool) -> Index:
     return scalar_index(call("min", call("max", wide, lit(wide, 0)), lit(wide, size - 1)), 0, size - 1)
 
 
+def refuse_outside(ctx: Context, positions: Value, size: Dim, wrap: bool) -> None:
+    """Have calls raise for positions outside 0 .. size-1, where `wrap` outside -size .. size-1."""
+    if positions.dtype not in ("int32", "int64"):
+        raise Refuse(Reason.DTYPE, f"indices of {positions.dtype} are an error in eager")
+
+    def is_outside(scalar: Expr) -> Expr:
+        wide = cast(scalar, INDEX_DTYPE)
+        lowest = add(wide, lit(wide, size)) if wrap else wide
+        return logical_or(call("lt", lowest, lit(wide, 0)), call("ge", wide, lit(wide, size)))
+
+    ctx.refuse(positions, is_outside)
+
+
 def _lies_in(index: Index, size: Dim) -> bool:
     return known_at_most(0, index.low) and known_less(index.high, size)
 
@@ -77,7 +91,8 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Value:
-    """Rows of weight (V, D) at `indices`, clamped."""
+    """Rows of weight (V, D) at `indices`."""
+    refuse_outside(ctx, indices, weight.shape[0], wrap=False)
 
     def at(index: tuple[Index, ...]) -> Expr:
         return weight.at((bounded(indices.at(index[:-1]), weight.shape[0], wrap=False), index[-1]))
@@ -87,10 +102,12 @@ def embedding(
 
 @lowers(aten.index_select.default)
 def index_select(ctx: Context, x: Value, dim: int, index: Value) -> Value:
-    """Slices of one dimension at `index` (1-D or a scalar), clamped."""
+    """Slices of one dimension at `index` (1-D or a scalar)."""
     if not x.shape:
+        refuse_outside(ctx, index, 1, wrap=False)
         return reshaped(x, ctx.shape)
     d, positions = axis(dim, len(x.shape)), reshaped(index, (ctx.shape[axis(dim, len(x.shape))],))
+    refuse_outside(ctx, index, x.shape[d], wrap=False)
 
     def at(place: tuple[Index, ...]) -> Expr:
         return x.at(replaced(place, d, bounded(positions.at((place[d],)), x.shape[d], wrap=False)))
@@ -100,10 +117,12 @@ def index_select(ctx: Context, x: Value, dim: int, index: Value) -> Value:
 
 @lowers(aten.gather.default)
 def gather(ctx: Context, x: Value, dim: int, index: Value, *, sparse_grad: bool = False) -> Value:
-    """x at the positions `index` gives along one dimension, clamped."""
+    """x at the positions `index` gives along one dimension."""
     if not x.shape:
+        refuse_outside(ctx, index, 1, wrap=False)
         return expanded(x, ctx.shape)
     d = axis(dim, len(x.shape))
+    refuse_outside(ctx, index, x.shape[d], wrap=False)
     positions = reshaped(index, ctx.shape)
 
     def at(place: tuple[Index, ...]) -> Expr:
@@ -113,9 +132,24 @@ def gather(ctx: Context, x: Value, dim: int, index: Value, *, sparse_grad: bool 
     return Map(ctx.shape, ctx.out.dtype, at)
 
 
-@lowers(aten.index.Tensor, aten._unsafe_index.Tensor)
+@lowers(aten.index.Tensor)
 def index_(ctx: Context, x: Value, indices: Sequence[Value | None]) -> Value:
-    """NumPy's indexing by broadcasting integer tensors: negatives wrap, then all are clamped."""
+    """NumPy's indexing by broadcasting integer tensors: negatives wrap."""
+    result: Value = unsafe_index(ctx, x, indices)
+    refuse_places(ctx, x, indices)
+    return result
+
+
+def refuse_places(ctx: Context, x: Value, indices: Sequence[Value | None]) -> None:
+    """Have calls raise where `x[indices]` does."""
+    for positions, size in zip(indices, x.shape, strict=False):
+        if positions is not None:
+            refuse_outside(ctx, positions, size, wrap=True)
+
+
+@lowers(aten._unsafe_index.Tensor)
+def unsafe_index(ctx: Context, x: Value, indices: Sequence[Value | None]) -> Value:
+    """As `x[indices]`, for positions that are known to be in range: PyTorch's formulas compute them."""
     given = {d: t for d, t in enumerate(indices) if t is not None}
     if any(t.dtype in ("bool", "uint8") for t in given.values()):
         raise Refuse(Reason.ARGUMENT, "indexing by a mask gives a shape that depends on data")

@@ -240,9 +240,6 @@ def rsub(ctx: Context, x: Value, y: Operand, alpha: float = 1) -> Value:
 
 _binary((aten.mul.Tensor, aten.mul.Scalar), formula.times)
 _binary((aten.div.Tensor, aten.div.Scalar, aten.true_divide.Tensor), div)
-_binary((aten.floor_divide.default, aten.floor_divide.Scalar), formula.floor_div)
-_binary((aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor), formula.remainder)
-_binary((aten.fmod.Tensor, aten.fmod.Scalar), formula.fmod)
 _binary((aten.atan2.default,), _op("atan2"))
 _binary((aten.hypot.default,), formula.hypot)
 _binary((aten.xlogy.Tensor, aten.xlogy.Scalar_Other, aten.xlogy.Scalar_Self), formula.xlogy)
@@ -251,10 +248,31 @@ _binary((aten.logaddexp.default,), lambda a, b: formula.log_add_exp(a, b, "exp",
 _binary((aten.logaddexp2.default,), lambda a, b: formula.log_add_exp(a, b, "exp2", "log2"))
 
 
+def _quotient(targets: tuple[torch._ops.OpOverload, ...], fn: Callable[[Expr, Expr], Expr]) -> None:
+    @lowers(*targets)
+    def lower(ctx: Context, x: Operand, y: Operand) -> Value:
+        return _divided(ctx, x, y, fn)
+
+
+_quotient((aten.floor_divide.default, aten.floor_divide.Scalar), formula.floor_div)
+_quotient((aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor), formula.remainder)
+_quotient((aten.fmod.Tensor, aten.fmod.Scalar), formula.fmod)
+
+
 @lowers(aten.div.Tensor_mode, aten.div.Scalar_mode)
 def div_mode(ctx: Context, x: Value, y: Operand, *, rounding_mode: str | None) -> Value:
     formulas = {None: div, "trunc": formula.trunc_div, "floor": formula.floor_div}
-    return ctx.pointwise(formulas[rounding_mode], x, y)
+    return _divided(ctx, x, y, formulas[rounding_mode])
+
+
+def _divided(ctx: Context, x: Operand, y: Operand, fn: Callable[[Expr, Expr], Expr]) -> Value:
+    """A quotient or remainder: of integers eager refuses one by 0."""
+    if not is_float(compute_dtype(ctx.out.dtype)):
+        if isinstance(y, Value):
+            ctx.refuse(y, lambda divisor: call("eq", divisor, const(0, divisor.dtype)))
+        elif y == 0:
+            raise Refuse(Reason.ARGUMENT, "integers divided by 0 are an error in eager")
+    return ctx.pointwise(fn, x, y)
 
 
 def _extremum(targets: tuple[torch._ops.OpOverload, ...], op: str, skip_nan: bool) -> None:

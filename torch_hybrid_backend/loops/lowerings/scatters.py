@@ -3,7 +3,7 @@
 Where few slices are written along one dimension, each element asks of every slice whether it is meant. That is exact whatever the indices, and
 as cheap as a copy: the gradient of a loss of class numbers, one new position of a KV cache. Where many are written, kernels must be able to
 combine in place (`loops.lowerings.scattering`): the gradients of embeddings, of gathers and of resampling, sums over the edges of a graph.
-Indices out of range are clamped, as in `loops.lowerings.indexing`.
+Indices out of range are clamped and told of, as in `loops.lowerings.indexing`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import Expr, Map, Value, compute_dtype
 from torch_hybrid_backend.loops.lowering import Context, Refuse, broadcast, lowers
 from torch_hybrid_backend.loops.lowerings.arithmetic import lit, scaled
-from torch_hybrid_backend.loops.lowerings.indexing import bounded, indexed_place, indexed_shape, replaced
+from torch_hybrid_backend.loops.lowerings.indexing import (
+    bounded,
+    indexed_place,
+    indexed_shape,
+    refuse_outside,
+    refuse_places,
+    replaced,
+)
 from torch_hybrid_backend.loops.lowerings.scattering import filled, reduced, scattered
 from torch_hybrid_backend.loops.lowerings.views import axis, reshaped
 from torch_hybrid_backend.loops.ops import add, call, cast, const, from_index, guard, index_in, logical_and, where
@@ -63,7 +70,7 @@ def scatter_reduce(
     ctx: Context, x: Value, dim: int, index: Value, source: Value, reduce: str, *, include_self: bool = True
 ) -> Value:
     """x combined with the elements of `source` at the positions `index` gives along one dimension."""
-    domain, place = _along(x, dim, index)
+    domain, place = _along(ctx, x, dim, index)
     return reduced(ctx, x, domain, place, source.at, reduce, include_self)
 
 
@@ -72,7 +79,7 @@ def index_reduce(
     ctx: Context, x: Value, dim: int, index: Value, source: Value, reduce: str, *, include_self: bool = True
 ) -> Value:
     """x combined with slices of `source` at the positions `index` (1-D) gives of one dimension."""
-    domain, place = _slices(x, dim, index)
+    domain, place = _slices(ctx, x, dim, index)
     return reduced(ctx, x, domain, place, source.at, reduce, include_self)
 
 
@@ -81,7 +88,7 @@ def index_add(ctx: Context, x: Value, dim: int, index: Value, source: Value, *, 
     """x plus alpha times slices of `source` at the positions `index` (1-D, or a scalar) gives of one dimension."""
     if ctx.out.dtype == "bool":
         raise Refuse(Reason.DTYPE, _SUMS_OF_BOOL)
-    domain, place = _slices(x, dim, index)
+    domain, place = _slices(ctx, x, dim, index)
     d = axis(dim, len(x.shape))
     if _are_few(ctx, domain[d]):
         positions = reshaped(index, (domain[d],))
@@ -102,7 +109,7 @@ def _scattered(
 ) -> Value:
     if combiner == "sum" and ctx.out.dtype == "bool":
         raise Refuse(Reason.DTYPE, _SUMS_OF_BOOL)
-    domain, place = _along(x, dim, index)
+    domain, place = _along(ctx, x, dim, index)
     d = axis(dim, len(x.shape))
     reaches_all = all(n == m for k, (n, m) in enumerate(zip(domain, x.shape, strict=True)) if k != d)
     if reaches_all and _are_few(ctx, domain[d]):
@@ -113,23 +120,25 @@ def _scattered(
 
 
 def _along(
-    x: Value, dim: int, index: Value
+    ctx: Context, x: Value, dim: int, index: Value
 ) -> tuple[tuple[Dim, ...], Callable[[tuple[Index, ...]], tuple[Index, ...]]]:
     """The points that `index` has, and where in x each of them is meant along one dimension."""
     if len(index.shape) != len(x.shape) or not x.shape:
         raise Refuse(Reason.ARGUMENT, "a scatter with an index of another rank, or to a scalar, is left to eager")
     d = axis(dim, len(x.shape))
+    refuse_outside(ctx, index, x.shape[d], wrap=False)
     return index.shape, lambda i: replaced(i, d, bounded(index.at(i), x.shape[d], wrap=False))
 
 
 def _slices(
-    x: Value, dim: int, index: Value
+    ctx: Context, x: Value, dim: int, index: Value
 ) -> tuple[tuple[Dim, ...], Callable[[tuple[Index, ...]], tuple[Index, ...]]]:
     """The points of slices of one dimension, and where in x those are that `index` names."""
     if not x.shape:
         raise Refuse(Reason.ARGUMENT, "slices added to a scalar are left to eager")
     d, count = axis(dim, len(x.shape)), product(index.shape)
     positions = reshaped(index, (count,))
+    refuse_outside(ctx, index, x.shape[d], wrap=False)
     return replaced_size(x.shape, d, count), lambda i: replaced(
         i, d, bounded(positions.at((i[d],)), x.shape[d], wrap=False)
     )
@@ -190,6 +199,7 @@ def index_put(
         raise Refuse(Reason.ARGUMENT, "writing at a mask, or everywhere, is left to eager")
     if accumulate and ctx.out.dtype == "bool":
         raise Refuse(Reason.DTYPE, _SUMS_OF_BOOL)
+    refuse_places(ctx, x, indices)
     combiner = "sum" if accumulate else "write"
     d, index = next(iter(given.items()))
     if len(given) == 1 and len(index.shape) == 1 and _are_few(ctx, index.shape[0]):
@@ -226,6 +236,7 @@ def put(ctx: Context, x: Value, index: Value, source: Value, accumulate: bool = 
         raise Refuse(Reason.DTYPE, _SUMS_OF_BOOL)
     flat = reshaped(x, (product(x.shape),))
     given = {0: reshaped(index, (product(index.shape),))}
+    refuse_outside(ctx, index, flat.shape[0], wrap=True)
     place, elements = indexed_place(flat, given), reshaped(source, (product(index.shape),))
     result = scattered(ctx, flat, given[0].shape, place, elements.at, "sum" if accumulate else "write")
     return reshaped(result, x.shape)

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from torch_hybrid_backend.errors import STICKY, DeviceError, HybridError, failures
+from torch_hybrid_backend.errors import REFUSED_VALUES, STICKY, DeviceError, HybridError, RefusedValuesError, failures
 from torch_hybrid_backend.runtime.native.description import PlanDescription
 from torch_hybrid_backend.runtime.native.libraries import OpenLibrary, use_library
 from torch_hybrid_backend.runtime.native.module import native_module
@@ -114,6 +114,11 @@ def _ops() -> Any:
     library.impl("run_segment", segments, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     library.define("warn(str message) -> ()")  # type: ignore[no-untyped-call]
     library.impl("warn", log.warning, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    # PyTorch would hand operators resolved copies of tensors that are lazily conjugated or negated: a segment would read other tensors than it
+    # was traced with, and a guard would watch memory that nobody keeps.
+    for name in ("run_segment", "plan_run", "plan_time", "guard_new", "binding_new"):
+        for bit in ("Conjugate", "Negative"):
+            library.impl(name, torch.library.fallthrough_kernel, bit)  # type: ignore[no-untyped-call]
     ops = torch.ops.torch_hybrid_backend
     try:
         operators = _Operators(library, ops)
@@ -280,8 +285,8 @@ class Plan:
     def run(self, binding: Binding, inputs: list[torch.Tensor]) -> list[torch.Tensor] | None:
         """The outputs, or None where the binding is stale: bind again and run again.
 
-        Raises HybridError for inputs that do not fit and for a kernel that fails, by its name; what a callback
-        raised is raised as it was.
+        Raises HybridError for inputs that do not fit and for a kernel that fails, by its name, RefusedValuesError for values that PyTorch
+        refuses; what a callback raised is raised as it was.
         """
         profiled = _profiler_enabled()  # it shows the dispatcher's call
         try:
@@ -346,6 +351,8 @@ _BY_DRIVER = re.compile(r" failed: CUDA_ERROR_\w+ \((\d+)\)")
 
 def _as_hybrid_error(text: str) -> HybridError:
     """What the C++ side threw, as an error of this package; what a GPU's driver said is told apart, by its code."""
+    if REFUSED_VALUES in text:
+        return RefusedValuesError(text)
     found = _BY_DRIVER.search(text)
     if found is None:
         return HybridError(text)

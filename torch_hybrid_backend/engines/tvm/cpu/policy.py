@@ -14,5 +14,5 @@ POLICY = FusionPolicy(
     small_elements=16_384,  # not worth a second kernel
     channel_block=MAX_CHANNELS_TOGETHER,
     updates_in_attention=True,
-    abilities=Abilities(integer_products=True),
+    abilities=Abilities(integer_products=True, flags=True),
 )

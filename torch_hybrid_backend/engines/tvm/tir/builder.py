@@ -17,7 +17,7 @@ from tvm import tirx
 
 from torch_hybrid_backend.engines.tvm.target import LINE_BYTES
 from torch_hybrid_backend.errors import ScheduleError
-from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar, Mod, Scalar, as_index
+from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar, Mod, Scalar, as_index, is_wide
 from torch_hybrid_backend.sizes.size import Dim, Function, Symbol, known_at_most, product
 
 _KINDS = {
@@ -83,30 +83,31 @@ class Builder:
         return sorted(estimates, key=estimates.__getitem__)[self.schedule_rank]
 
     def argument_size(self, symbol: Symbol) -> TirExpr:
-        """A kernel argument that holds a size known only at run time."""
-        return self._sizes.setdefault(symbol, tirx.Var(self.fresh("n"), "int32"))
+        """A kernel argument that holds a size known only at run time, or an integer."""
+        return self._sizes.setdefault(symbol, tirx.Var(self.fresh("n"), size_dtype(symbol)))
 
-    def size(self, size: Dim) -> TirExpr:
-        """A size as a TIR int32 expression."""
+    def size(self, size: Dim, dtype: str = "int32") -> TirExpr:
+        """A size as a TIR expression: int32, or int64 for numbers that may take as much."""
         if isinstance(size, int):
-            return tirx.IntImm("int32", size)
+            return tirx.IntImm(dtype, size)
         total: TirExpr = None
         for monomial, coefficient in size.terms.items():
             part: TirExpr = None
             for atom, power in monomial:
                 for _ in range(power):
-                    factor = self._size_atom(atom)
+                    factor = self._size_atom(atom, dtype)
                     part = factor if part is None else part * factor
-            number = tirx.IntImm("int32", coefficient)
+            number = tirx.IntImm(dtype, coefficient)
             part = number if part is None else part if coefficient == 1 else part * number
             total = part if total is None else total + part
         return total
 
-    def _size_atom(self, atom: Symbol | Function) -> TirExpr:
+    def _size_atom(self, atom: Symbol | Function, dtype: str) -> TirExpr:
         if isinstance(atom, Symbol):
-            return self._sizes[atom]
+            return converted(self._sizes[atom], size_dtype(atom), dtype)
         operation = {"floordiv": tirx.floordiv, "mod": tirx.floormod, "max": tirx.Max, "min": tirx.Min}[atom.name]
-        return operation(self.size(atom.left), self.size(atom.right))
+        width = index_dtype(atom.left, atom.right)
+        return converted(operation(self.size(atom.left, width), self.size(atom.right, width)), width, dtype)
 
     def loop(self, extent: Dim, body: Callable[[Index], Stmt], kind: str = "serial", name: str = "i") -> Stmt:
         """`for i in range(extent): body(i)`; kind is serial, parallel, vectorized or unrolled."""
@@ -194,34 +195,36 @@ class Builder:
         declared = tirx.stmt.DeclBuffer(buffer, data=lines.data)
         return self.seq(tirx.stmt.AllocBuffer(lines, _ON_STACK), declared)
 
-    def index(self, index: Index | Dim) -> TirExpr:
-        """An index as a TIR int32 expression."""
+    def index(self, index: Index | Dim, dtype: str = "int32") -> TirExpr:
+        """An index as a TIR expression: int32 where it addresses memory, int64 for numbers that may take as much."""
         index = as_index(index)
         total: TirExpr = None
         for atom, coefficient in index.terms:
-            part = self._atom(atom)
+            part = self._atom(atom, dtype)
             if coefficient != 1:
-                part = tirx.Mul(part, self.size(coefficient))
+                part = tirx.Mul(part, self.size(coefficient, dtype))
             total = part if total is None else tirx.Add(total, part)
         if total is None:
-            return self.size(index.const)
-        return tirx.Add(total, self.size(index.const)) if index.const != 0 else total
+            return self.size(index.const, dtype)
+        return tirx.Add(total, self.size(index.const, dtype)) if index.const != 0 else total
 
-    def _atom(self, atom: object) -> TirExpr:
+    def _atom(self, atom: object, dtype: str) -> TirExpr:
         match atom:
             case LoopVar():
-                return self._vars[atom]
+                return converted(self._vars[atom], "int32", dtype)
             case FloorDiv(numerator, divisor):
                 # Truncating division is cheaper and equal where nothing is negative.
                 divide = tvm.tirx.truncdiv if _is_positive(numerator) else tvm.tirx.floordiv
-                return divide(self.index(numerator), self.size(divisor))
+                width = index_dtype(numerator, divisor)
+                return converted(divide(self.index(numerator, width), self.size(divisor, width)), width, dtype)
             case Mod(numerator, divisor):
                 remainder = tvm.tirx.truncmod if _is_positive(numerator) else tvm.tirx.floormod
-                return remainder(self.index(numerator), self.size(divisor))
+                width = index_dtype(numerator, divisor)
+                return converted(remainder(self.index(numerator, width), self.size(divisor, width)), width, dtype)
             case Scalar():
                 if self.print_scalar is None:
                     raise TypeError("this kernel has no printer for scalars used as indices")
-                return self.print_scalar(atom)
+                return converted(self.print_scalar(atom), "int32", dtype)
         raise TypeError(f"not an index atom: {atom!r}")
 
     def load(self, buffer: TirBuffer, offset: Index | int) -> TirExpr:
@@ -252,6 +255,21 @@ class Builder:
 
     def when(self, condition: TirExpr, then: Stmt, otherwise: Stmt | None = None) -> Stmt:
         return tirx.IfThenElse(condition, then, otherwise)
+
+
+def size_dtype(symbol: Symbol) -> str:
+    """What a kernel's argument is that holds a size known only at run time, or an integer."""
+    return "int64" if symbol.is_wide else "int32"
+
+
+def index_dtype(*operands: Index | Dim) -> str:
+    """What a comparison, a quotient, a remainder or an extreme of such is computed in: the low bits of its operands do not tell its own."""
+    return "int64" if any(is_wide(as_index(operand)) for operand in operands) else "int32"
+
+
+def converted(number: TirExpr, source: str, target: str) -> TirExpr:
+    """An integer in another width. Casting one to its own would hide from TVM what it knows of it."""
+    return number if source == target else tirx.Cast(target, number)
 
 
 def _is_positive(index: Index) -> bool:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from tvm import tirx
 
 from torch_hybrid_backend.engines.tvm.tir import arithmetic, math
-from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirBuffer, TirExpr
+from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirBuffer, TirExpr, converted, index_dtype
 from torch_hybrid_backend.engines.tvm.tir.let_bindings import Bindings, Scope, StatementBindings
 from torch_hybrid_backend.engines.tvm.tir.storage import narrow, widen
 from torch_hybrid_backend.loops.index import Index, LoopVar, Scalar, as_index, compare_ranges
@@ -286,16 +286,18 @@ class Printer:
             case Load():
                 return self._load(e)
             case FromIndex():
-                index = self.builder.index(self.index(e.index, self._env))
-                return index if e.dtype == "int32" else tirx.Cast(e.dtype, index)
+                index = self.index(e.index, self._env)
+                dtype = index_dtype(index)
+                return converted(self.builder.index(index, dtype), dtype, e.dtype)
             case Call("bool", op, _) if op in COMPARE:
                 if (sides := self.index_sides(e, self._env)) is not None:
                     known = compare_ranges(op, *sides)
                     if known is not None:
                         return tirx.IntImm("bool", known)
-                    # In int32, in which the indices are: half as wide as the int64 they stand for.
-                    left, right = (self.builder.index(side) for side in sides)
-                    return arithmetic.emit(op, "bool", (left, right), "int32", self._bind)
+                    # Mostly in int32: half as wide as the int64 they stand for.
+                    dtype = index_dtype(*sides)
+                    left, right = (self.builder.index(side, dtype) for side in sides)
+                    return arithmetic.emit(op, "bool", (left, right), dtype, self._bind)
             case Call(_, "guard", _):
                 return self._guard(e)
             case Call(_, "round", (x, Const() as target)):
@@ -366,7 +368,8 @@ class Printer:
         bounds = self.index_sides(condition, env)
         if bounds is None:
             return None
-        left, right = (self.builder.index(side) for side in bounds)
+        dtype = index_dtype(*bounds)
+        left, right = (self.builder.index(side, dtype) for side in bounds)
         return arithmetic.COMPARISONS[condition.op](left, right)
 
     def index_sides(self, comparison: Call, env: Env) -> tuple[Index, Index] | None:
@@ -378,7 +381,7 @@ class Printer:
             match side:
                 case FromIndex("int64", index):
                     sides.append(self.index(index, env))
-                case Const("int64", value) if abs(value) < 2**31:
+                case Const("int64", value):
                     sides.append(as_index(int(value)))
                 case _:
                     return None
