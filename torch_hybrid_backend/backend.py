@@ -24,7 +24,7 @@ import torch.fx
 from torch._dynamo.exc import ShortenTraceback
 
 from torch_hybrid_backend.background import InBackground, copies_of
-from torch_hybrid_backend.bisection import is_running
+from torch_hybrid_backend.bisection import applied_in_capture, is_running
 from torch_hybrid_backend.capture.aot import capture
 from torch_hybrid_backend.capture.cache.aot_cache import AotCache
 from torch_hybrid_backend.config import Config, apply_log_level
@@ -174,7 +174,7 @@ def compile_graph(
         return made.call
 
     def compiled_whole() -> Callable[..., Any]:
-        planned = capture(gm, example_inputs, compile_captured, keep_ops, kept)
+        planned = capture(gm, example_inputs, compile_captured, keep_ops, kept, applied_in_capture())
         if all(runs_twice):
             planned = raising_as_written(planned, gm)
         if not calls:
@@ -193,7 +193,7 @@ def compile_graph(
         )
 
     keep_ops = frozenset[torch._ops.OpOverload]().union(*(engine.keep_ops for engine in shared.engines))
-    kept = AotCache(shared.services.store) if config.cache else None
+    kept = AotCache(shared.services.store) if config.cache and not is_running() else None
     known = SeenGraphs(shared.services.store)
     if key in known:
         return compiled_whole()
