@@ -25,7 +25,7 @@ from pathlib import Path
 
 from torch_hybrid_backend.core.engine import EAGER
 from torch_hybrid_backend.core.precision import ACTIVATION_BITS, AS_WRITTEN, GROUP_SIZES, PRECISIONS, WeightForm
-from torch_hybrid_backend.errors import ConfigError
+from torch_hybrid_backend.errors import ConfigError, failures
 from torch_hybrid_backend.machine import parallelism
 
 _log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ def _directory(raw: object) -> object:
         raise ValueError("the path of a directory")
     try:
         return Path(raw).expanduser()
-    except RuntimeError as error:
+    except failures(RuntimeError) as error:
         raise ValueError(f"a path whose home directory is known ({error})") from None
 
 
@@ -134,7 +134,7 @@ def _default_cache_dir(environ: Mapping[str, str] | None = None) -> Path:
         return Path(base) / _CACHE_NAME
     try:
         return Path.home() / ".cache" / _CACHE_NAME
-    except RuntimeError:
+    except failures(RuntimeError):
         # A user without HOME and without an entry in the system's list of users, as in some containers.
         # Anybody may make that directory first: the store refuses one that is not this user's.
         return Path(tempfile.gettempdir()) / f"{_CACHE_NAME}-{os.getuid() if hasattr(os, 'getuid') else 'user'}"

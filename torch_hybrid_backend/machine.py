@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch_hybrid_backend import __version__
+from torch_hybrid_backend.errors import failures
 
 if TYPE_CHECKING:
     from torch_hybrid_backend.core.device import Device
@@ -70,7 +71,7 @@ def _driver() -> str:
     """The version of NVIDIA's driver as its kernel module tells it; "" where it does not."""
     try:
         return Path("/proc/driver/nvidia/version").read_text().partition("\n")[0]
-    except OSError:
+    except failures(OSError):
         return ""
 
 
@@ -177,7 +178,7 @@ def processor() -> str:
     """The processor's name."""
     try:
         return cpuinfo(Path("/")).get("model name", "")
-    except OSError:
+    except failures(OSError):
         return platform.processor()
 
 
@@ -222,7 +223,7 @@ def _flags(root: Path) -> set[str]:
 
     try:
         fields = cpuinfo(root)
-    except OSError:
+    except failures(OSError):
         fields = {}
     flags = set((fields.get("flags") or fields.get("features") or "").split())
     if torch.backends.cpu.get_cpu_capability() == "AVX2":  # PyTorch is held to that, and our kernels with it

@@ -10,7 +10,6 @@ that write different bytes under one key do not disturb each other. An entry mov
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import os
@@ -21,7 +20,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch_hybrid_backend.errors import CacheError
+from torch_hybrid_backend.errors import CacheError, failures, ignored
 from torch_hybrid_backend.temporary_folder import TemporaryFolder
 
 _log = logging.getLogger(__name__)
@@ -72,7 +71,7 @@ class Store:
                 _check_readable(root)
         except CacheError:
             raise
-        except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
+        except failures(OSError, RuntimeError) as error:  # RuntimeError: a loop of links
             raise CacheError(_cannot_write(root, error)) from error
         self.root = root
         self.limit_bytes = limit_bytes
@@ -101,7 +100,7 @@ class Store:
         """A store in a new directory that goes with the store, or with this process. Raises CacheError where there can be none."""
         try:
             folder = TemporaryFolder()
-        except OSError as error:
+        except failures(OSError) as error:
             raise CacheError(f"no temporary directory can be made: {error}. TMPDIR sets another place") from error
         store = Store(folder.path)
         store._owned = folder
@@ -130,7 +129,7 @@ class Store:
             except FileNotFoundError:  # another process has just removed the empty folder, or the user everything
                 _make(self.root)
                 _write(target, data)
-        except OSError as error:
+        except failures(OSError) as error:
             raise CacheError(f"cannot write {target}: {error}") from error
         self._hidden.discard(target)
         return target
@@ -182,7 +181,7 @@ class Store:
                     _log.warning("%s; it is removed and made anew", error)
                     self._discard(path)
                 continue
-            with contextlib.suppress(OSError):
+            with ignored(OSError):
                 os.utime(path)  # used now: `_make_room` removes the least recently used first
             return path, data
         return None
@@ -199,7 +198,7 @@ class Store:
         for path in self.root.glob("*/*/*"):
             if not (_ENTRY.fullmatch(path.name) or _is_unfinished(path)):
                 continue
-            with contextlib.suppress(OSError):  # removed meanwhile
+            with ignored(OSError):  # removed meanwhile
                 found.append((path, path.lstat()))
         return found
 
@@ -257,7 +256,7 @@ def read_entry(path: Path) -> bytes:
                     f"(owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o})"
                 )
             data = file.read()
-    except OSError as error:
+    except failures(OSError) as error:
         raise CacheError(f"the cache entry {path} cannot be read: {error}") from error
     if _checksum(path.parent.parent.name, path.parent.name, data) != path.name[:64]:
         raise CacheError(f"the cache entry {path} is corrupt (its checksum differs)")
@@ -347,7 +346,7 @@ def _write(target: Path, data: bytes) -> None:
 def _files(folder: Path) -> list[Path]:
     try:
         return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
-    except OSError:
+    except failures(OSError):
         return []
 
 
@@ -360,11 +359,11 @@ def _disk_bytes(status: os.stat_result) -> int:
 
 
 def _unlink(path: Path) -> None:
-    with contextlib.suppress(OSError):
+    with ignored(OSError):
         path.unlink()
     _remove_empty(path.parent)
 
 
 def _remove_empty(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # not empty, or gone
+    with ignored(OSError):  # not empty, or gone
         folder.rmdir()

@@ -37,6 +37,7 @@ from torch_hybrid_backend.errors import (
     CompileError,
     CompilerCrashError,
     DeadlineError,
+    failures,
 )
 from torch_hybrid_backend.processes.child import Child, End, as_exception
 from torch_hybrid_backend.store import Store
@@ -233,7 +234,7 @@ class _Task:
         for call in calls:
             try:
                 call()
-            except Exception:
+            except failures(Exception):  # a stranger's, in the builds' thread: the others are told all the same
                 _log.exception("what was to be called after the build of %s failed", self.key)
 
 
@@ -297,7 +298,7 @@ class _Queue:
         while (task := self._next(thread)) is not None:
             try:
                 outcome = self._outcome(task, thread)
-            except Exception as error:  # a full disk, say: nobody may wait for ever
+            except failures(Exception) as error:  # a full disk, say: nobody may wait for ever
                 outcome = CompileError(f"{task.key} cannot be built: {type(error).__name__}: {error}")
             if outcome is None:  # another process builds it: the others' turn
                 with self._lock:
@@ -412,7 +413,7 @@ class _Queue:
         try:
             self._store.remove(self._kind, task.key)
             self._store.put(self._kind, task.key, result)
-        except (CacheError, OSError) as error:
+        except failures(CacheError, OSError) as error:
             _log.info("what was built is not kept: %s", error)
 
 

@@ -130,6 +130,21 @@ def decomposition_table(keep_ops: frozenset[torch._ops.OpOverload]) -> dict[Oper
     return {operator: formula for operator, formula in _full_table().items() if operator not in keep_ops}
 
 
+def asked(
+    table: dict[Operator, Callable[..., object]], applies: Callable[[str], bool]
+) -> dict[Operator, Callable[..., object]]:
+    """The table, each of whose formulas is applied only where `applies` says so; else the operator stays whole."""
+
+    def formula_of(operator: Operator, formula: Callable[..., object]) -> Callable[..., object]:
+        @functools.wraps(formula)
+        def applied(*args: object, **kwargs: object) -> object:
+            return formula(*args, **kwargs) if applies(f"the decomposition of {operator}") else NotImplemented
+
+        return applied
+
+    return {operator: formula_of(operator, formula) for operator, formula in table.items()}
+
+
 def decomposed(node: torch.fx.Node, keep_ops: frozenset[torch._ops.OpOverload]) -> torch.fx.GraphModule | None:
     """What capture would have made of an operator, had only `keep_ops` been wanted whole: a graph of its own.
 

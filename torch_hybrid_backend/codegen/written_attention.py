@@ -36,6 +36,7 @@ from torch_hybrid_backend.loops.ir import (
     buffers_of,
     buffers_of_expr,
     canonical,
+    depth,
     domain_vars,
     loads_of,
     rounded,
@@ -45,6 +46,7 @@ from torch_hybrid_backend.loops.scores import is_cheap_mask
 from torch_hybrid_backend.sizes.size import Dim, size_hint
 
 _MAX_WIDTH = 256  # of a head: a tile holds whole ones
+_MAX_DEPTH = 64  # of scores; see `loops.policy.FusionPolicy.max_depth`
 
 
 def find_attention(graph: LoopGraph, *, gathers: bool) -> LoopGraph:
@@ -141,16 +143,23 @@ class _Search:
         return _Softmax(scores, products[0], guarded is None, frozenset(between)) if len(products) == 1 else None
 
     def _written_out(self, e: Expr, between: set[LoopOp]) -> Expr:
-        """The expression with what elementwise operations computed written out; they are added to `between`."""
+        """The expression with what elementwise operations computed written out; they are added to `between`. One that becomes too deep for a
+        kernel stays as it is."""
 
         def inner(load: Load) -> Expr | None:
             source = self._producer.get(load.buffer)
             if not isinstance(source, MapOp) or not self._is_written_out(source):
                 return None
-            between.add(source)
-            return rounded(self._written_out(source.value.at(load.index), between), load.buffer.dtype)
+            found.add(source)
+            return rounded(source.value.at(load.index), load.buffer.dtype)
 
-        return replace_loads(e, inner)
+        written, found = e, set[LoopOp]()
+        while depth(written) <= _MAX_DEPTH:
+            before, written = written, replace_loads(written, inner)
+            if written is before:
+                between |= found
+                return written
+        return e
 
     def _is_written_out(self, op: MapOp) -> bool:
         """Whether scores are computed by it, or a mask that costs less to compute than to read."""

@@ -44,6 +44,7 @@ from torch_hybrid_backend.loops.ir import (
     Value,
     buffers_of,
     count_calls,
+    depth,
     domain_vars,
     loads_of,
 )
@@ -132,6 +133,7 @@ class _Lowerer:
         self._concatenated: set[Value] = set()  # the values that are concatenations
         self._origins: dict[Buffer, str] = {}
         self._makers: dict[Value, str] = {}  # of values that may be given memory later
+        self._nested: dict[Value, int] = {}  # how many values one upon another are computed where one is read
 
     def run(self) -> LoopGraph:
         values: dict[torch.fx.Node, Any] = {}
@@ -164,6 +166,7 @@ class _Lowerer:
                     if isinstance(value, Map):
                         self._makers.setdefault(value, node.name)
                     self._place(node, value)
+                    self._nest(node, value, values)
                 if any(isinstance(op, ReduceOp) for op in self._ops[before:]):
                     for source in node.all_input_nodes:
                         if isinstance(values[source], Value):
@@ -352,7 +355,11 @@ class _Lowerer:
             if is_dequantised(value) or (padded and is_dequantised(padded)):
                 return
         calls = count_calls(expr)
-        if calls > self._policy.max_inline_calls or len(loads_of(expr)) > self._policy.max_inline_loads:
+        if (
+            calls > self._policy.max_inline_calls
+            or len(loads_of(expr)) > self._policy.max_inline_loads
+            or depth(expr) > self._policy.max_depth
+        ):
             self._realize(value)
             return
         if calls == 0:
@@ -372,6 +379,18 @@ class _Lowerer:
             buffer = self._realize(value)
             if self._is_epilogue(value, expr):
                 self._images.add(buffer)
+
+    def _nest(self, node: torch.fx.Node, value: Value | None, values: Mapping[torch.fx.Node, Any]) -> None:
+        """Give memory to a value, of a view too, that has too many others to compute where it is read."""
+        if not isinstance(value, Map) or value.realized is not None:
+            return
+        sources = [values[source] for source in node.all_input_nodes]
+        read = [s for source in sources for s in (source if isinstance(source, tuple) else (source,))]
+        nested = 1 + max((self._nested.get(s, 0) for s in read if isinstance(s, Map) and s.realized is None), default=0)
+        if nested > self._policy.max_depth:
+            self._realize(value)
+        else:
+            self._nested[value] = nested
 
     def _place_epilogues(self, value: Map, expr: Expr) -> None:
         """Memory for the epilogues that a value is computed from; the value itself is one of the last anchor that it reads."""
@@ -493,15 +512,6 @@ def in_order(ops: Sequence[LoopOp], outputs: Sequence[Buffer]) -> tuple[LoopOp, 
     producer = {out: op for op in ops for out in op.outs}
     reads = {op: op.reads() for op in ops}
     ordered: dict[LoopOp, None] = {}
-
-    def visit(op: LoopOp) -> None:
-        if op in ordered:
-            return
-        for buffer in reads[op]:
-            if (source := producer.get(buffer)) is not None:
-                visit(source)
-        ordered[op] = None
-
     needed = set(outputs)
     pending = [producer[key] for key in needed if key in producer]
     while pending:
@@ -511,6 +521,12 @@ def in_order(ops: Sequence[LoopOp], outputs: Sequence[Buffer]) -> tuple[LoopOp, 
                 if (source := producer.get(buffer)) is not None:
                     pending.append(source)
     for op in ops:
-        if not needed.isdisjoint(op.outs):
-            visit(op)
+        stack = [] if needed.isdisjoint(op.outs) else [op]
+        while stack:
+            sources = (producer[buffer] for buffer in reads[stack[-1]] if buffer in producer)
+            missing = next((source for source in sources if source not in ordered), None)
+            if missing is None:
+                ordered[stack.pop()] = None
+            else:
+                stack.append(missing)
     return tuple(ordered)

@@ -544,6 +544,36 @@ def parts(exprs: Iterable[Expr], *, within_indices: bool = False) -> Iterator[Ex
                 stack.extend(_scalars(index))
 
 
+def post_order(expr: Expr) -> Iterator[Expr]:
+    """Every distinct part of an expression, each after its arguments; the expression itself is the last."""
+    done: set[Expr] = set()
+    stack = [expr]
+    while stack:
+        e = stack[-1]
+        waiting = [a for a in e.args if a not in done] if isinstance(e, Call) else []
+        if waiting:
+            stack.extend(reversed(waiting))
+            continue
+        stack.pop()
+        if e not in done:
+            done.add(e)
+            yield e
+
+
+def depth(expr: Expr, behind: Callable[[Load], int] = lambda _: 0) -> int:
+    """How many scalar operations follow one another on the longest way to an expression; `behind`: as many lie behind a load."""
+    depths: dict[Expr, int] = {}
+    for e in post_order(expr):
+        match e:
+            case Call():
+                depths[e] = 1 + max((depths[a] for a in e.args), default=0)
+            case Load():
+                depths[e] = behind(e)
+            case _:
+                depths[e] = 0
+    return depths[expr]
+
+
 def indices(expr: Expr) -> tuple[Index, ...]:
     """The indices that one part of an expression loads at or computes with."""
     match expr:

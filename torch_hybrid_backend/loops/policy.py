@@ -48,6 +48,8 @@ class FusionPolicy:
 
     `copies_columns`: a matrix product's left operand is copied where it does not lie along k; else it is read in any order of memory.
     `max_inline_calls`, `max_inline_loads`: scalar operations and loads of a value that is computed where it is read; a longer one gets memory.
+    `max_depth`: scalar operations one after another in a kernel, and values computed where they are read one upon another. So many hide a pass
+    over memory, and what walks expressions recurses: here, in pickling, and in compilers, where the end of the stack is a crash.
     `max_members`, `max_reads`: operations of a group, and buffers it reads from outside.
     `min_rows`, `small_elements`: what is computed around a reduction joins it, row by row, where its domain has so many rows, or no more
     elements than that.
@@ -59,6 +61,7 @@ class FusionPolicy:
     """
 
     copies_columns: bool = field(default=True, kw_only=True)
+    max_depth: int = field(default=64, kw_only=True)
     max_inline_calls: int
     max_inline_loads: int
     max_members: int

@@ -33,7 +33,7 @@ from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.eager_graph import TracedRun
-from torch_hybrid_backend.errors import OperatorRefusedError, is_out_of_memory
+from torch_hybrid_backend.errors import OperatorRefusedError, failures, is_out_of_memory
 from torch_hybrid_backend.generators import Replay
 from torch_hybrid_backend.graph.schema import draws, draws_numbers, is_item, is_view
 from torch_hybrid_backend.graph.values import PRODUCTS, is_quantized, is_quantizing, outputs_of, storage_root
@@ -142,7 +142,7 @@ def compare(
     rewind = replay.rewind if replay is not None else _nothing
     try:
         return _compare(region, inputs, expected, actual, rewind)
-    except (RuntimeError, MemoryError) as error:
+    except failures(RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
     # The error is let go of: it holds what was computed.
@@ -150,7 +150,7 @@ def compare(
         _log.info("region %s is compared on the host: its device has too little memory for that", region.name)
         try:
             return _compare(region, _on_host(inputs), _on_host(expected), _on_host(actual), rewind, on_host=True)
-        except (RuntimeError, MemoryError) as error:
+        except failures(RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
     why = "there is no memory to compare its outputs with eager's and with a run in a wider dtype, so that nothing shows that they are right"

@@ -73,12 +73,17 @@ def test_integers(captured):
     assert subject.operators() == {"abs.default": 1}
 
 
-def test_a_dropout_of_everything_is_a_product(captured):
-    """With p=1 the functions of dropout multiply by zero and draw nothing; what is infinite becomes NaN, as in eager."""
-
-    def function(x):
-        return torch.nn.functional.dropout(x, 1.0).relu(), *aten.native_dropout(x, 1.0, True)
-
-    subject = captured(function, torch.tensor(SPECIAL))
-    assert subject.apply(simplify, dead_code, exact=True)
-    assert subject.operators() == {"relu.default": 1, "mul.Tensor": 2, "full_like.default": 1}
+@pytest.mark.parametrize("p", [1, 1.0])
+def test_dropout_of_everything(captured, p):
+    """It draws nothing, as in eager; of infinities and NaN it makes NaN. What keeps some elements stays."""
+    x = torch.tensor(SPECIAL)
+    subject = captured(lambda x: aten.native_dropout(x, p, True), x)
+    state = torch.get_rng_state()
+    assert subject.apply(simplify)
+    assert subject.operators() == {"mul.Tensor": 1, "zeros_like.default": 1}
+    torch.testing.assert_close(subject.run()[0], torch.nn.functional.dropout(x, 1.0), equal_nan=True)
+    assert not subject.run()[1].any()
+    assert torch.equal(torch.get_rng_state(), state)
+    some = captured(lambda x: aten.native_dropout(x, 0.5, True)[0], x)
+    assert not simplify(some.gm, some.ctx)
+    assert not captured(lambda x: aten.native_dropout(x, p, False)[0], x).apply(simplify)
