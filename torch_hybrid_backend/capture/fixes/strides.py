@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from torch_hybrid_backend.core.tensor_spec import dim, is_computable
+from torch_hybrid_backend.errors import ignored
 from torch_hybrid_backend.graph.schema import is_random
 from torch_hybrid_backend.sizes.size import size_hint
 
@@ -328,7 +329,7 @@ def _results(call: _Call, *, in_eager: bool) -> tuple[_Form | None, ...]:
     with _disable_current_modes(), torch._C._DisablePythonDispatcher(), torch._C._DisableAutocast(), torch.no_grad():
         for number in (1, 0):  # as indices, ones may lie outside
             mode = contextlib.nullcontext() if in_eager else _Unchecked(allow_non_fake_inputs=True)
-            with contextlib.suppress(Exception), mode:
+            with ignored(Exception), mode:
                 return tuple(_form(each) if isinstance(each, torch.Tensor) else None for each in call(number))
     return ()
 
