@@ -111,6 +111,11 @@ class LoopGraph:
     origins: Mapping[Buffer, str] = field(default_factory=dict)
     flags: tuple[Buffer, ...] = ()
 
+    @property
+    def needed(self) -> tuple[Buffer, ...]:
+        """What is read when the region has run."""
+        return (*self.outputs, *self.flags)
+
 
 def lower_region(region: Region, policy: FusionPolicy) -> LoopGraph:
     """Lower a region whose every node has a lowering; raises lowering.Refuse where one has not."""
