@@ -120,15 +120,25 @@ def test_a_value_of_the_wrong_type_is_an_error(name: str, value: object) -> None
 
 
 def test_unknown_names_are_errors_that_list_the_known_ones() -> None:
-    """A typing error in a variable, an option, a mode or an engine never passes silently."""
-    with pytest.raises(ConfigError, match=r"HYBRID_VERIFFY.*HYBRID_VERIFY"):
-        Config.from_env({"HYBRID_VERIFFY": "off"})
+    """A typing error in an option, a mode or an engine never passes silently."""
     with pytest.raises(ConfigError, match=r"max_autotune.*placement"):
         Config().with_options({"max_autotune": True}, None)
     with pytest.raises(ConfigError, match=r"fastest.*'reduce-overhead'"):
         Config().with_options(None, "fastest")
     with pytest.raises(ConfigError, match=r"tvn.*eager, tvm"):
         Config(engines=("tvn",)).select(("tvm", "eager"))
+
+
+def test_an_unknown_variable_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """It may be another program's; where it may be a typing error, the warning says what was meant. The other variables count."""
+    for _ in range(3):
+        assert Config.from_env({"HYBRID_VERIFFY": "off", "HYBRID_THRUST_KN": "4", "HYBRID_STRICT": "1"}).strict
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+    of_another, mistyped = (record.getMessage() for record in caplog.records)
+    assert "HYBRID_THRUST_KN" in of_another
+    assert "HYBRID_PLACEMENT" in of_another
+    assert "HYBRID_VERIFFY is ignored" in mistyped
+    assert "did you mean HYBRID_VERIFY?" in mistyped
 
 
 def test_an_empty_variable_counts_as_absent() -> None:

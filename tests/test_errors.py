@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import inspect
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +17,7 @@ import torch
 
 from torch_hybrid_backend import errors
 from torch_hybrid_backend.errors import (
+    CacheError,
     CompileError,
     CompilerCrashError,
     ConfigError,
@@ -19,8 +25,12 @@ from torch_hybrid_backend.errors import (
     DeviceError,
     HybridError,
     OperatorRefusedError,
+    delivered,
+    ignored,
+    is_from_outside,
     is_out_of_memory,
     is_sticky,
+    tells_of_later,
 )
 
 
@@ -86,7 +96,7 @@ def test_memory_that_is_not_there_is_recognised(allocate: Callable[[], object]) 
 
 def test_one_class_catches_all_that_is_raised_on_purpose() -> None:
     """`except HybridError` is enough; what stopped a compilation is a CompileError, and a bad setting also a ValueError."""
-    kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass)]
+    kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if kind.__module__ == errors.__name__]
     assert len(kinds) > 5
     assert all(issubclass(kind, HybridError) for kind in kinds)
     assert issubclass(HybridError, RuntimeError)
@@ -108,3 +118,149 @@ def test_processes_that_compile_kernels_can_import_it() -> None:
     """The module needs no torch: those processes must stay small."""
     script = "import sys, torch_hybrid_backend.errors; print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", script], text=True).strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("error", "holds"),
+    [
+        (CompileError("too wide"), True),
+        (ValueError("too wide"), True),
+        (CompilerCrashError("killed by SIGSEGV"), True),
+        (CompileError("no linker", recurs=False), False),
+        (CompilerCrashError("what():  Resource temporarily unavailable"), False),
+        (DeadlineError("late"), False),
+        (CacheError("read-only"), False),
+        (OSError(24, "Too many open files"), False),
+        (MemoryError(), False),
+    ],
+)
+def test_what_tells_of_later_processes(error: Exception, holds: bool) -> None:
+    """What lies in the thing that is compiled; not what the machine lacked, nor what came too late."""
+    assert tells_of_later(error) is holds
+
+
+def test_what_an_error_was_raised_from_counts() -> None:
+    """A builder wraps what its library raised."""
+    for cause, is_outside in ((MemoryError(), True), (ValueError("odd"), False)):
+        error = CompileError("it cannot lower the region")
+        error.__cause__ = cause
+        assert is_from_outside(error) is is_outside
+
+
+class _Late(Exception):
+    """A time limit of a program's."""
+
+
+class _Handler:
+    def __call__(self, signum: int, frame: object) -> None:
+        raise _Late
+
+    def limit(self, signum: int, frame: object) -> None:
+        self(signum, frame)
+
+
+def _resets_itself(signum: int, frame: object) -> None:
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    raise TimeoutError
+
+
+def _without_names(*_: object) -> None:
+    raise _Late("late")
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [_Handler(), _Handler().limit, _resets_itself, _without_names, functools.partial(_without_names)],
+    ids=["object", "method", "function", "arguments", "partial"],
+)
+def test_what_a_handler_raises_was_delivered(handler: Callable[..., object]) -> None:
+    """Whatever kind of callable handles the signal, of whatever class the error is, and through errors that are raised from it."""
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises((_Late, TimeoutError)) as raised:
+            signal.raise_signal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert delivered(raised.value) is raised.value
+    around = HybridError("it failed")
+    around.__cause__ = raised.value
+    assert delivered(around) is raised.value
+
+
+def _busy() -> None:
+    while True:
+        pass
+
+
+def _calling() -> None:
+    while True:
+        time.sleep(0)
+
+
+def _called() -> None:
+    while True:
+        _nothing()
+
+
+def _nothing() -> None:
+    """Called again and again."""
+
+
+@pytest.mark.parametrize("work", [_busy, _calling, _called])
+def test_what_another_thread_sends_was_delivered(work: Callable[[], None]) -> None:
+    """Wherever the interpreter raises it: in a loop, in a call of C, at the beginning of a function."""
+    send = functools.partial(
+        ctypes.pythonapi.PyThreadState_SetAsyncExc, ctypes.c_ulong(threading.get_ident()), ctypes.py_object(_Late)
+    )
+
+    def limited() -> None:
+        threading.Timer(0.002, send).start()
+        work()
+
+    for _ in range(20):
+        with pytest.raises(_Late) as raised:
+            limited()
+        assert delivered(raised.value) is raised.value
+
+
+def _endless() -> None:
+    _endless()
+
+
+def _asserts() -> None:
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        _asserts,
+        _endless,
+        lambda: next(iter([])),
+        lambda: {}[0],
+        lambda: int("x"),
+        lambda: torch.zeros(2).view(3),
+        lambda: torch.mm(torch.zeros(2, 3), torch.zeros(2, 3)),
+    ],
+)
+def test_what_code_raises_was_not_delivered(work: Callable[[], object]) -> None:
+    """Errors of functions in Python, of operators, of C, with a message and without one; nothing at all."""
+    with pytest.raises(Exception) as raised:  # noqa: PT011
+        work()
+    assert delivered(raised.value) is None
+    assert delivered(ValueError("never raised")) is None
+    assert delivered(None) is None
+
+
+def test_a_clause_takes_failures_only() -> None:
+    """`failures`, in `ignored`, stops an error of the code, and none of a handler, which is raised on as it is."""
+    with ignored(OSError):
+        raise OSError
+    before = signal.signal(signal.SIGUSR1, _resets_itself)
+    try:
+        with pytest.raises(TimeoutError), ignored(OSError):
+            signal.raise_signal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    with ignored(ValueError, Exception):
+        raise _Late

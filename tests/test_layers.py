@@ -31,6 +31,7 @@ _UTILITIES = {
     "services",
     "sources",
     "store",
+    "temporary_folder",
     "timing_cache",
 }
 # Room -> the other rooms it may import. The wiring (backend, session, cli and the package itself) may import all.
@@ -41,18 +42,19 @@ ALLOWED: dict[str, set[str]] = {
     "background": {"cancellation", "core", "errors", "fork_lock", "generators", "timing_cache"},
     "cancellation": set(),
     "fork_lock": set(),
-    "config": {"core", "errors"},
+    "config": {"core", "errors", "machine"},
     "eager_graph": {"core", "sizes", "errors", "graph"},
     "generators": {"core", "errors"},
     "machine": {"core", "errors"},
     "measure": {"cancellation", "core", "errors"},
-    "other_load": set(),
+    "other_load": {"errors"},
     "processes": {"errors"},
-    "builds": {"core", "errors", "processes", "store"},
+    "builds": {"core", "errors", "processes", "store", "temporary_folder"},
     "progress": {"core", "errors"},
     "sources": set(),
     "garbage": set(),
-    "store": {"core", "errors"},
+    "store": {"core", "errors", "temporary_folder"},
+    "temporary_folder": set(),
     "timing_cache": {"core", "errors", "store"},
     "services": {"config", "core", "measure", "progress", "store", "timing_cache"},
     "bisection": {"core", "errors"},
@@ -179,6 +181,69 @@ def test_only_config_and_wiring_read_the_environment() -> None:
     """Settings are read once and passed down: no room looks at os.environ itself."""
     rooms = [path for path in MODULES if room_of(path) not in WIRING | {"config"}]
     assert not [_named(path) for path in rooms if _reads_environment(ast.parse(path.read_text()))]
+
+
+# What a program's time limit may be, or derive from.
+_BROAD = {"BaseException", "Exception", "RuntimeError", "OSError", "TimeoutError"}
+# Clauses that may take what is delivered, by their function: what they are for.
+_TAKE_ALL = {
+    "backend.compile_for_dynamo",  # brings what was delivered through Dynamo
+    "background.run",  # the builder's thread goes on with the next work
+    "engines.tensorrt.adapter.step_complete",  # nothing may be raised through TensorRT's C++: the build is cancelled
+    "engines.triton.host_driver.answer",  # nothing may be raised through C++: the launch fails
+    "runtime.native.ops._run_segment",  # keeps it on its way around C++
+}
+
+
+def _clauses(path: Path) -> Iterator[tuple[str, ast.ExceptHandler]]:
+    """Every `except` of a module, with the function that it is in."""
+    module = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+
+    def inside(node: ast.AST, name: str) -> Iterator[tuple[str, ast.ExceptHandler]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ExceptHandler):
+                yield f"{module}.{name}", child
+            yield from inside(child, child.name if isinstance(child, ast.FunctionDef) else name)
+
+    yield from inside(ast.parse(path.read_text()), "")
+
+
+def _names(node: ast.AST | None) -> set[str]:
+    return {"BaseException"} if node is None else {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+
+
+def test_nothing_takes_what_was_delivered_from_outside() -> None:
+    """A clause for errors that may be a program's own is `except failures(...)`, or ends in `raise`; those that cannot be are listed here.
+    Where it takes any Exception, its line says why."""
+    broken, taking = [], set()
+    for path in MODULES:
+        lines = path.read_text().splitlines()
+        for name, clause in _clauses(path):
+            kinds = _names(clause.type)
+            last = clause.body[-1]
+            passes_on = isinstance(last, ast.Raise) and last.exc is None
+            if not kinds & _BROAD or passes_on:
+                continue
+            if "failures" not in kinds:
+                taking.add(name)
+            if kinds & {"BaseException", "Exception"} and "#" not in lines[clause.lineno - 1] and name not in _TAKE_ALL:
+                broken.append(f"{name}, line {clause.lineno}")
+    assert taking == _TAKE_ALL
+    assert not broken, "say in a comment why"
+
+
+def test_what_is_suppressed_is_narrow() -> None:
+    """`contextlib.suppress` does not tell what was delivered apart: for broad errors there is `errors.ignored`."""
+    found = [
+        f"{_named(path)}, line {node.lineno}"
+        for path in MODULES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "suppress"
+        and any(_names(argument) & _BROAD for argument in node.args)
+    ]
+    assert not found
 
 
 def test_tvm_is_imported_by_its_engine_only() -> None:

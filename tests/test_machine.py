@@ -14,7 +14,7 @@ import torch
 
 from torch_hybrid_backend import machine
 from torch_hybrid_backend.core.device import CPU, Device
-from torch_hybrid_backend.machine import bits_of_weights, cpuinfo, fingerprint, lacking_instructions
+from torch_hybrid_backend.machine import bits_of_weights, cpuinfo, fingerprint, lacking_instructions, processor_quota
 
 
 def _with_cpuinfo(root: Path, text: str) -> None:
@@ -228,3 +228,82 @@ def test_without_the_runtime_there_are_no_tiles(monkeypatch: pytest.MonkeyPatch)
     """It is what asks: where it was built for another Python, kernels do without."""
     monkeypatch.setitem(sys.modules, "torch_hybrid_backend._runtime", None)
     assert machine.may_use_tiles.__wrapped__() is False
+
+
+_VERSION_1 = "29 28 0:25 {root} /sys/fs/cgroup/cpu,cpuacct rw,nosuid shared:9 - cgroup cgroup rw,cpu,cpuacct"
+_VERSION_2 = "30 23 0:26 {root} /sys/fs/cgroup rw,nosuid,nodev shared:4 - cgroup2 cgroup2 rw,nsdelegate"
+
+
+@pytest.mark.parametrize(
+    ("mount", "group", "files", "quota"),
+    [
+        (_VERSION_2.format(root="/"), "0::/", {}, None),
+        (_VERSION_2.format(root="/"), "0::/", {"cpu.max": "max 100000"}, None),
+        (_VERSION_2.format(root="/"), "0::/", {"cpu.max": "150000 100000"}, 1.5),
+        (_VERSION_2.format(root="/"), "0::/a/b", {"a/b/cpu.max": "max 100000", "a/cpu.max": "50000 100000"}, 0.5),
+        (_VERSION_2.format(root="/"), "0::/a/b", {"a/b/cpu.max": "20000 10000", "a/cpu.max": "50000 10000"}, 2.0),
+        (_VERSION_2.format(root="/.."), "0::/../other", {"cpu.max": "400000 100000"}, 4.0),
+        (
+            _VERSION_1.format(root="/"),
+            "4:cpu,cpuacct:/",
+            {"cpu.cfs_quota_us": "-1", "cpu.cfs_period_us": "100000"},
+            None,
+        ),
+        (
+            _VERSION_1.format(root="/"),
+            "4:cpu,cpuacct:/jobs",
+            {"jobs/cpu.cfs_quota_us": "300000", "jobs/cpu.cfs_period_us": "100000"},
+            3.0,
+        ),
+        (
+            _VERSION_1.format(root="/docker/1234"),
+            "4:cpu,cpuacct:/docker/1234",
+            {"cpu.cfs_quota_us": "50000", "cpu.cfs_period_us": "100000"},
+            0.5,
+        ),
+        (_VERSION_1.format(root="/"), "5:memory:/jobs", {"jobs/cpu.cfs_quota_us": "1"}, None),
+    ],
+)
+def test_processor_quota(mount: str, group: str, files: dict[str, str], quota: float | None, tmp_path: Path) -> None:
+    """The least that a group and those above it give, in either version of control groups; in a container too, whose mount begins at its
+    own group."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/mountinfo").write_text(f"22 1 254:1 / / rw,relatime - ext4 /dev/root rw\n{mount}\n")
+    (tmp_path / "proc/self/cgroup").write_text(f"12:devices:/elsewhere\n{group}\n")
+    top = tmp_path / mount.split()[4].lstrip("/")
+    for name, text in files.items():
+        (top / name).parent.mkdir(parents=True, exist_ok=True)
+        (top / name).write_text(text + "\n")
+    assert processor_quota(tmp_path) == quota
+
+
+def test_no_control_groups(tmp_path: Path) -> None:
+    """A system that tells nothing limits nothing."""
+    assert processor_quota(tmp_path) is None
+
+
+def _compile_threads(before: str) -> int:
+    code = f"{before}\nfrom torch_hybrid_backend.config import Config\nprint(Config().compile_threads)"
+    return int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity here")
+def test_compiler_processes_are_as_many_as_processors_that_may_be_used() -> None:
+    """A process that is held to one processor starts one."""
+    assert _compile_threads("import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})") == 1
+
+
+@pytest.mark.skipif(not os.access("/sys/fs/cgroup/cpu", os.W_OK), reason="no control groups of version 1 to write")
+def test_compiler_processes_are_as_many_as_a_real_control_group_gives_time_for() -> None:
+    """A group that may use half a processor: its processes start one compiler."""
+    group = Path(f"/sys/fs/cgroup/cpu/hybrid-test-{os.getpid()}")
+    group.mkdir()
+    try:
+        (group / "cpu.cfs_quota_us").write_text("50000")
+        assert _compile_threads(f"import os; open('{group}/cgroup.procs', 'w').write(str(os.getpid()))") == 1
+        (group / "cpu.cfs_quota_us").write_text("-1")
+        (group / "cpu.cfs_period_us").write_text("100000")
+        expected = machine.processors()
+        assert _compile_threads(f"import os; open('{group}/cgroup.procs', 'w').write(str(os.getpid()))") == expected
+    finally:
+        group.rmdir()

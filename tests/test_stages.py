@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Reason, Refused, Verdict
 from torch_hybrid_backend.eager_graph import EagerGraph
 from torch_hybrid_backend.engines.eager import EagerEngine
+from torch_hybrid_backend.errors import CompileError
 from torch_hybrid_backend.measure import HostTimer
 from torch_hybrid_backend.partition import extract
 from torch_hybrid_backend.partition.estimate import CALLBACK_US
@@ -253,6 +255,25 @@ def test_what_is_found_before_all_is_built_is_not_kept(clock: _Clock, wiring: _W
     assert len(wiring.compile([first, second]).covers) == 2
     assert not wiring.place(compiled).begun
     assert len(wiring.compile([first, second]).covers) == 1
+
+
+@pytest.mark.parametrize("recurs", [False, True])
+def test_what_is_found_without_a_region_is_kept_where_that_fails_elsewhere_too(
+    recurs: bool, clock: _Clock, wiring: _Wiring
+) -> None:
+    """Where this process lacked something, a full disk say, the covers are priced again by the next one, which may have it."""
+
+    class Failing(_TimedEngine):
+        def compile(self, regions: Sequence[Region], deadline: Deadline) -> list[CompiledRegion | Exception]:
+            return [CompileError("no disk", recurs=recurs), *super().compile(regions, deadline)[1:]]
+
+    wiring.config = dataclasses.replace(wiring.config, strict=False)
+    engines = [
+        Failing("first", clock, ["mm", "sin", "cos"], {}),
+        _TimedEngine("second", clock, ["sin", "exp", "cos"], {}, other_us=10.0),
+    ]
+    assert wiring.place(wiring.compile(engines)).is_partial is not recurs
+    assert (len(wiring.compile(engines).covers) == 1) is recurs
 
 
 def test_a_second_process_compiles_the_best_cover_alone(clock: _Clock, wiring: _Wiring) -> None:

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -85,8 +86,11 @@ def test_a_directory_writable_for_others_is_refused(tmp_path: Path, mode: int) -
 
 def test_a_directory_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its owner could change what is in it."""
-    other = os.geteuid() + 1
-    monkeypatch.setattr(os, "geteuid", lambda: other)
+    if os.geteuid() == 0:
+        os.chown(tmp_path, 12345, -1)
+    else:
+        other = os.geteuid() + 1
+        monkeypatch.setattr(os, "geteuid", lambda: other)
     with pytest.raises(CacheError, match="belongs to user"):
         Store(tmp_path)
 
@@ -305,3 +309,79 @@ def test_a_folder_that_is_cleared_while_an_entry_is_written(tmp_path: Path, monk
     store.put("kind", "key", b"data")
     assert store.get("kind", "key") == b"data"
     assert cleared
+
+
+_AS_ANOTHER = """
+import os, sys
+from pathlib import Path
+from torch_hybrid_backend.errors import CacheError
+from torch_hybrid_backend.store import Store
+os.setgid(12345)
+os.setuid(12345)
+"""
+
+
+def _as_another_user(script: str) -> str:
+    """What a script prints that runs as a user who owns nothing here; it finds `root` in `sys.argv[1]`."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can be another user")
+    command = [sys.executable, "-c", _AS_ANOTHER + script]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A folder that every user can reach, with a store in it that this user has filled."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o755)
+        root = Path(folder) / "cache"
+        Store(root).put("kind", "key", b"data")
+        yield root
+
+
+def test_what_root_has_filled_is_read_by_others(shared: Path) -> None:
+    """As of a container's image: entries are found, nothing can be put, and what is removed is so for this process alone."""
+    subprocess.run(["chmod", "-R", "a+rX", str(shared)], check=True)
+    script = f"""
+store = Store(Path({str(shared)!r}))
+print(store.get("kind", "key"), store.path_of("kind", "key").is_file())
+try:
+    store.put("kind", "other", b"more")
+except CacheError as error:
+    print("HYBRID_CACHE_DIR" in str(error), "Permission denied" in str(error))
+store.remove("kind", "key")
+print(store.get("kind", "key"))
+try:
+    store.clear()
+except CacheError as error:
+    print("cannot remove" in str(error))
+"""
+    assert _as_another_user(script).splitlines() == ["b'data' True", "True True", "None", "True"]
+    assert Store(shared).get("kind", "key") == b"data"
+
+
+def test_what_root_keeps_to_itself_is_refused(shared: Path) -> None:
+    """It says how others can be let read."""
+    shared.chmod(0o755)  # but for the folders in it
+    script = f"""
+try:
+    Store(Path({str(shared)!r}))
+except CacheError as error:
+    print(error)
+"""
+    assert f"chmod -R a+rX {shared}" in _as_another_user(script)
+
+
+@pytest.mark.parametrize("writable", ["root", "entry"])
+def test_what_root_has_filled_and_others_may_write_is_not_trusted(shared: Path, writable: str) -> None:
+    """Neither the directory nor an entry."""
+    subprocess.run(["chmod", "-R", "a+rX", str(shared)], check=True)
+    (entry,) = shared.rglob("*.bin")
+    (shared if writable == "root" else entry).chmod(0o777)
+    script = f"""
+try:
+    print(Store(Path({str(shared)!r})).get("kind", "key"))
+except CacheError as error:
+    print("chmod 700" in str(error))
+"""
+    assert _as_another_user(script).split() == (["True"] if writable == "root" else ["None"])

@@ -7,7 +7,7 @@ The line needs no import of this package. What the package offers beside it:
     quantize(model, loader)  a module that multiplies integers of 8 bits, for this or any other backend
     compress(model, ...)     a copy with pruned and shared weights; save_compressed, load_compressed: small files of weights
     wait_for_builds()        until nothing is built any more off the call (the setting `background`)
-    bisect(works)            which pass or operator makes a program wrong
+    bisect(model, x)         what in this backend makes a program wrong
     Config                   the settings
 """
 

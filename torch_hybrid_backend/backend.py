@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch._dynamo.exc import ShortenTraceback
 
 from torch_hybrid_backend.background import InBackground, copies_of
-from torch_hybrid_backend.bisection import is_running
+from torch_hybrid_backend.bisection import applied_in_capture, is_running
 from torch_hybrid_backend.capture.aot import capture
 from torch_hybrid_backend.capture.cache.aot_cache import AotCache
 from torch_hybrid_backend.config import Config, apply_log_level
@@ -35,6 +36,7 @@ from torch_hybrid_backend.core.plan import Plan, Unconverted
 from torch_hybrid_backend.core.precision import AS_WRITTEN
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.eager_graph import EagerGraph, with_right_text
+from torch_hybrid_backend.errors import delivered
 from torch_hybrid_backend.errors_as_written import as_written, raising_as_written
 from torch_hybrid_backend.garbage import collector_paused
 from torch_hybrid_backend.graph.devices import is_on_host
@@ -64,7 +66,32 @@ def hybrid(
     mode, options: as given to `torch.compile`; see `config.Config`. Raises ConfigError for unknown settings or values; no
     fault of an engine reaches the caller unless `strict` is set.
     """
-    return compile_graph(gm, example_inputs, Config.from_env(os.environ).with_options(options, mode))
+    return compile_for_dynamo(gm, example_inputs, Config.from_env(os.environ).with_options(options, mode))
+
+
+class _Delivered(ShortenTraceback):
+    """An error that was delivered from outside, on its way through Dynamo, which takes any other for a fault of its backend's."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(str(error), first_useful_frame=None)
+        self._error = error
+
+    def remove_dynamo_frames(self) -> BaseException:  # type: ignore[override]
+        """What Dynamo raises at its end."""
+        return self._error
+
+
+def compile_for_dynamo(
+    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], config: Config, **told: Callable[..., None]
+) -> Callable[..., Any]:
+    """`compile_graph`, called by Dynamo."""
+    try:
+        return compile_graph(gm, example_inputs, config, **told)
+    except Exception as error:
+        found = delivered(error)
+        if found is None:
+            raise
+        raise _Delivered(found) from found
 
 
 @collector_paused()
@@ -147,7 +174,7 @@ def compile_graph(
         return made.call
 
     def compiled_whole() -> Callable[..., Any]:
-        planned = capture(gm, example_inputs, compile_captured, keep_ops, kept)
+        planned = capture(gm, example_inputs, compile_captured, keep_ops, kept, applied_in_capture())
         if all(runs_twice):
             planned = raising_as_written(planned, gm)
         if not calls:
@@ -166,7 +193,7 @@ def compile_graph(
         )
 
     keep_ops = frozenset[torch._ops.OpOverload]().union(*(engine.keep_ops for engine in shared.engines))
-    kept = AotCache(shared.services.store) if config.cache else None
+    kept = AotCache(shared.services.store) if config.cache and not is_running() else None
     known = SeenGraphs(shared.services.store)
     if key in known:
         return compiled_whole()
@@ -267,7 +294,7 @@ def explain(
     # Dynamo recognises a compilation by its backend object: a new partial is a new compilation.
     in_background: list[InBackground] = []
     backend = functools.partial(
-        compile_graph,
+        compile_for_dynamo,
         config=config,
         on_plan=plans.append,
         on_regions=regions.append,

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from torch_hybrid_backend.cancellation import Cancellation, Cancelled, cancellable
 from torch_hybrid_backend.core.lazy_bits import LazyBits
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
-from torch_hybrid_backend.errors import is_sticky
+from torch_hybrid_backend.errors import failures, is_sticky
 from torch_hybrid_backend.fork_lock import ForkLock
 from torch_hybrid_backend.generators import own_generator
 from torch_hybrid_backend.timing_cache import keeping_none
@@ -216,7 +216,7 @@ class InBackground:
     def _submit(self, inputs: Sequence[Any]) -> None:
         try:
             copies = self._copied(*inputs)
-        except (RuntimeError, MemoryError) as error:
+        except failures(RuntimeError, MemoryError) as error:
             self._failed(error)
             return
         title, planned, done = self.title, self._planned, weakref.WeakMethod(self._done)
@@ -228,7 +228,7 @@ class InBackground:
             try:
                 with ambient():
                     planned(*copies)
-            except Exception as raised:  # whatever it is, it is no call's: eager is there for those
+            except failures(Exception) as raised:  # whatever it is, it is no call's: eager is there for those
                 error = raised
             _log.info("%s: built off the call in %.2f s", title, time.perf_counter() - start)
             if (tell := done()) is not None:

@@ -35,7 +35,7 @@ from torch_hybrid_backend.builds.failures import Failures
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.engine import Engine
 from torch_hybrid_backend.core.verdict import Refused
-from torch_hybrid_backend.errors import CacheError, ConfigError, HybridError
+from torch_hybrid_backend.errors import CacheError, ConfigError, HybridError, failures
 from torch_hybrid_backend.report import Explanation
 from torch_hybrid_backend.report.share import counted
 from torch_hybrid_backend.runtime.native.ops import CALLS_PER_ROUND, watches_writes
@@ -103,12 +103,12 @@ def _explain(parsed: argparse.Namespace, explain: Explain, out: TextIO) -> int:
         sys.path.pop(0)
     try:
         kernels = [] if parsed.kernels is None else explanation.write_kernels(parsed.kernels)
-    except OSError as error:
+    except failures(OSError) as error:
         raise ConfigError(f"cannot write the kernels: {error}") from error
     if parsed.html is not None:
         try:
             parsed.html.write_text(explanation.to_html())
-        except OSError as error:
+        except failures(OSError) as error:
             raise ConfigError(f"cannot write the picture: {error}") from error
     else:
         out.write((explanation.to_json() if parsed.json else str(explanation)) + "\n")
@@ -215,7 +215,7 @@ def _weights_state() -> str:
 def _described(engine: Engine) -> Sequence[tuple[str, str]]:
     try:
         return engine.describe()
-    except Exception as error:  # a third party's code: what the others say is worth as much
+    except failures(Exception) as error:  # a third party's code: what the others say is worth as much
         return [("unknown", f"it cannot describe itself: {type(error).__name__}: {error}")]
 
 

@@ -14,6 +14,8 @@ reads it. `docs/settings.md` lists them all; `tools/settings_table.py` makes its
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import functools
 import logging
 import os
 import tempfile
@@ -23,7 +25,10 @@ from pathlib import Path
 
 from torch_hybrid_backend.core.engine import EAGER
 from torch_hybrid_backend.core.precision import ACTIVATION_BITS, AS_WRITTEN, GROUP_SIZES, PRECISIONS, WeightForm
-from torch_hybrid_backend.errors import ConfigError
+from torch_hybrid_backend.errors import ConfigError, failures
+from torch_hybrid_backend.machine import parallelism
+
+_log = logging.getLogger(__name__)
 
 PREFIX = "HYBRID_"
 # csrc/src/cuda_driver.cc has it too.
@@ -112,7 +117,7 @@ def _directory(raw: object) -> object:
         raise ValueError("the path of a directory")
     try:
         return Path(raw).expanduser()
-    except RuntimeError as error:
+    except failures(RuntimeError) as error:
         raise ValueError(f"a path whose home directory is known ({error})") from None
 
 
@@ -129,7 +134,7 @@ def _default_cache_dir(environ: Mapping[str, str] | None = None) -> Path:
         return Path(base) / _CACHE_NAME
     try:
         return Path.home() / ".cache" / _CACHE_NAME
-    except RuntimeError:
+    except failures(RuntimeError):
         # A user without HOME and without an entry in the system's list of users, as in some containers.
         # Anybody may make that directory first: the store refuses one that is not this user's.
         return Path(tempfile.gettempdir()) / f"{_CACHE_NAME}-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
@@ -246,7 +251,8 @@ class Config:
         metadata=_setting(
             _directory,
             "a path",
-            "where they are kept; private to the user",
+            "where they are kept: the user's own directory, or one of root's, that nobody else may write. One that cannot be written is read: "
+            "a cache that was filled as an image was built, for other users after `chmod -R a+rX`",
             "$XDG_CACHE_HOME/torch_hybrid_backend, else ~/.cache/torch_hybrid_backend",
         ),
     )
@@ -257,8 +263,13 @@ class Config:
         ),
     )
     compile_threads: int = dataclasses.field(
-        default_factory=lambda: os.cpu_count() or 1,
-        metadata=_setting(_whole(1), "at least 1", "processes that compile kernels in parallel", "number of CPUs"),
+        default_factory=parallelism,
+        metadata=_setting(
+            _whole(1),
+            "at least 1",
+            "processes that compile kernels in parallel",
+            "number of CPUs that the process may use",
+        ),
     )
     compile_deadline_s: float = dataclasses.field(
         default=300.0,
@@ -324,15 +335,11 @@ class Config:
     def from_env(environ: Mapping[str, str]) -> Config:
         """The settings that `environ` (usually `os.environ`) gives; an empty variable counts as absent.
 
-        Raises ConfigError for an unknown `HYBRID_*` variable or an illegal value.
+        An unknown `HYBRID_*` variable, which may be another program's, gives one WARNING in a process. Raises ConfigError for an illegal value.
         """
         by_variable = {PREFIX + field.name.upper(): field for field in setting_fields()}
-        unknown = sorted(name for name in environ if name.startswith(PREFIX) and name not in by_variable)
-        if unknown:
-            raise ConfigError(
-                f"unknown environment variable {unknown[0]}. The variables of the hybrid backend are: "
-                f"{', '.join(sorted(by_variable))}. Unset it, or correct its name"
-            )
+        for name in sorted(name for name in environ if name.startswith(PREFIX) and name not in by_variable):
+            _warn_of_unknown(name, tuple(by_variable))
         given = {by_variable[name].name: environ[name] for name in by_variable if environ.get(name, "").strip()}
         return Config(cache_dir=_default_cache_dir(environ))._updated(given, shown=lambda field: PREFIX + field.upper())
 
@@ -386,6 +393,15 @@ MODES: Mapping[str, Mapping[str, object]] = {
     "max-autotune": {"placement": "measure", "measure_budget_s": 2.0, "cuda_graphs": True},
     "max-autotune-no-cudagraphs": {"placement": "measure", "measure_budget_s": 2.0},
 }
+
+
+@functools.cache
+def _warn_of_unknown(name: str, known: tuple[str, ...]) -> None:
+    """One WARNING for each name in a process."""
+    own = {known_name.removeprefix(PREFIX): known_name for known_name in known}
+    close = difflib.get_close_matches(name.removeprefix(PREFIX), own, n=1, cutoff=0.75)
+    hint = f"did you mean {own[close[0]]}?" if close else f"those of the hybrid backend are: {', '.join(sorted(known))}"
+    _log.warning("the environment variable %s is ignored: there is no such setting; %s", name, hint)
 
 
 def setting_fields() -> tuple[dataclasses.Field[object], ...]:

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from torch_hybrid_backend.core.lazy_bits import LazyBits
 from torch_hybrid_backend.core.tensor_spec import TensorSpec, dim, is_computable
-from torch_hybrid_backend.errors import OperatorRefusedError, is_out_of_memory
+from torch_hybrid_backend.errors import OperatorRefusedError, failures, is_out_of_memory
 from torch_hybrid_backend.graph.schema import has_effects, is_in_flight
 from torch_hybrid_backend.sizes.forms import from_sympy, linear
 from torch_hybrid_backend.sizes.size import Dim, evaluate, symbol, symbols
@@ -177,7 +177,7 @@ class TracedRun(torch.fx.Interpreter):
         try:
             # Not Interpreter.run_node: it writes to a record of the process (torch.fx.traceback) that another thread's tracing relies on.
             value = getattr(self, n.op)(n.target, args, kwargs)
-        except _REFUSALS as error:
+        except failures(*_REFUSALS) as error:
             if not _refuses_form(n, args, kwargs, error):
                 raise
             if _is_mistake(n, args, kwargs, error):
@@ -238,7 +238,7 @@ class TracedRun(torch.fx.Interpreter):
 
         try:
             value = formula(*args, **kwargs)
-        except Exception as failed:  # formulas fail in ways of their own: the operator's is what is to be told
+        except failures(Exception) as failed:  # formulas fail in their own ways: the operator's is to be told
             raise OperatorRefusedError(f"{node.target}", error) from failed
         if value is NotImplemented:
             raise OperatorRefusedError(f"{node.target}", error) from error
@@ -310,7 +310,7 @@ def _raises(
         fill = functools.partial(filled, number)
         try:
             operator(*tree_map(fill, args), **tree_map(fill, dict(kwargs)))
-        except Exception as again:
+        except failures(Exception) as again:  # what it raises is the question
             if is_out_of_memory(again) or not isinstance(again, _REFUSALS):
                 return False
         else:

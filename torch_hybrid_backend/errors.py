@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import dis
 import errno
+import itertools
 import os
+import sys
+import traceback
+from collections.abc import Iterator
+from types import FrameType, TracebackType
+from typing import TypeVar
+
+_Error = TypeVar("_Error", bound=BaseException)
 
 
 class HybridError(RuntimeError):
@@ -199,3 +209,70 @@ STICKY = frozenset(
         911,  # external device
     )
 )
+
+
+def failures(*kinds: type[_Error]) -> tuple[type[_Error], ...]:
+    """The kinds of error, for an `except` clause; no kind at all where the error at hand was delivered from outside (`delivered`).
+
+    Every clause of this package that names Exception, RuntimeError or OSError is written with it: what a timeout of the program raises in
+    the midst of our work is the program's to handle.
+
+        try:
+            compiled(inputs)
+        except failures(Exception) as error:  # why: an engine may fail in any way
+    """
+    return () if delivered(sys.exc_info()[1]) is not None else kinds
+
+
+@contextlib.contextmanager
+def ignored(*kinds: type[BaseException]) -> Iterator[None]:
+    """`contextlib.suppress` for what `failures` takes."""
+    try:
+        yield
+    except failures(*kinds):
+        pass
+
+
+def delivered(error: BaseException | None) -> BaseException | None:
+    """The error, or one that it was raised from, if no code at work raised it: a signal's handler did, or another thread sent it to this one.
+
+    Libraries limit the time of jobs so. The classes of such errors tell nothing: they are the program's own, or TimeoutError. What tells is
+    where they come from. The interpreter gives a handler the frame that it interrupts. What another thread sends (PyThreadState_SetAsyncExc) is
+    raised where the interpreter looks for it: at instructions that raise nothing themselves, and behind calls, where only that it has no
+    arguments sets it apart.
+    """
+    seen: list[BaseException] = []
+    while error is not None and not any(error is each for each in seen):
+        last = _innermost(error.__traceback__)
+        if last is not None and (_passes_a_handler(error.__traceback__) or _is_sent(error, last)):
+            return error
+        seen.append(error)
+        error = error.__cause__
+    return None
+
+
+def _innermost(trace: TracebackType | None) -> TracebackType | None:
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace
+
+
+def _passes_a_handler(trace: TracebackType | None) -> bool:
+    """True if a function on the way was given the frame below it, as handlers of signals are, and functions that trace or profile."""
+    frames = [frame for frame, _ in traceback.walk_tb(trace)]
+    return any(_was_given(inner, outer) for outer, inner in itertools.pairwise(frames))
+
+
+def _was_given(frame: FrameType, other: FrameType) -> bool:
+    code = frame.f_code
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + 2]  # `*arguments` come next
+    values = (frame.f_locals.get(name) for name in names)
+    return any(value is other or (type(value) is tuple and any(each is other for each in value)) for value in values)
+
+
+def _is_sent(error: BaseException, last: TracebackType) -> bool:
+    if isinstance(error, RecursionError | MemoryError | StopIteration):
+        return False  # the interpreter raises these by itself
+    at = last.tb_lasti
+    operation = dis.opname[last.tb_frame.f_code.co_code[at]] if at >= 0 else "RESUME"
+    return operation in ("RESUME", "JUMP_BACKWARD") or ("CALL" in operation and not error.args)

@@ -15,7 +15,7 @@ import torch
 import torch.fx
 from torch.utils._pytree import tree_leaves
 
-from torch_hybrid_backend.errors import HybridError, is_out_of_memory, is_sticky
+from torch_hybrid_backend.errors import HybridError, failures, is_out_of_memory, is_sticky
 from torch_hybrid_backend.graph.source import source_line
 
 _log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ def raising_as_written(planned: Callable[..., Any], graph_module: torch.fx.Graph
     def call(*inputs: Any) -> Any:
         try:
             return planned(*inputs)
-        except Exception as error:  # PyTorch's operators raise many classes
+        except failures(Exception) as error:  # PyTorch's operators raise many classes
             if isinstance(error, HybridError) or is_out_of_memory(error) or is_sticky(error):
                 raise
             raised = error
@@ -59,7 +59,7 @@ class _AsWritten(torch.fx.Interpreter):
         try:
             # Not Interpreter.run_node: it writes to a record of the process (torch.fx.traceback) that another thread's tracing relies on.
             return getattr(self, n.op)(n.target, args, kwargs)
-        except Exception as error:
+        except failures(Exception) as error:
             tensors = (value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor))
             error.add_note(f"in {source_line(n) or n.format_node()}; given {', '.join(map(_described, tensors))}")
             raise

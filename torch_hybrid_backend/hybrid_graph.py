@@ -21,7 +21,7 @@ from torch_hybrid_backend.core.engine import CompiledRegion, Pending
 from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.core.region import Region, Segment
 from torch_hybrid_backend.eager_graph import EagerGraph
-from torch_hybrid_backend.errors import HybridError, RefusedValuesError, is_out_of_memory, is_sticky
+from torch_hybrid_backend.errors import HybridError, RefusedValuesError, failures, is_out_of_memory, is_sticky
 from torch_hybrid_backend.fork_lock import ForkLock
 from torch_hybrid_backend.garbage import full_collections_held
 from torch_hybrid_backend.generators import draws_apart, is_captured
@@ -192,7 +192,7 @@ class HybridGraph:
             found = self._judged(compiled, inputs)
             if self._versions(inputs) == before:
                 return found
-        except Exception:
+        except failures(Exception):  # whatever came of parameters that changed
             if self._versions(inputs) == before:
                 raise
         log.info("parameters changed while engines were chosen: once more, on copies of them")
@@ -228,7 +228,7 @@ class HybridGraph:
         and all stays as it is; under `strict` later calls raise it."""
         try:
             self._choose(compiled, inputs)
-        except Exception as error:
+        except failures(Exception) as error:  # whatever it is: what ran calls before goes on
             log.warning("what was built meanwhile is not used: %s: %s", type(error).__name__, error)
             if self._config.strict:
                 self._state = Installed(self._installed().placed, functools.partial(_raise, error))
@@ -313,7 +313,7 @@ class HybridGraph:
             replay = replay_of(region)
             try:
                 return checked(segment, compiled(arguments))
-            except Exception as error:  # whatever a compiled region raises, eager is there for it
+            except failures(Exception) as error:  # whatever a compiled region raises, eager is there for it
                 if is_sticky(error):
                     raise
                 cause = error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import os
 import platform
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch_hybrid_backend import __version__
+from torch_hybrid_backend.errors import failures
 
 if TYPE_CHECKING:
     from torch_hybrid_backend.core.device import Device
@@ -69,7 +71,7 @@ def _driver() -> str:
     """The version of NVIDIA's driver as its kernel module tells it; "" where it does not."""
     try:
         return Path("/proc/driver/nvidia/version").read_text().partition("\n")[0]
-    except OSError:
+    except failures(OSError):
         return ""
 
 
@@ -131,11 +133,52 @@ def processors() -> int:
 
 
 @functools.cache
+def parallelism() -> int:
+    """How many processes of this one's can work at once, when it was first asked: as many as it may use processors, and as its control groups
+    give it time on them."""
+    quota = processor_quota()
+    return processors() if quota is None else max(1, min(processors(), math.ceil(quota)))
+
+
+def processor_quota(root: Path = Path("/")) -> float | None:
+    """For how many processors the control groups of this process give it time, as Linux tells below `root`: those of version 2 (cpu.max) and
+    of version 1 (cpu.cfs_quota_us), the least of a group and those above it (cgroups(7)). None where nothing limits it."""
+    try:
+        groups = [line.split(":", 2)[1:] for line in (root / "proc/self/cgroup").read_text().splitlines()]
+        mounts = [line.split(" - ", 1) for line in (root / "proc/self/mountinfo").read_text().splitlines()]
+    except failures(OSError):
+        return None
+    quotas = []
+    for controllers, path in groups:
+        for mount, (kind, _, options) in ((mount.split(), rest.split(" ", 2)) for mount, rest in mounts):
+            is_ours = kind == "cgroup2" if not controllers else kind == "cgroup" and "cpu" in options.split(",")
+            if not is_ours or (controllers and "cpu" not in controllers.split(",")):
+                continue
+            # In a container the mount may begin at a group further down than the path says.
+            below = os.path.relpath(path, mount[3])
+            top = root / mount[4].lstrip("/")
+            folder = top if below.startswith("..") else top / below
+            quotas += [_quota_of(group) for group in (folder, *folder.parents) if group.is_relative_to(top)]
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def _quota_of(group: Path) -> float | None:
+    """For how many processors one group gives time; None for any number."""
+    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        try:
+            quota, period = " ".join((group / name).read_text() for name in names).split()
+            return float(quota) / float(period) if quota != "max" and float(quota) > 0 else None
+        except failures(OSError, ValueError):  # a group at the top has none
+            continue
+    return None
+
+
+@functools.cache
 def processor() -> str:
     """The processor's name."""
     try:
         return cpuinfo(Path("/")).get("model name", "")
-    except OSError:
+    except failures(OSError):
         return platform.processor()
 
 
@@ -180,7 +223,7 @@ def _flags(root: Path) -> set[str]:
 
     try:
         fields = cpuinfo(root)
-    except OSError:
+    except failures(OSError):
         fields = {}
     flags = set((fields.get("flags") or fields.get("features") or "").split())
     if torch.backends.cpu.get_cpu_capability() == "AVX2":  # PyTorch is held to that, and our kernels with it

@@ -30,7 +30,7 @@ from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.region import Segment
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.eager_graph import EagerGraph
-from torch_hybrid_backend.errors import OperatorRefusedError, is_out_of_memory
+from torch_hybrid_backend.errors import OperatorRefusedError, failures, is_out_of_memory
 from torch_hybrid_backend.graph.precision import converted_to, is_cast
 from torch_hybrid_backend.graph.source import source_line
 from torch_hybrid_backend.graph.values import is_repeatable
@@ -185,7 +185,7 @@ def _within_tolerance(
             return 0.0
         try:
             return _error(expected, EagerGraph(without(count).graph)(inputs))
-        except (RuntimeError, MemoryError) as error:
+        except failures(RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             return math.inf
@@ -211,7 +211,7 @@ def _deviation_if_possible(placed: Placed, reduced: Reduced, inputs: Sequence[An
         return _deviation(placed, reduced, inputs)
     except OperatorRefusedError as error:
         return f"PyTorch cannot run it as written: {error}"
-    except (RuntimeError, MemoryError) as error:
+    except failures(RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         return "there is no memory to run it as written too"

@@ -11,6 +11,8 @@ import os
 import time
 from collections.abc import Callable, Mapping
 
+from torch_hybrid_backend.errors import failures
+
 # Of the time that went by. On an idle machine threads wait for up to 4%, beside something that takes a tenth of a core for 12%, with which the
 # lower quartile is as ever; beside one process that takes a whole core for half of it and more (benchmarks/other_load.py).
 _FELT = 0.2
@@ -25,13 +27,13 @@ def thread_waits() -> Mapping[str, int]:
     waits: dict[str, int] = {}
     try:
         threads = os.listdir("/proc/self/task")
-    except OSError:
+    except failures(OSError):
         return waits
     for thread in threads:
         try:
             with open(f"/proc/self/task/{thread}/schedstat") as file:
                 waits[thread] = int(file.read().split()[1])
-        except (OSError, ValueError, IndexError):  # it has ended
+        except failures(OSError, ValueError, IndexError):  # it has ended
             continue
     return waits
 

@@ -25,12 +25,14 @@ from torch_hybrid_backend.generators import can_draw_apart
 from torch_hybrid_backend.graph.devices import is_on_host
 from torch_hybrid_backend.graph.schema import only_draws
 from torch_hybrid_backend.graph.values import effects, holds_collectives, is_repeatable
+from torch_hybrid_backend.partition.region_key import region_key
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.control_flow import compile_bodies
-from torch_hybrid_backend.passes.hoist import Hoisted, hoist
+from torch_hybrid_backend.passes.hoist import Hoisted, divide_fold, hoist
 from torch_hybrid_backend.passes.inline_subgraphs import inline_subgraphs
 from torch_hybrid_backend.passes.pipeline import PASSES, PRECISION_PASSES, run_passes
 from torch_hybrid_backend.passes.precision.conversion import conversion, mark_sites, quantised_by_itself
+from torch_hybrid_backend.runtime.constants import DividedFold, FoldPart
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,7 +56,7 @@ class Prepared:
     name: str
     kind: GraphKind
     hoisted: Hoisted
-    fold: EagerGraph | None
+    fold: DividedFold | None
     has_collectives: bool
     is_repeatable: bool
     is_repeatable_apart: bool
@@ -85,9 +87,15 @@ def prepare(
     return _told(prepared, reduced, config)
 
 
-def _split(module: torch.fx.GraphModule, context: PassContext) -> tuple[Hoisted, EagerGraph | None]:
+def _split(module: torch.fx.GraphModule, context: PassContext) -> tuple[Hoisted, DividedFold | None]:
     hoisted = hoist(module, context.constants)
-    return hoisted, EagerGraph(hoisted.fold) if hoisted.fold is not None else None
+    if hoisted.fold is None:
+        return hoisted, None
+    parts = (
+        FoldPart(part.reads, part.gives, EagerGraph(part.graph), "" if part.is_view else region_key(part.graph, ()))
+        for part in divide_fold(hoisted.fold)
+    )
+    return hoisted, DividedFold(tuple(parts))
 
 
 def reduce_precision(module: torch.fx.GraphModule, context: PassContext) -> Reduced:

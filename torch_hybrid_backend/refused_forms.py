@@ -18,7 +18,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves, tree_map
 
-from torch_hybrid_backend.errors import is_out_of_memory
+from torch_hybrid_backend.errors import failures, is_out_of_memory
 from torch_hybrid_backend.graph.source import source_line
 
 # Elements of an operator's tensors: trying larger ones takes longer than some tens of milliseconds.
@@ -105,7 +105,7 @@ def _refusal(node: Node) -> Exception | None:
                 getattr(args[0], str(node.target))(*args[1:], **kwargs)
             else:
                 node.target(*args, **kwargs)  # type: ignore[operator]
-        except (RuntimeError, TypeError, ValueError, IndexError) as raised:
+        except failures(RuntimeError, TypeError, ValueError, IndexError) as raised:
             if isinstance(raised, NotImplementedError) or is_out_of_memory(raised):
                 return None
             error = raised

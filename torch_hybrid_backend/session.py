@@ -20,7 +20,7 @@ from torch_hybrid_backend.engines.tensorrt import installed as tensorrt_installe
 from torch_hybrid_backend.engines.triton import installed
 from torch_hybrid_backend.engines.tvm.engine import TvmEngine
 from torch_hybrid_backend.engines.unavailable import UnavailableEngine
-from torch_hybrid_backend.errors import ConfigError, HybridError
+from torch_hybrid_backend.errors import ConfigError, HybridError, failures
 from torch_hybrid_backend.machine import fingerprint
 from torch_hybrid_backend.measure import timer_for
 from torch_hybrid_backend.progress import Progress
@@ -90,7 +90,7 @@ def _third_party(entry: EntryPoint, config: Config, services: Services) -> Engin
     try:
         engine = _loaded(entry, config, services)
         engine.available()
-    except Exception as error:  # a third party's package may fail in any way; that costs its engine only
+    except failures(Exception) as error:  # a third party's package may fail in any way; that costs its engine only
         why = f"its package fails: {type(error).__name__}: {error}"
         return UnavailableEngine(entry.name, Refused(Reason.MISSING_DEPENDENCY, why))
     return engine
@@ -136,14 +136,14 @@ class Session:
         for engine in self.engines:
             try:
                 engine.prepare(operators)
-            except Exception as error:  # a third party's code: unprepared it may compile all the same
+            except failures(Exception) as error:  # a third party's code: unprepared it may compile all the same
                 log.warning("the engine %s cannot get ready: %s: %s", engine.name, type(error).__name__, error)
 
 
 def _version(engine: Engine, device: Device) -> str:
     try:
         return engine.version(device)
-    except Exception as error:  # a third party's code: without a version its timings are not kept
+    except failures(Exception) as error:  # a third party's code: without a version its timings are not kept
         why = f"{type(error).__name__}: {error}"
         log.warning("the engine %s cannot tell its version, its timings are not kept: %s", engine.name, why)
         return ""

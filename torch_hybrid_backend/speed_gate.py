@@ -27,7 +27,7 @@ from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.region import Segment
 from torch_hybrid_backend.core.verdict import Reason, Refused
-from torch_hybrid_backend.errors import is_out_of_memory
+from torch_hybrid_backend.errors import failures, is_out_of_memory
 from torch_hybrid_backend.graph.devices import is_on_host
 from torch_hybrid_backend.graph.precision import converted_to
 from torch_hybrid_backend.graph.values import is_repeatable
@@ -90,7 +90,7 @@ def fastest(
     try:
         trial = _Trial(placed, outputs, reduced, inputs, config, pricing, place_anew)
         times = trial.times()
-    except (RuntimeError, MemoryError) as error:
+    except failures(RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         _log.info("there is no memory to time the graph as written too")

@@ -35,7 +35,7 @@ from torch_hybrid_backend.core.plan import Cost, Plan, RegionDecision
 from torch_hybrid_backend.core.region import Region, Segment
 from torch_hybrid_backend.core.verdict import Refused
 from torch_hybrid_backend.engines.deadline import compile_in_time
-from torch_hybrid_backend.errors import HybridError, is_sticky, tells_of_later
+from torch_hybrid_backend.errors import HybridError, failures, is_sticky, tells_of_later
 from torch_hybrid_backend.generators import apart
 from torch_hybrid_backend.measure import Rounds, measure
 from torch_hybrid_backend.other_load import OtherLoad
@@ -422,7 +422,7 @@ def _ready(candidate: Candidate) -> Candidate:
         return candidate
     try:
         return candidate.result()
-    except Exception as error:  # whatever stopped it
+    except failures(Exception) as error:  # whatever stopped it
         return error
 
 

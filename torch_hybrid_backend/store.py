@@ -1,6 +1,6 @@
-"""The on-disk store: bytes under (kind, key), shared by the processes of one user.
+"""The on-disk store: bytes under (kind, key), shared by the processes of one user, or filled by root for any of them.
 
-A utility that any room may import (it imports errors only): partition keeps placement verdicts in it, engines keep
+A utility that any room may import (it imports errors and utilities): partition keeps placement verdicts in it, engines keep
 kernel libraries. What it holds is read back as bytes or as a file path, never unpickled.
 
 Layout: `<root>/<kind>/<key>/<checksum of kind, key and content><suffix>`. The name is the checksum, so an entry is one file,
@@ -10,20 +10,18 @@ that write different bytes under one key do not disturb each other. An entry mov
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import os
 import re
-import shutil
 import stat
 import tempfile
 import time
-import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch_hybrid_backend.errors import CacheError
+from torch_hybrid_backend.errors import CacheError, failures, ignored
+from torch_hybrid_backend.temporary_folder import TemporaryFolder
 
 _log = logging.getLogger(__name__)
 _SAFE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
@@ -53,25 +51,33 @@ class Store:
     """Bytes on disk, checked when read. Owns a temporary directory where the wanted one cannot be used."""
 
     def __init__(self, root: Path, limit_bytes: int | None = None) -> None:
-        """Open `root`, made with mode 0700 where absent. `limit_bytes`: what is used least recently goes beyond that.
+        """Open `root`, made with mode 0700 where absent. `limit_bytes`: what is used least recently goes beyond that. One that can only be
+        read, as of a container's image, is read: `put` raises.
 
-        Raises CacheError where it cannot be made or written, is not owned by this user, is writable for others, or lies in a directory in
-        which anybody may replace it: kernel libraries found there are loaded into the process, so nobody else may place one.
+        Raises CacheError where it cannot be made or read, is owned neither by this user nor by root, is writable for others, or lies in a
+        directory in which anybody may replace it: kernel libraries found there are loaded into the process, so nobody else may place one.
         """
+        self._only_read = ""  # why nothing can be written
         try:
             _make(root)
             # Links are followed once, here: one that is changed later leads nobody elsewhere.
             root = root.resolve(strict=True)
             _check_privacy(root)
-            with tempfile.TemporaryFile(dir=root):
-                pass
+            try:
+                with tempfile.TemporaryFile(dir=root):
+                    pass
+            except failures(OSError) as error:
+                self._only_read = _cannot_write(root, error)
+                _check_readable(root)
         except CacheError:
             raise
-        except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
-            raise CacheError(f"the cache directory {root} cannot be made or written ({error}). {_ELSEWHERE}") from error
+        except failures(OSError, RuntimeError) as error:  # RuntimeError: a loop of links
+            raise CacheError(_cannot_write(root, error)) from error
         self.root = root
         self.limit_bytes = limit_bytes
         self._unchecked_bytes: int | None = None  # written since the size was looked at; None: never was
+        self._owned: TemporaryFolder | None = None  # which goes with it
+        self._hidden: set[Path] = set()  # entries that were to be removed, and could not be
 
     @staticmethod
     def open(root: Path, *, enabled: bool = True, strict: bool = False, limit_bytes: int | None = None) -> Store:
@@ -93,11 +99,11 @@ class Store:
     def temporary() -> Store:
         """A store in a new directory that goes with the store, or with this process. Raises CacheError where there can be none."""
         try:
-            folder = Path(tempfile.mkdtemp(prefix="torch_hybrid_backend-"))
-        except OSError as error:
+            folder = TemporaryFolder()
+        except failures(OSError) as error:
             raise CacheError(f"no temporary directory can be made: {error}. TMPDIR sets another place") from error
-        store = Store(folder)
-        weakref.finalize(store, _remove_own, folder, os.getpid())
+        store = Store(folder.path)
+        store._owned = folder
         return store
 
     def get(self, kind: str, key: str) -> bytes | None:
@@ -112,6 +118,8 @@ class Store:
 
     def put(self, kind: str, key: str, data: bytes, suffix: str = ".bin") -> Path:
         """Write the entry atomically; returns its path, which ends in `suffix`. Raises CacheError on failure."""
+        if self._only_read:
+            raise CacheError(self._only_read)
         folder = self._folder(kind, key)
         target = folder / (_checksum(kind, key, data) + suffix)
         self._make_room(len(data))
@@ -121,14 +129,15 @@ class Store:
             except FileNotFoundError:  # another process has just removed the empty folder, or the user everything
                 _make(self.root)
                 _write(target, data)
-        except OSError as error:
+        except failures(OSError) as error:
             raise CacheError(f"cannot write {target}: {error}") from error
+        self._hidden.discard(target)
         return target
 
     def remove(self, kind: str, key: str) -> None:
-        """Remove the entry, where present."""
+        """Remove the entry, where present; for this process alone where it may not be written."""
         for path in _files(self._folder(kind, key)):
-            path.unlink(missing_ok=True)
+            self._discard(path)
 
     def lock_path(self, kind: str, key: str) -> Path:
         """Where the file lies that locks the entry, beside it: a name that counts as no entry. Raises CacheError for what can name none."""
@@ -146,22 +155,33 @@ class Store:
         return [Usage(kind, len(sizes[kind]), sum(sizes[kind])) for kind in sorted(sizes)]
 
     def clear(self) -> None:
-        """Remove every entry. Processes that use the store go on: what they lack they make again."""
+        """Remove every entry. Processes that use the store go on: what they lack they make again. Raises CacheError for what cannot be
+        removed."""
         for path, _ in self._entries():
-            path.unlink(missing_ok=True)
+            try:
+                path.unlink(missing_ok=True)
+            except failures(OSError) as error:
+                raise CacheError(f"cannot remove {path}: {error}") from error
             _remove_empty(path.parent)
+
+    def _discard(self, path: Path) -> None:
+        try:
+            path.unlink(missing_ok=True)
+        except failures(OSError):
+            self._hidden.add(path)
 
     def _read(self, kind: str, key: str) -> tuple[Path, bytes] | None:
         for path in _files(self._folder(kind, key)):
+            if path in self._hidden:
+                continue
             try:
                 data = read_entry(path)
             except CacheError as error:
                 if path.is_symlink() or path.exists():
                     _log.warning("%s; it is removed and made anew", error)
-                    with contextlib.suppress(OSError):
-                        path.unlink()
+                    self._discard(path)
                 continue
-            with contextlib.suppress(OSError):
+            with ignored(OSError):
                 os.utime(path)  # used now: `_make_room` removes the least recently used first
             return path, data
         return None
@@ -178,7 +198,7 @@ class Store:
         for path in self.root.glob("*/*/*"):
             if not (_ENTRY.fullmatch(path.name) or _is_unfinished(path)):
                 continue
-            with contextlib.suppress(OSError):  # removed meanwhile
+            with ignored(OSError):  # removed meanwhile
                 found.append((path, path.lstat()))
         return found
 
@@ -225,18 +245,18 @@ def is_entry(path: Path) -> bool:
 def read_entry(path: Path) -> bytes:
     """The content of a store's entry, as verified: what is returned is what was checked, whatever happens to the file.
 
-    Raises CacheError where the file is gone, is not a plain file of this user that nobody else may write, or its checksum is wrong.
+    Raises CacheError where the file is gone, is not a plain file of this user or of root that nobody else may write, or its checksum is wrong.
     """
     try:
         with os.fdopen(os.open(path, _OPEN_FLAGS), "rb") as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode) or not _is_private(status):
                 raise CacheError(
-                    f"the cache entry {path} is not a plain file of this user that nobody else may write "
+                    f"the cache entry {path} is not a plain file of this user or of root that nobody else may write "
                     f"(owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o})"
                 )
             data = file.read()
-    except OSError as error:
+    except failures(OSError) as error:
         raise CacheError(f"the cache entry {path} cannot be read: {error}") from error
     if _checksum(path.parent.parent.name, path.parent.name, data) != path.name[:64]:
         raise CacheError(f"the cache entry {path} is corrupt (its checksum differs)")
@@ -254,13 +274,30 @@ def _make(root: Path) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
 
 
+def _cannot_write(root: Path, error: Exception) -> str:
+    return f"the cache directory {root} cannot be made or written ({error}). {_ELSEWHERE}"
+
+
+def _check_readable(root: Path) -> None:
+    """Raise CacheError where the directory or that of one of its kinds cannot be read: those who fill a cache keep it to themselves."""
+    try:
+        for folder in root.iterdir():
+            if folder.is_dir():
+                next(folder.iterdir(), None)
+    except PermissionError as error:
+        raise CacheError(
+            f"the cache directory {root} cannot be read by user {os.geteuid()} ({error}). Let others read what it holds "
+            f"(chmod -R a+rX {root}). {_ELSEWHERE}"
+        ) from error
+
+
 def _check_privacy(root: Path) -> None:
     status = root.stat()
     if not stat.S_ISDIR(status.st_mode):
         raise CacheError(f"the cache directory {root} is not a directory. {_ELSEWHERE}")
     if not hasattr(os, "geteuid"):
         return
-    if status.st_uid != os.geteuid():
+    if not _is_trusted(status):
         raise CacheError(
             f"the cache directory {root} belongs to user {status.st_uid}, and user {os.geteuid()} runs this process. "
             f"{_ELSEWHERE}"
@@ -280,8 +317,12 @@ def _check_privacy(root: Path) -> None:
 
 
 def _is_private(status: os.stat_result) -> bool:
-    """Whether it is this user's and no other's to write. Always so on Windows, which tells no owner."""
-    return not hasattr(os, "geteuid") or (status.st_uid == os.geteuid() and not _others_may_write(status))
+    """Whether it is this user's or root's, and no other's to write. Always so on Windows, which tells no owner."""
+    return not hasattr(os, "geteuid") or (_is_trusted(status) and not _others_may_write(status))
+
+
+def _is_trusted(status: os.stat_result) -> bool:
+    return status.st_uid in (os.geteuid(), 0)  # root may do anything to this process as it is
 
 
 def _others_may_write(status: os.stat_result) -> bool:
@@ -305,7 +346,7 @@ def _write(target: Path, data: bytes) -> None:
 def _files(folder: Path) -> list[Path]:
     try:
         return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
-    except OSError:
+    except failures(OSError):
         return []
 
 
@@ -318,17 +359,11 @@ def _disk_bytes(status: os.stat_result) -> int:
 
 
 def _unlink(path: Path) -> None:
-    with contextlib.suppress(OSError):
+    with ignored(OSError):
         path.unlink()
     _remove_empty(path.parent)
 
 
 def _remove_empty(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # not empty, or gone
+    with ignored(OSError):  # not empty, or gone
         folder.rmdir()
-
-
-def _remove_own(folder: Path, process: int) -> None:
-    """Remove a temporary store, unless this is a forked child: then it is the parent's."""
-    if os.getpid() == process:
-        shutil.rmtree(folder, ignore_errors=True)

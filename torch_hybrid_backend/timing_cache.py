@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 
 from torch_hybrid_backend.core.device import Device
-from torch_hybrid_backend.errors import CacheError
+from torch_hybrid_backend.errors import CacheError, failures
 from torch_hybrid_backend.store import Store
 
 _log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class TimingCache:
         try:
             self._store.remove(kind, key)
             self._store.put(kind, key, data, suffix=".json")
-        except (CacheError, OSError) as error:
+        except failures(CacheError, OSError) as error:
             _log.info("timings are not kept: %s", error)
 
     def _kept(self, kind: str, key: str) -> tuple[KeptTimes, int]:

@@ -12,6 +12,11 @@
 // owns idle frames; a Lease owns a frame during a call and gives it back, emptied of tensors, when
 // it ends, also by an exception.
 //
+// A pool keeps as many frames as calls have run at once of late: in the last two windows of
+// kCallsPerWindow calls or one second, whichever is over first. So threads that go on calling at
+// once find their frames, and those of a burst are freed by the calls after it. Where threads that
+// have called end, no pool keeps more frames than there are such threads left, or one.
+//
 // Failure: making a frame throws std::bad_alloc; leasing an idle one and giving it back do not
 // throw.
 #ifndef TORCH_HYBRID_BACKEND_FRAME_H_
@@ -19,6 +24,8 @@
 
 #include <torch/csrc/stable/tensor.h>
 
+#include <chrono>
+#include <cstddef>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -54,9 +61,18 @@ struct Frame {
 
 class FramePool {
  public:
+  static constexpr size_t kCallsPerWindow = 64;
+
+  FramePool();
+  FramePool(const FramePool&) = delete;
+  FramePool& operator=(const FramePool&) = delete;
+  ~FramePool();
+
   class Lease {
    public:
-    Lease(FramePool& pool, std::unique_ptr<Frame> frame) : pool_(pool), frame_(std::move(frame)) {}
+    Lease(FramePool& pool, std::unique_ptr<Frame> frame) : pool_(pool), frame_(std::move(frame)) {
+      pool_.Begin();
+    }
     Lease(const Lease&) = delete;
     Lease& operator=(const Lease&) = delete;
     ~Lease() { pool_.GiveBack(std::move(frame_)); }
@@ -70,11 +86,26 @@ class FramePool {
   // An idle frame of these streams, or null where there is none.
   std::unique_ptr<Frame> TakeIdle(const Streams& streams);
 
- private:
-  void GiveBack(std::unique_ptr<Frame> frame) noexcept;
+  // Frees the idle frames beyond so many, the oldest first.
+  void KeepIdle(size_t most) noexcept;
 
-  std::mutex mutex_;
-  std::vector<std::unique_ptr<Frame>> idle_;
+  size_t idle() const;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  void Begin();
+  void GiveBack(std::unique_ptr<Frame> frame) noexcept;
+  void End();
+
+  mutable std::mutex mutex_;
+  std::vector<std::unique_ptr<Frame>> idle_;  // the one given back last at the end
+  size_t running_ = 0;                        // calls
+  // Of calls that ran at once: the most in this window, and in the one before.
+  size_t most_ = 0;
+  size_t most_before_ = 0;
+  size_t calls_ = 0;  // that ended in this window
+  Clock::time_point window_end_ = Clock::now() + std::chrono::seconds(1);
 };
 
 }  // namespace torch_hybrid_backend

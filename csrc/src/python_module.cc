@@ -214,6 +214,31 @@ PyObject* Run(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   }
 }
 
+// An exception would lose its type on its way through the dispatcher. It may come before the first
+// line of the function, from a signal's handler, so that nothing written in Python can catch it.
+PyObject* RunSegment(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 7) {
+    PyErr_SetString(PyExc_TypeError, "run_segment takes a function, a keeper, a list and 4 more");
+    return nullptr;
+  }
+  PyObject* const result = PyObject_CallFunctionObjArgs(arguments[0], arguments[3], arguments[4],
+                                                        arguments[5], arguments[6], nullptr);
+  if (result != nullptr) return result;
+  PyObject* type = nullptr;
+  PyObject* error = nullptr;
+  PyObject* trace = nullptr;
+  PyErr_Fetch(&type, &error, &trace);
+  PyErr_NormalizeException(&type, &error, &trace);
+  if (trace != nullptr) PyException_SetTraceback(error, trace);
+  const int kept = PyObject_SetAttrString(arguments[1], "error", error);
+  Py_XDECREF(type);
+  Py_XDECREF(error);
+  Py_XDECREF(trace);
+  const Py_ssize_t outputs = PyLong_AsSsize_t(arguments[5]);
+  if (kept != 0 || PyErr_Occurred() != nullptr) return nullptr;
+  return PySequence_Repeat(arguments[2], outputs + 1);
+}
+
 PyObject* MayUseTilesNow(PyObject*, PyObject*) { return PyBool_FromLong(MayUseTiles()); }
 
 // Python's table of methods has one type for all ways of being called.
@@ -234,6 +259,12 @@ PyModuleDef* Definition() {
       {"run", AsMethod(&Run), METH_FASTCALL,
        "run(plan, binding, inputs) -> list of outputs, the status of a run that was not done, or "
        "NotImplemented where an input cannot be read."},
+      {"run_segment", AsMethod(&RunSegment), METH_FASTCALL,
+       "run_segment(function, keeper, stand_in, plan, segment, outputs, inputs) -> list of "
+       "tensors: "
+       "what the function makes of the last four. Where it raises: `keeper.error` is the "
+       "exception, "
+       "and the list has one tensor more than `outputs`, all of them that in the list stand_in."},
       {"may_use_tiles", &MayUseTilesNow, METH_NOARGS,
        "may_use_tiles() -> bool: asks the system to let this process use AMX's tile registers."},
       {nullptr, nullptr, 0, nullptr}};

@@ -10,6 +10,7 @@ import torch.nn.functional as F  # noqa: N812  (as everyone writes it)
 from torch import nn
 
 from tests.fake_devices import FakeDevices
+from torch_hybrid_backend.capture import decompositions
 from torch_hybrid_backend.capture.decompositions import KEPT, decomposition_table
 from torch_hybrid_backend.graph.schema import is_random
 
@@ -264,3 +265,18 @@ def test_attention_of_cuda_stays_whole(operator):
     graph = devices.captured(lambda q: torch.relu(attention(q, q, q, *mask)[0]), q).graph_module.graph
     called = [node.target for node in graph.nodes if node.op == "call_function"]
     assert called == [attention.default, operators.getitem, aten.relu.default]
+
+
+def test_what_is_asked_before_it_is_applied() -> None:
+    """A formula that is not to be applied leaves its operator whole; each is named."""
+    names: list[str] = []
+
+    def applies(what: str) -> bool:
+        names.append(what)
+        return "silu" not in what
+
+    aten = torch.ops.aten
+    table = decompositions.asked({aten.silu.default: torch.sin, aten.relu.default: torch.cos}, applies)
+    assert table[aten.silu.default](torch.ones(1)) is NotImplemented
+    assert table[aten.relu.default](torch.zeros(1)) == 1
+    assert names == ["the decomposition of aten.silu.default", "the decomposition of aten.relu.default"]

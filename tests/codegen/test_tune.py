@@ -14,6 +14,7 @@ from torch_hybrid_backend.codegen import engine as engine_module
 from torch_hybrid_backend.codegen.kernel_cache import Artifact, compile_kernels
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.engines.tvm.cpu import alternatives as variants_module
+from torch_hybrid_backend.errors import CompileError
 from torch_hybrid_backend.loops.kernels import Kernel
 
 pytest.importorskip("tvm")
@@ -65,3 +66,26 @@ class _Interrupting:
         made = compile_kernels(kernels, *how)  # type: ignore[arg-type]
         self.us.update({kernel.symbol: 50.0 for kernel in made if isinstance(kernel, Artifact)})
         return made
+
+
+@pytest.mark.parametrize("recurs", [False, True])
+@pytest.mark.parametrize("placement", ["tune", "measure"])
+def test_variants_that_could_not_be_compiled(
+    placement: str, recurs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a process lacked something, a full disk say, a later one tries them; where they themselves were at fault, none does."""
+    us: dict[str, float] = {}
+    engine = engine_in(tmp_path, placement, us)
+
+    def failing(kernels: Sequence[Kernel], *how: object) -> list[Artifact | Exception]:
+        """All but the last, which is of a variant."""
+        return [*compile_kernels(kernels, *how)[:-1], CompileError("no disk", recurs=recurs)]  # type: ignore[arg-type]
+
+    if placement == "measure":  # compiles variants with the region
+        monkeypatch.setattr(engine_module, "compile_kernels", failing)
+    _, compiled, inputs = compiled_region(engine, CASES["matmuls"])
+    monkeypatch.setattr(engine_module, "compile_kernels", failing if placement == "tune" else compile_kernels)
+    compiled.refine(inputs, 0.01, Deadline(120.0))
+    monkeypatch.undo()
+    _, later, _ = compiled_region(engine_in(tmp_path, placement, us), CASES["matmuls"])
+    assert any(option.untried or option.is_open for option in later.options) is not recurs

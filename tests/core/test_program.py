@@ -136,3 +136,22 @@ def test_a_program_without_some_inputs() -> None:
     assert kept.inputs == (0, -1)
     assert kept.signature == (ROW, ROW)
     assert kept.constants[0].sources == (1,)
+
+
+def test_a_program_serves_what_its_kernels_rely_on() -> None:
+    """Its symbols' ranges, what is counted in 32 bits, and positions that lie in their tensor."""
+    n = symbol("n", 4, 2, 1 << 40)
+    program = Program(
+        (TensorSpec((8,), "float32", (1,), CPU),), (0,), (0,), (), (), (n,), counts=(n * n,), relied_on=(100_000 - n,)
+    )
+    assert program.names == ("n",)
+    assert [program.serves({"n": value}) for value in (1, 2, 40_000, 60_000, 1 << 41)] == [
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert "2500000000" not in program.unserved({"n": 40_000})
+    assert "3600000000" in program.unserved({"n": 60_000})
+    assert "outside of its tensor" in replace(program, counts=()).unserved({"n": 100_001})

@@ -6,12 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from torch_hybrid_backend.core.device import CPU
 from torch_hybrid_backend.core.tensor_spec import TensorSpec, dim, is_computable
-from torch_hybrid_backend.sizes.size import Size, UndecidedSizeError, size_hint, symbol
+from torch_hybrid_backend.sizes.size import MAX_SIZE, Size, UndecidedSizeError, size_hint, symbol, symbols
 
 S = symbol("s0")
 _dims = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 20)), max_size=4)
@@ -88,3 +89,18 @@ def test_symbolic_specs_have_no_numbers() -> None:
     assert spec.at({"s0": 9}).size_bytes == (1 + 9 * 9 + 3) * 8
     with pytest.raises(KeyError, match="s0"):
         spec.at({"s1": 0})
+
+
+def test_what_is_known_of_a_symbol() -> None:
+    """A dimension is one that kernels address; an integer is any of 64 bits, until something asked about it narrows it."""
+    environment = ShapeEnv()
+    (length,) = symbols([dim(_dynamic(environment, 6).shape[0])])
+    assert (length.low >= 0, length.high, length.is_wide) == (True, MAX_SIZE, False)
+    source = ConstantSource("n")
+    made = environment.create_unspecified_symbol(5, source, dynamic_dim=DimDynamic.DYNAMIC)
+    number = environment.create_symintnode(made, hint=5, source=source)
+    (before,) = symbols([dim(number)])
+    assert (before.low, before.high, before.is_wide) == (-(1 << 63), (1 << 63) - 1, True)
+    assert 0 <= number < 8
+    (after,) = symbols([dim(number)])
+    assert (after.low, after.high, after.is_wide) == (0, 7, False)

@@ -6,8 +6,14 @@ import importlib
 from collections.abc import Iterator
 from pathlib import Path
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "faults.md"
-MODULES = ("test_faults_compiler", "test_faults_cache", "test_faults_engines", "test_faults_process", "test_faults")
+TESTS = Path(__file__).resolve().parents[1]
+DOCUMENT = TESTS.parent / "docs" / "faults.md"
+_FIRST = ("test_faults_compiler", "test_faults_cache", "test_faults_engines", "test_faults_process", "test_faults")
+# Those of `tests/reports` follow in the order of their names.
+MODULES = (
+    *(f"end_to_end.{name}" for name in _FIRST),
+    *sorted(f"reports.{path.stem}" for path in (TESTS / "reports").glob("test_*.py")),
+)
 _HEAD = """# Faults
 
 What the user sees when something fails, and the test that shows it. Each test runs in a real process. No fault gives a wrong answer, a hang
@@ -16,19 +22,19 @@ or a crash.
 - "Nothing": the user notices nothing.
 - "One warning": one warning is logged, and the answer is right. With `HYBRID_STRICT=1` this is an error instead.
 
-This page is generated from the tests in `tests/end_to_end` by `python -m tests.end_to_end.fault_table`.
+This page is generated from the tests in `tests/end_to_end` and `tests/reports` by `python -m tests.end_to_end.fault_table`.
 """
 
 
 def rows() -> Iterator[tuple[str, str, str]]:
     """(fault, what the user sees, test) of every test that is marked so, in the order of the files."""
     for module in MODULES:
-        tests = vars(importlib.import_module(f"tests.end_to_end.{module}"))
+        tests = vars(importlib.import_module(f"tests.{module}"))
         for name, test in tests.items():
             for mark in getattr(test, "pytestmark", ()) if name.startswith("test_") else ():
                 if mark.name == "fault":
                     what, seen = mark.args
-                    yield what, seen, f"{module}::{name}"
+                    yield what, seen, f"{module.replace('.', '/')}.py::{name}"
 
 
 def table() -> str:

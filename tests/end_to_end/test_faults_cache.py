@@ -168,7 +168,7 @@ check(6)
     assert done.warnings
 
 
-@fault("a read-only cache directory", "one warning; kernels are cached for this process only")
+@fault("a read-only cache directory that lacks a kernel", "one warning; what it lacks is cached for this process only")
 def test_read_only(nursery: Nursery, cache: Path, tmp_path: Path) -> None:
     """The process works with a temporary directory."""
     script = """

@@ -280,3 +280,25 @@ def test_explain_forms() -> None:
     assert "convolution" in str(explanation)
     assert Plan.from_json(json.dumps(json.loads(explanation.to_json())["plans"][0])) == plan
     assert "<html" in explanation.to_html()
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_dropout_of_everything(grad: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Dropout with p = 1 is computed by kernels without a warning, and leaves the generator as it is, as in eager; its gradient is 0."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(x.sin(), 1.0, training=True).cos()
+
+    x = torch.randn(8, 16, requires_grad=grad)
+    state = torch.get_rng_state()
+    with torch.set_grad_enabled(grad):
+        (plan, *_) = torch_hybrid_backend.explain(function, x).plans
+        answer = torch.compile(function, backend="hybrid")(x)
+    assert torch.equal(answer, torch.ones(8, 16))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert {region.engine for region in plan.regions} == {"tvm"}
+    assert not caplog.records
+    if grad:
+        answer.sum().backward()
+        assert x.grad is not None
+        assert not x.grad.any()

@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar, Mod, Scalar, contiguous_strides, index_of, linear
 from torch_hybrid_backend.loops.ir import (
+    ROUND_TARGETS,
     AttentionGradientOp,
     AttentionKeyGradientOp,
     AttentionOp,
@@ -44,7 +45,7 @@ from torch_hybrid_backend.loops.ir import (
     score_over,
 )
 from torch_hybrid_backend.loops.lowering import Context, lower_node, supports
-from torch_hybrid_backend.loops.ops import BINARY, COMPARE, LOGICAL, OPS, PREDICATE, ROUND_TARGETS
+from torch_hybrid_backend.loops.ops import BINARY, COMPARE, LOGICAL, OPS, PREDICATE
 from torch_hybrid_backend.loops.policy import COMMON, Abilities
 from torch_hybrid_backend.loops.scores import plain_score
 

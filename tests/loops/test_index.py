@@ -17,10 +17,13 @@ from torch_hybrid_backend.loops.index import (
     Mod,
     as_index,
     contiguous_strides,
+    is_wide,
     linear,
+    reach,
     reshape_index,
     var,
 )
+from torch_hybrid_backend.sizes.size import symbol
 
 NAMES = ("i", "j", "k")
 
@@ -225,3 +228,18 @@ def test_row_major_strides() -> None:
     assert contiguous_strides((2, 3, 4)) == (12, 4, 1)
     assert contiguous_strides(()) == ()
     assert math.prod((2, 3, 4)) == linear((as_index(1), as_index(2), as_index(3)), (12, 4, 1)).const + 1
+
+
+def test_which_indices_take_64_bits() -> None:
+    """Those with integers that may be any, and those that reach beyond 2^31; sizes are checked where they are known."""
+    s, n = symbol("s"), symbol("n", 2, -(1 << 63), (1 << 63) - 1)
+    i = var("i", s)
+    assert [is_wide(index) for index in (i * 4 + s, as_index(n), i - n, (i + n) % 8, var("j", 8) * (1 << 29))] == [
+        False,
+        True,
+        True,
+        True,
+        True,
+    ]
+    assert reach(i * 4 + s - 3) == (s + 1) * 4 + s + 3
+    assert reach(var("j", 8) * 5 - 3) == 38

@@ -27,9 +27,11 @@ from torch_hybrid_backend.loops.ir import (
     buffers_of_expr,
     compute_dtype,
     count_calls,
+    depth,
     domain_vars,
     loads_of,
     parts,
+    post_order,
     scalar_index,
 )
 from torch_hybrid_backend.loops.lowering import reindex
@@ -201,3 +203,18 @@ def test_buffers_are_themselves() -> None:
         assert a != b
     expr: Expr = call("neg", made[0].at((as_index(0),)))
     assert buffers_of_expr(expr) == [made[0]]
+
+
+def test_how_deep_an_expression_is() -> None:
+    """The longest way counts; each part comes once, after its arguments; 10,000 operations are no deeper recursion than one."""
+    x = _buffer("x", 2).at((as_index(0),))
+    expr: Expr = add(call("neg", call("neg", x)), x)
+    assert depth(expr) == 3
+    assert depth(expr, lambda load: 4) == 7
+    order = list(post_order(expr))
+    assert order[0] is x
+    assert order[-1] is expr
+    assert len(order) == len(set(order)) == 4
+    for _ in range(10_000):
+        expr = call("neg", expr)
+    assert depth(expr) == 10_003

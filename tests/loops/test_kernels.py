@@ -15,6 +15,8 @@ from torch_hybrid_backend.loops.kernels import (
     MapKernel,
     MatMulKernel,
     Store,
+    counts_far,
+    kernel_counts,
     kernel_sizes,
 )
 from torch_hybrid_backend.loops.layout import Blocked, Strided, contiguous
@@ -96,3 +98,16 @@ def test_sizes_in_a_fixed_order() -> None:
     deep = ops.add(store.value, ops.from_index(store.index[0] * j + 1))
     changed = dataclasses.replace(kernel, reads=(read,), stores=(dataclasses.replace(store, value=deep),))
     assert names(changed) == ["n", "k", "j"]
+
+
+def test_how_far_kernels_count() -> None:
+    """Points and elements, by numbers where all are known; sizes known only at run time are looked at where they are."""
+    s = symbol("s")
+    assert not counts_far(map_kernel(1 << 15, 1 << 15))
+    assert counts_far(map_kernel(1 << 16, 1 << 15))
+    assert kernel_counts(map_kernel(4, 8)) == ()
+    assert kernel_counts(map_kernel(s, 8)) == (s * 8,)
+    kernel = map_kernel(s, 8)
+    point = kernel.stores[0].index
+    store = Store(kernel.stores[0].buffer, point, ops.from_index(point[0] * 3 + s, "float32"))
+    assert kernel_counts(dataclasses.replace(kernel, stores=(store,))) == (s * 8, (s + 1) * 3 + s)

@@ -10,7 +10,7 @@ import pytest
 
 from torch_hybrid_backend.loops.index import var
 from torch_hybrid_backend.loops.ir import Buffer, Call, Const, FromIndex, Load
-from torch_hybrid_backend.loops.ops import call, cast, const, from_index, guard, index_in, logical_and, round_to
+from torch_hybrid_backend.loops.ops import call, cast, const, from_index, guard, index_in, logical_and, round_to, where
 
 ROW, COLUMN = var("i", 4), var("j", 8)
 COMPARISONS = {
@@ -103,9 +103,9 @@ def test_rounding_of_what_is_rounded_already_disappears() -> None:
     rounded, is_first = round_to(wide, "bfloat16"), call("lt", from_index(ROW), from_index(1))
     assert round_to(rounded, "bfloat16") is rounded
     assert round_to(rounded, "float16") is not rounded
-    chosen = guard(is_first, call("where", is_first, load, rounded), const(0, "float32"))
+    chosen = guard(is_first, where(is_first, load, rounded), const(0, "float32"))
     assert round_to(chosen, "bfloat16") is chosen
-    for other in (wide, const(0.1, "float32"), call("where", is_first, load, wide), guard(is_first, wide, load)):
+    for other in (wide, where(is_first, load, wide), guard(is_first, wide, load)):
         assert round_to(other, "bfloat16").op == "round"
 
 

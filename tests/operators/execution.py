@@ -5,6 +5,8 @@ A sample is captured once and made into a `HybridGraph` for each mode:
 - "tvm" (or another engine's name): the engine forced. Estimates that would leave a region to eager are overruled, islands between
   eager operators are not given up, nothing is verified behind the test's back, and what fails raises (`strict`).
 - "default": the backend as users have it, but for timing: placement is by estimate.
+- "numbers": the TVM engine, forced, with all sizes and the call's numbers known only at run time: it is called with the sample's numbers, and
+  then with others (`numbers`).
 
 Each graph runs twice: the first call goes through the Python executor, the second through the C++ plan. Operators are handed to the
 backend through AOTAutograd directly; modules, and what cannot be traced so, through Dynamo. The kernels of many samples are compiled
@@ -29,6 +31,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tests.interpreter.backend import InterpreterBackend
 from tests.operators.engines_for_tests import BatchedEngine
+from tests.operators.numbers import Numbered
 from tests.operators.values import copied, difference, form_difference, lazy, seed, tensors_of, widened
 from torch_hybrid_backend.capture.aot import capture
 from torch_hybrid_backend.config import Config
@@ -43,7 +46,7 @@ from torch_hybrid_backend.session import Session, open_services
 
 Call = Callable[..., Any]
 
-DEFAULT = "default"
+DEFAULT, NUMBERS = "default", "numbers"
 # Of samples run together that cannot be traced as one graph: those take seconds, and come to the same.
 _MAX_THROUGH_DYNAMO = 4
 PASSED, WRONG, ERROR, SKIPPED, UPSTREAM = "passed", "wrong", "error", "skipped", "upstream"
@@ -121,7 +124,7 @@ class Bench:
         tvm = BatchedEngine(TvmBackend(), self._config, services)
         interpreter = BatchedEngine(InterpreterBackend(), self._config, services)
         triton = BatchedEngine(TritonBackend(Target(90, 4, is_interpreted=True)), self._config, services)
-        engines = {"tvm": tvm, DEFAULT: tvm, "interpreter": interpreter, "triton": triton}
+        engines = {"tvm": tvm, DEFAULT: tvm, NUMBERS: tvm, "interpreter": interpreter, "triton": triton}
         self._engines = {engines[mode] for mode in self.modes}
         self._sessions = {mode: Session((engines[mode], EagerEngine()), services) for mode in self.modes}
         self._keep_ops = engines[self.modes[0]].keep_ops
@@ -180,7 +183,8 @@ class _Run:
         self._sample = sample
         self._bench = bench
         modes = bench.modes[:1] if sample.brief else bench.modes
-        self._plans: dict[str, list[Plan]] = {mode: [] for mode in modes}
+        self._all_plans: dict[str, list[Plan]] = {mode: [] for mode in modes}
+        self._plans = {mode: plans for mode, plans in self._all_plans.items() if mode != NUMBERS}
         self._skipped = ""
         self._compiled: Call | None = None
         try:
@@ -190,6 +194,8 @@ class _Run:
             return
         if not tensors_of(self._expected):
             self._skipped = "no tensor comes out"
+            return
+        if not self._plans:
             return
         backend = bench.graphs(self._plans)
         if sample.direct:
@@ -206,10 +212,37 @@ class _Run:
         self._compiled = torch.compile(sample.subject.call, backend=backend, dynamic=False)
 
     def outcomes(self) -> dict[str, Outcome]:
-        if self._compiled is None:
-            return dict.fromkeys(self._plans, Outcome(SKIPPED, self._skipped))
+        if self._skipped:
+            return dict.fromkeys(self._all_plans, Outcome(SKIPPED, self._skipped))
         torch._dynamo.reset()  # Dynamo gives up on code that it has compiled often
-        return {mode: self._outcome(mode) for mode in self._plans}
+        return {mode: self._numbers() if mode == NUMBERS else self._outcome(mode) for mode in self._all_plans}
+
+    def _numbers(self) -> Outcome:
+        """The worst of the calls with each of the sample's numbers."""
+        plans = self._all_plans[NUMBERS]
+        numbered = Numbered(self._sample.subject.call, self._sample.arguments)
+        subject = Subject.of_function(numbered.call)
+        torch._dynamo.reset()
+        compiled = torch.compile(numbered.call, backend=self._bench.graphs({NUMBERS: plans}), dynamic=True)
+        calls = 0
+        with torch._dynamo.config.patch(recompile_limit=64):
+            for words, arguments in numbered.variants():
+                sample = dataclasses.replace(self._sample, subject=subject, arguments=arguments)
+                try:
+                    expected = _results(sample.subject.call, sample)
+                except Exception:  # what eager raises for, kernels may compute
+                    continue
+                calls += 1
+                try:
+                    with self._bench.in_mode(NUMBERS):
+                        actual = _results(compiled, sample)
+                except Exception as error:
+                    status = UPSTREAM if _fails_with_numbers(sample) else ERROR
+                    return Outcome(status, words + _sentence(error), *_share(plans, "tvm"))
+                if why := _difference(actual, expected, sample):
+                    status = UPSTREAM if _fails_with_numbers(sample) else WRONG
+                    return Outcome(status, words + why, *_share(plans, "tvm"))
+        return Outcome(PASSED if calls else SKIPPED, "" if calls else "no number goes in", *_share(plans, "tvm"))
 
     def _outcome(self, mode: str) -> Outcome:
         status, why = PASSED, ""
@@ -227,17 +260,7 @@ class _Run:
         return Outcome(status, why, *_share(self._plans[mode], "tvm" if mode == DEFAULT else mode))
 
     def _differs(self, actual: Any) -> str:
-        if self._sample.is_random:
-            return _forms(actual, self._expected)
-        return difference(actual, self._expected, self._exact)
-
-    def _exact(self) -> Any:
-        try:
-            wide = self._sample.subject.wide()
-            sample = dataclasses.replace(self._sample, subject=wide, arguments=widened(self._sample.arguments))
-            return _results(wide.call, sample)
-        except Exception:  # not every operator takes float64
-            return None
+        return _difference(actual, self._expected, self._sample)
 
     def _fails_upstream(self) -> bool:
         """Whether torch's own aot_eager backend gets it wrong, too."""
@@ -282,6 +305,31 @@ class Flat(torch.nn.Module):
             next(found) if is_tensor else leaf for is_tensor, leaf in zip(self._is_tensor, self._results, strict=True)
         ]
         return tree_unflatten(leaves, self._results_form)
+
+
+def _difference(actual: Any, expected: Any, sample: Sample) -> str:
+    """How a call's results differ from eager's, in words; "" where they do not."""
+    if sample.is_random:
+        return _forms(actual, expected)
+    return difference(actual, expected, lambda: _exact(sample))
+
+
+def _exact(sample: Sample) -> Any:
+    try:
+        wide = sample.subject.wide()
+        return _results(wide.call, dataclasses.replace(sample, subject=wide, arguments=widened(sample.arguments)))
+    except Exception:  # not every operator takes float64
+        return None
+
+
+def _fails_with_numbers(sample: Sample) -> bool:
+    """Whether torch's own aot_eager backend gets it wrong, too, with sizes and numbers known only at run time."""
+    torch._dynamo.reset()
+    try:
+        compiled = torch.compile(sample.subject.call, backend="aot_eager", dynamic=True)
+        return bool(_difference(_results(compiled, sample), _results(sample.subject.call, sample), sample))
+    except Exception:
+        return True
 
 
 def _traced(sample: Sample, backend: Callable[..., Any]) -> Call:

@@ -6,7 +6,8 @@
     python -m tests.operators.run --out DIR --again wrong                 go on, and run anew what had that verdict
 
 Each sample runs on the TVM engine, forced, and through the default backend (`execution`). `--modes interpreter` runs the lowerings through
-the tests' interpreter instead, so that a fault of a lowering is told from one of a kernel. Samples run in a worker process: what kills or
+the tests' interpreter instead, so that a fault of a lowering is told from one of a kernel; `--modes numbers` calls with numbers that are known
+only at run time. Samples run in a worker process: what kills or
 hangs it counts as that sample's failure. An interrupted run goes on from the journal in the folder. Exits with 1 where something failed that
 `expected.py` does not list, or succeeded that it does. `python -m tests.operators.report` makes the written report.
 """
@@ -232,7 +233,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder for the journal")
     parser.add_argument("--ops", default=".*", help="regular expression over the names of operators and modules")
     parser.add_argument("--kinds", default=",".join(KINDS), help="kinds, comma separated")
-    parser.add_argument("--modes", default="tvm,default", help="modes, comma separated; interpreter is another")
+    parser.add_argument(
+        "--modes", default="tvm,default", help="modes, comma separated; interpreter and numbers are others"
+    )
     parser.add_argument("--again", default="", help="verdicts, comma separated: run such tasks again")
     parser.add_argument("--limit", type=int, help="samples per task, spread over all; default: every one")
     parser.add_argument("--budget-s", type=float, help="start no further task after so many seconds")

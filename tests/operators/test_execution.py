@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.operators.execution import ERROR, PASSED, SKIPPED, WRONG, Bench, Outcome, Sample, Subject
+from tests.operators.execution import ERROR, NUMBERS, PASSED, SKIPPED, WRONG, Bench, Outcome, Sample, Subject
 from tests.operators.expected import EXPECTED, surprises
 from tests.operators.report import page
 from tests.operators.rows import CRASHED, Journal, Row
@@ -20,6 +20,7 @@ from torch_hybrid_backend.loops import lowering
 from torch_hybrid_backend.loops.ir import Expr, Value
 from torch_hybrid_backend.loops.lowering import Context
 from torch_hybrid_backend.loops.ops import add, call, const
+from torch_hybrid_backend.sizes import size
 
 exp = torch.ops.aten.exp.default
 
@@ -154,3 +155,18 @@ def test_spread() -> None:
     assert spread(3, None) == spread(3, 5) == [0, 1, 2]
     assert spread(100, 2) == [25, 75]
     assert spread(0, 2) == []
+
+
+def test_numbers_known_only_at_run_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call is made with other numbers than the first one's; what is wrong for some of them is found, and which."""
+    bench = Bench(tmp_path / "kernels", compilers=1, modes=(NUMBERS,))
+    subject = Subject.of_function(lambda x, n: x + n)
+    sample = Sample(subject, (torch.arange(4), 3))
+    (outcomes,) = bench.run([sample])
+    assert (outcomes[NUMBERS].status, outcomes[NUMBERS].taken > 0) == (PASSED, True)
+    monkeypatch.setattr(size.Symbol, "is_wide", False)
+    (outcomes,) = bench.run([sample])
+    assert outcomes[NUMBERS].status == WRONG
+    assert "in place of 3" in outcomes[NUMBERS].why
+    (outcomes,) = bench.run([Sample(Subject.of_function(torch.neg), (torch.arange(4),))])
+    assert outcomes[NUMBERS].status == SKIPPED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -488,3 +489,62 @@ def test_two_runs_of_the_same_operators() -> None:
     assert difference([x], [x.T.contiguous().T]).startswith("output 0 has strides")
     assert difference([x], [x.double()]).startswith("output 0 has dtype")
     assert difference([x], [x + 1]).startswith("output 0 differs by up to 1")
+
+
+def _far_layers() -> tuple[Callable[..., torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    """Two layers in bfloat16 with their arguments, eager's output, and one with sums in float32, which is not close to it."""
+    torch.manual_seed(0)
+    arguments = [torch.randn(*size).bfloat16() for size in ((3000,), (64, 512), (512, 3000), (3000, 400))]
+
+    def function(bias: torch.Tensor, x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.relu(torch.addmm(bias, x, w)) @ v
+
+    exact = function(*(each.double() for each in arguments)).bfloat16()
+    return function, arguments, [function(*arguments)], [exact]
+
+
+def test_weights_of_products_are_widened_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few columns at a time give what whole weights give."""
+    function, arguments, _, _ = _far_layers()
+    region = _region(function, *arguments)
+    whole = reference_run(region.graph_module, arguments, torch.float64)
+    monkeypatch.setattr(accuracy, "_WEIGHT_ELEMENTS", 4096)
+    parts = reference_run(region.graph_module, arguments, torch.float64)
+    assert whole is not None
+    assert parts is not None
+    torch.testing.assert_close(parts[0], whole[0], rtol=1e-12, atol=1e-12)
+
+
+def test_where_a_wider_run_takes_too_much_memory_eager_alone_judges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the root mean square of the difference, and the comparison says so; what is far off fails."""
+    function, arguments, expected, exact = _far_layers()
+    region = _region(function, *arguments)
+    close = TOLERANCES[torch.bfloat16]
+    assert not torch.allclose(expected[0], exact[0], rtol=close.relative, atol=close.absolute)
+    made = _runs(monkeypatch)
+    assert compare(region, arguments, expected, exact).note == ""
+    assert made == [torch.float32]
+    monkeypatch.setattr(accuracy, "BESIDE_EAGER_BYTES", -(1 << 40))
+    found = compare(region, arguments, expected, exact)
+    assert found.why == ""
+    assert "takes too much memory" in found.note
+    assert compare(region, arguments, expected, [exact[0] * 1.1]).why != ""
+    assert made == [torch.float32]
+
+
+def test_only_what_is_far_off_is_run_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What leads to other outputs alone is not computed."""
+
+    def function(v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return v.exp(), v.sin()
+
+    x, ran = torch.randn(64), []
+
+    def run(module: torch.fx.GraphModule, *rest: Any, **how: Any) -> object:
+        ran.extend(str(node.target) for node in module.graph.nodes if node.op == "call_function")
+        return reference_run(module, *rest, **how)
+
+    monkeypatch.setattr(accuracy, "reference_run", run)
+    region = _region(function, x)
+    assert "output 1" in compare(region, [x], [x.exp(), x.sin()], [x.exp(), x.sin() + 1]).why
+    assert ran == ["aten.sin.default"]

@@ -13,7 +13,7 @@ from torch import nn
 from tests.partition.engines_for_tests import trace
 from torch_hybrid_backend import compress
 from torch_hybrid_backend.core.hoisted_inputs import CallInput
-from torch_hybrid_backend.passes.hoist import Hoisted, hoist
+from torch_hybrid_backend.passes.hoist import Hoisted, divide_fold, hoist
 from torch_hybrid_backend.passes.pipeline import run_passes
 
 
@@ -49,6 +49,32 @@ def test_transposed_weights_are_views(captured):
     (transposed,) = fold(hoisted, subject.inputs)
     assert transposed.data_ptr() == model.weight.data_ptr()
     assert constants_of(hoisted) == [True, False, True]  # bias, x, folded weight
+
+
+def test_parts_of_a_fold_have_no_work_in_common(captured):
+    """Large results are parts of their own, with what is made on the way to them; views are one, small results another."""
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.large, self.other = (nn.Parameter(torch.randn(600, 600)) for _ in range(2))
+            self.small = nn.Parameter(torch.randn(600))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            doubled = self.large * 2
+            return x @ doubled @ (doubled + 1) @ (self.other * self.small) @ self.other.t() * (self.small + 1)
+
+    subject = captured(Layers().eval(), torch.randn(3, 600))
+    hoisted = hoist(subject.gm, subject.ctx.constants)
+    parts = divide_fold(hoisted.fold)
+    assert [(part.is_view, len(part.gives)) for part in parts] == [(True, 1), (False, 1), (False, 2), (False, 1)]
+    constants = [subject.inputs[k] for k in hoisted.inputs.fold]
+    whole = hoisted.fold(*constants)
+    results = [part.graph(*(constants[k] for k in part.reads)) for part in parts]
+    found = {n: y for part, made in zip(parts, results, strict=True) for n, y in zip(part.gives, made, strict=True)}
+    assert found.keys() == set(range(len(whole)))
+    for number, value in enumerate(whole):
+        torch.testing.assert_close(found[number], value, rtol=0, atol=0)
 
 
 def test_changed_parameters_give_changed_results(captured):

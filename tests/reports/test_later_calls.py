@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -146,3 +147,21 @@ def test_a_cache_that_is_written_in_place() -> None:
             results.append((compiled(cache, x, position), cache))
     _same(results[0], results[1])
     _same(results[1], results[2])
+
+
+@pytest.mark.parametrize("options", [{}, {"engines": "eager"}, {"placement": "measure"}])
+@pytest.mark.parametrize("trains", [False, True])
+def test_outputs_that_share_memory_with_inputs(options: dict[str, object], trains: bool) -> None:
+    """No call warns of views of inputs among the outputs, the first one included, which AOTAutograd looks at."""
+    w = torch.randn(4, 4, requires_grad=trains)
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x @ w, x.t(), w, x.view(-1), x.sort(0)[0]
+
+    compiled = torch.compile(function, backend="hybrid", options=options)
+    x = torch.randn(4, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            torch.testing.assert_close(compiled(x), function(x))
+            assert compiled(x)[1].data_ptr() == x.data_ptr()

@@ -1,7 +1,8 @@
-"""What is made of the same tensors is made once, while that is asked for, and never of tensors that changed."""
+"""What is made of the same tensors is made once for all who keep it, and never of tensors that changed."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import platform
 import threading
@@ -11,7 +12,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from torch_hybrid_backend.runtime.constant_pool import ConstantPool, pooled
+from torch_hybrid_backend.runtime import constant_pool
+from torch_hybrid_backend.runtime.constant_pool import ConstantPool, shared, shared_meanwhile
 from torch_hybrid_backend.runtime.native.ops import give_back_freed_memory
 
 
@@ -24,7 +26,7 @@ class Doubling:
         self.made = 0
 
     def __call__(self) -> torch.Tensor:
-        [doubled] = pooled("doubled", [self.source.detach()], self._make, lasting=self.lasting)
+        [doubled] = shared("doubled", [self.source.detach()], self._make, lasting=self.lasting)
         return doubled
 
     def _make(self) -> list[torch.Tensor]:
@@ -32,26 +34,36 @@ class Doubling:
         return [self.source.detach() * 2]
 
 
-def test_it_is_shared_inside_only() -> None:
-    """Inside the block the same tensor comes back; outside of it, and in a block of its own, everyone gets a new one."""
+def test_it_is_shared_while_it_is_kept() -> None:
+    """The same tensor comes back, in other threads too; when nobody has it any more it is made anew."""
     double = Doubling(torch.randn(5))
-    with ConstantPool():
-        assert double() is double()
-        with ConstantPool():
-            double()
+    kept = double()
+    found: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(double()))
+    thread.start()
+    thread.join()
+    assert found[0] is kept
+    assert double.made == 1
+    del kept
+    found.clear()
     double()
-    assert double.made == 3
-
-
-def test_other_threads_do_not_share() -> None:
-    """A block is its thread's own: another thread may change parameters at any time."""
-    double = Doubling(torch.randn(5))
-    with ConstantPool():
-        double()
-        thread = threading.Thread(target=double)
-        thread.start()
-        thread.join()
     assert double.made == 2
+
+
+def _halves(tensor: torch.Tensor) -> list[torch.Tensor]:
+    return [tensor / 2]
+
+
+def test_nothing_is_left_of_what_died() -> None:
+    """Neither of tensors whose parameters died, nor of those that nobody keeps."""
+    entries, names = constant_pool._SHARED._entries, constant_pool._SHARED._names
+    before = len(entries), len(names)
+    double = Doubling(torch.randn(5), lasting=True)
+    doubled = double()
+    kept = shared("halved", [doubled], functools.partial(_halves, doubled.clone()))
+    assert (len(entries), len(names)) == (before[0] + 2, before[1] + 2)
+    del double, doubled, kept
+    assert (len(entries), len(names)) == before
 
 
 CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
@@ -64,48 +76,75 @@ CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
 def test_changed_tensors_are_not_the_same(change: Callable[[torch.Tensor], object]) -> None:
-    """What was made of a tensor before it changed is not used for it afterwards."""
+    """What was made of a tensor before it changed is not used for it afterwards; what was made since is."""
     double = Doubling(torch.randn(5))
-    with ConstantPool():
-        double()
-        change(double.source)
-        torch.testing.assert_close(double(), double.source * 2, rtol=0, atol=0)
+    before = double()
+    change(double.source)
+    after = double()
+    torch.testing.assert_close(after, double.source * 2, rtol=0, atol=0)
+    assert double() is after
+    assert before is not after
     assert double.made == 2
 
 
 def test_the_address_of_a_dead_tensor_is_no_match() -> None:
-    """A tensor at the address of one that died, with equal samples, is still another tensor."""
-    results = []
-    with ConstantPool():
-        for middle in (1.0, 2.0):
-            source = torch.zeros(1001)
-            source[3] = middle  # no element that is sampled
-            [made] = pooled("doubled", [source], lambda source=source: [source * 2])  # type: ignore[misc]
-            results.append(float(made[3]))
-            del source
-    assert results == [2.0, 4.0]
+    """A tensor at the address of one that died is another tensor, though what was made of that lives."""
+    kept = []
+    for middle in (1.0, 2.0):
+        source = torch.zeros(1001)
+        source[3] = middle
+        [made] = shared("doubled", [source], lambda source=source: [source * 2])  # type: ignore[misc]
+        kept.append(made)
+        del source
+    assert [float(made[3]) for made in kept] == [2.0, 4.0]
+
+
+def test_what_is_made_of_what_was_made_is_known_by_its_parameters() -> None:
+    """A folded weight that nobody keeps is folded again, and what another plan packed of it is found; of a changed weight nothing is."""
+    double, packs = Doubling(torch.randn(5), lasting=True), []
+
+    def packed() -> torch.Tensor:
+        doubled = double()
+        [made] = shared("packed", [doubled], lambda: packs.append(1) or [doubled + 1])  # type: ignore[func-returns-value]
+        return made
+
+    first = packed()
+    assert packed() is first
+    assert (double.made, len(packs)) == (2, 1)
+    double.source.mul_(-1)
+    torch.testing.assert_close(packed(), double.source * 2 + 1, rtol=0, atol=0)
+    assert len(packs) == 2
+
+
+def test_forgotten_storages_are_made_anew() -> None:
+    """After `refresh`, whatever tells of changes."""
+    double = Doubling(torch.randn(5))
+    before = double()
+    constant_pool.forget({double.source.untyped_storage()._cdata})
+    assert double() is not before
 
 
 @pytest.mark.parametrize("lasting", [False, True])
 def test_letting_go(lasting: bool) -> None:
-    """Afterwards only what lasts, or what somebody keeps, is there to share; at the end of the block nothing is held."""
+    """In a block all is held, then only what lasts, or what somebody keeps; at the end of the block nothing is held."""
     double = Doubling(torch.randn(5), lasting=lasting)
     with ConstantPool() as once:
+        double()
         kept = double()
+        assert double.made == 1
         once.release_unused()
         assert double() is kept
+        once.release_unused()
         reference = weakref.ref(kept)
         del kept
-        gc.collect()
         assert (reference() is not None) is lasting
         double()
-    gc.collect()
     assert double.made == (1 if lasting else 2)
     assert reference() is None
 
 
 def test_an_interrupt_at_the_end_leaves_nothing() -> None:
-    """Where the block's end never ran, nothing is shared or held once nobody refers to it."""
+    """Where the block's end never ran, nothing is held once nobody refers to it."""
     double = Doubling(torch.randn(5))
     once = ConstantPool()
     once.__enter__()
@@ -114,20 +153,31 @@ def test_an_interrupt_at_the_end_leaves_nothing() -> None:
     del once
     gc.collect()
     assert reference() is None
-    assert double() is not double()
+
+
+def test_what_has_effects_is_shared_inside_a_block_only() -> None:
+    """Elsewhere it is made each time."""
+    source, made = torch.randn(5), []
+
+    def make() -> list[torch.Tensor]:
+        made.append(1)
+        return [source * 2]
+
     with ConstantPool():
-        assert double() is double()
-    assert double.made == 4
+        assert shared_meanwhile("doubled", [source], make)[0] is shared_meanwhile("doubled", [source], make)[0]
+    kept = shared_meanwhile("doubled", [source], make)
+    assert shared_meanwhile("doubled", [source], make)[0] is not kept[0]
+    assert len(made) == 3
 
 
 def test_inference_tensors_have_no_versions() -> None:
     """They are told apart by what they hold."""
     with torch.inference_mode():
         double = Doubling(torch.randn(5))
-        with ConstantPool():
-            assert double() is double()
-            double.source.mul_(3)
-            torch.testing.assert_close(double(), double.source * 2, rtol=0, atol=0)
+        before = double()
+        assert double() is before
+        double.source.mul_(3)
+        torch.testing.assert_close(double(), double.source * 2, rtol=0, atol=0)
 
 
 def _resident_bytes() -> int:

@@ -12,8 +12,9 @@ import torch
 from torch_hybrid_backend.core.hoisted_inputs import CallInput, FoldedValue, HoistedInputs
 from torch_hybrid_backend.core.lazy_bits import LazyBits
 from torch_hybrid_backend.errors import HybridError
-from torch_hybrid_backend.runtime.constant_pool import ConstantPool
 from torch_hybrid_backend.runtime.constants import (
+    DividedFold,
+    FoldPart,
     LiveConstants,
     ViewOfInput,
     main_inputs,
@@ -177,13 +178,22 @@ def test_folded_views_of_parameters_do_not_keep_them_alive() -> None:
     torch.testing.assert_close(plus_one, weight.detach() + 1)
 
 
-def test_folds_of_the_same_parameters_are_not_taken_for_one() -> None:
-    """Two graphs may read the same parameters in the same order and make different values of them."""
-    hoisted, weight = HoistedInputs((FoldedValue(0),), (0,)), torch.randn(3, 4)
-    with ConstantPool():
-        doubled, halved = (run_fold(hoisted, lambda raw, by=by: [raw[0] * by], [weight])[0] for by in (2.0, 0.5))  # type: ignore[misc]
-    torch.testing.assert_close(doubled, weight * 2)
-    torch.testing.assert_close(halved, weight * 0.5)
+def _scaled(*scales: float) -> DividedFold:
+    """A fold whose results are the first parameter times each of these; its parts are named by that."""
+    parts = (
+        FoldPart((0,), (number,), lambda raw, by=scale: [raw[0] * by], f"times {scale}")  # type: ignore[misc]
+        for number, scale in enumerate(scales)
+    )
+    return DividedFold(tuple(parts))
+
+
+def test_folds_of_the_same_parameters_share_equal_parts_alone() -> None:
+    """Two graphs may read the same parameters in the same order, and make the same of them or different values."""
+    hoisted, weight = HoistedInputs((FoldedValue(0), FoldedValue(1)), (0,)), torch.randn(3, 4)
+    first, second = (run_fold(hoisted, _scaled(*scales), [weight]) for scales in ((2.0, 0.5), (3.0, 0.5)))
+    torch.testing.assert_close(torch.stack(first), torch.stack([weight * 2, weight * 0.5]))
+    torch.testing.assert_close(torch.stack(second), torch.stack([weight * 3, weight * 0.5]))
+    assert second[1] is first[1]
 
 
 def test_folded_values_need_a_fold() -> None:

@@ -90,3 +90,28 @@ def test_hints_of_equal_sizes_stay_apart() -> None:
         assert sizes.size_hint((s * 12) // 4) == hint * 3
         assert sizes.size_hint(sizes.ceil_div(s + 5, 16) * 2) == -(-(hint + 5) // 16) * 2
     assert symbol("s0", 7) == symbol("s0", 100)
+
+
+@settings(max_examples=150, derandomize=True, deadline=None)
+@given(expressions())
+def test_no_value_is_beyond_the_interval_and_the_magnitude(size: Dim) -> None:
+    """At every value of the symbols the size lies in its interval, and no further from zero than its magnitude."""
+    low, high = sizes.interval(size)
+    for values in VALUES:
+        assert low <= evaluate(size, values) <= high
+        assert abs(evaluate(size, values)) <= evaluate(sizes.magnitude(size), values)
+
+
+def test_integers_may_be_negative() -> None:
+    """What is known of a size follows from its symbols' ranges, which are no part of what it is."""
+    any_, negative = symbol("n", 2, -(1 << 63), (1 << 63) - 1), symbol("n", 2, -8, -1)
+    assert any_ == negative
+    assert sizes.interval(any_ * 2 + 1) == (-(1 << 64) + 1, (1 << 64) - 1)
+    assert sizes.interval(negative + 8) == (0, 7)
+    assert sizes.interval(negative * symbol("m", 1, 2, 3)) == (-24, -2)
+    assert not sizes.known_at_most(0, any_)
+    assert sizes.known_less(negative, 0)
+    assert bool(negative)
+    assert sizes.lower_bound(function("mod", any_, 8)) == 0
+    assert [s.is_wide for s in sizes.symbols([any_])] == [True]
+    assert [s.is_wide for s in sizes.symbols([negative])] == [False]

@@ -22,13 +22,11 @@ from __future__ import annotations
 import logging
 import os
 import select
-import tempfile
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 
 from torch_hybrid_backend.builds.failures import Failures
 from torch_hybrid_backend.builds.key_lock import KeyLock
@@ -39,9 +37,11 @@ from torch_hybrid_backend.errors import (
     CompileError,
     CompilerCrashError,
     DeadlineError,
+    failures,
 )
 from torch_hybrid_backend.processes.child import Child, End, as_exception
 from torch_hybrid_backend.store import Store
+from torch_hybrid_backend.temporary_folder import TemporaryFolder
 
 _log = logging.getLogger(__name__)
 
@@ -234,7 +234,7 @@ class _Task:
         for call in calls:
             try:
                 call()
-            except Exception:
+            except failures(Exception):  # a stranger's, in the builds' thread: the others are told all the same
                 _log.exception("what was to be called after the build of %s failed", self.key)
 
 
@@ -298,7 +298,7 @@ class _Queue:
         while (task := self._next(thread)) is not None:
             try:
                 outcome = self._outcome(task, thread)
-            except Exception as error:  # a full disk, say: nobody may wait for ever
+            except failures(Exception) as error:  # a full disk, say: nobody may wait for ever
                 outcome = CompileError(f"{task.key} cannot be built: {type(error).__name__}: {error}")
             if outcome is None:  # another process builds it: the others' turn
                 with self._lock:
@@ -350,10 +350,10 @@ class _Queue:
             lock.release()
 
     def _built(self, task: _Task, thread: threading.Thread) -> bytes | CompileError:
-        with tempfile.TemporaryDirectory(prefix="torch_hybrid_backend-") as folder:
-            Path(folder, REQUEST).write_bytes(task.request)
+        with TemporaryFolder() as folder:
+            (folder / REQUEST).write_bytes(task.request)
             limit_s = task.deadline_s + self._grace_s + _SELF_LIMIT_S
-            child = Child("torch_hybrid_backend.builds.main", [task.entry, folder, f"{limit_s:.3f}"], "a builder")
+            child = Child("torch_hybrid_backend.builds.main", [task.entry, str(folder), f"{limit_s:.3f}"], "a builder")
             child.lower_priority()
             with self._lock:
                 self._threads[thread] = child
@@ -364,7 +364,7 @@ class _Queue:
                     self._threads[thread] = None
                 child.end()
             if stopped is None:
-                result = Path(folder, RESULT).read_bytes()
+                result = (folder / RESULT).read_bytes()
                 self._keep(task, result)
                 return result
         if not isinstance(stopped, BuildCancelledError):
@@ -413,7 +413,7 @@ class _Queue:
         try:
             self._store.remove(self._kind, task.key)
             self._store.put(self._kind, task.key, result)
-        except (CacheError, OSError) as error:
+        except failures(CacheError, OSError) as error:
             _log.info("what was built is not kept: %s", error)
 
 

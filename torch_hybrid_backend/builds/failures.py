@@ -17,7 +17,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch_hybrid_backend.errors import AccuracyError, CacheError, CompileError, CompilerCrashError, DeadlineError
+from torch_hybrid_backend.errors import (
+    AccuracyError,
+    CacheError,
+    CompileError,
+    CompilerCrashError,
+    DeadlineError,
+    failures,
+)
 from torch_hybrid_backend.store import Store
 
 _log = logging.getLogger(__name__)
@@ -86,7 +93,7 @@ class Failures:
         try:
             self._store.remove(KIND, _entry(kind, key))
             self._store.put(KIND, _entry(kind, key), json.dumps(fields).encode(), suffix=".json")
-        except (CacheError, OSError) as cannot:
+        except failures(CacheError, OSError) as cannot:
             _log.info("a failed build is not remembered: %s", cannot)
 
     def remove(self, kind: str, key: str) -> None:

@@ -10,12 +10,13 @@ that the path does not lead to any more: who locks it looks. Unix only.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import logging
 import os
 import weakref
 from pathlib import Path
+
+from torch_hybrid_backend.errors import failures, ignored
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class KeyLock:
                 descriptor = os.open(path, _FLAGS, 0o600)
             except FileNotFoundError:
                 continue
-            except OSError as error:
+            except failures(OSError) as error:
                 return _none_at(path, error)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -51,7 +52,7 @@ class KeyLock:
             except BlockingIOError:
                 os.close(descriptor)
                 return None
-            except OSError as error:
+            except failures(OSError) as error:
                 os.close(descriptor)
                 return _none_at(path, error)
         return None
@@ -60,13 +61,13 @@ class KeyLock:
         """Let others have it."""
         if self._descriptor is None:
             return
-        with contextlib.suppress(OSError):
+        with ignored(OSError):
             if _is_at(self._descriptor, self._path):  # else it is another's, after somebody has removed this one
                 self._path.unlink()
-        with contextlib.suppress(OSError):  # for all who have the file open: a child that is just being forked, too
+        with ignored(OSError):  # for all who have the file open: a child that is just being forked, too
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         self.forget()
-        with contextlib.suppress(OSError):  # there is an entry
+        with ignored(OSError):  # there is an entry
             self._path.parent.rmdir()
 
     def forget(self) -> None:
@@ -80,7 +81,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
     """Whether the path leads to the open file."""
     try:
         there = path.lstat()
-    except OSError:
+    except failures(OSError):
         return False
     return os.path.samestat(there, os.fstat(descriptor))
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from torch_hybrid_backend.errors import CompileError
+from torch_hybrid_backend.errors import CompileError, failures
 from torch_hybrid_backend.processes.inside import answer, begin, described, time_limit
 
 REQUEST, RESULT = "request", "result"
@@ -39,7 +39,7 @@ def main(lifeline: int, entry: str, folder: str, limit_s: str) -> None:
             if not isinstance(result, bytes):
                 raise CompileError(f"{entry} returned an object of type {type(result).__name__}; it must be bytes")
             Path(folder, RESULT).write_bytes(result)
-    except Exception as error:  # whatever a builder raises: it is the answer
+    except failures(Exception) as error:  # whatever a builder raises: it is the answer
         answer(answers, {"error": described(error)})
         return
     answer(answers, {"error": None})

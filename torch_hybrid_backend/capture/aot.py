@@ -23,6 +23,7 @@ rebuilds outputs that are views of inputs from the input itself, and re-applies 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -37,13 +38,15 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_hybrid_backend.capture.cache.aot_cache import AotCache, capture_key
 from torch_hybrid_backend.capture.cache.composed_tensors import taking_apart
-from torch_hybrid_backend.capture.decompositions import decomposition_table, whole_upsampling
+from torch_hybrid_backend.capture.decompositions import asked, decomposition_table, whole_upsampling
 from torch_hybrid_backend.capture.fixes.attention_states import without_attention_states
 from torch_hybrid_backend.capture.fixes.dequantized_groups import plain_sizes_of_groups
 from torch_hybrid_backend.capture.fixes.input_updates import write_in_place
 from torch_hybrid_backend.capture.fixes.norm_statistics import correct_statistics
 from torch_hybrid_backend.capture.fixes.output_aliases import separate_aliases
 from torch_hybrid_backend.capture.fixes.overlap import watch_overlaps
+from torch_hybrid_backend.capture.fixes.strided_reads import read_owners
+from torch_hybrid_backend.capture.fixes.strides import strides_of_eager
 from torch_hybrid_backend.core.captured import CapturedGraph, GraphKind
 from torch_hybrid_backend.core.lazy_bits import LazyBits
 from torch_hybrid_backend.fork_lock import ForkLock
@@ -60,6 +63,7 @@ def capture(
     compile_graph: CompileGraph,
     keep_ops: Iterable[torch._ops.OpOverload],
     aot_cache: AotCache | None = None,
+    applies: Callable[[str], bool] | None = None,
 ) -> Callable[..., Any]:
     """Compile Dynamo's graph through `compile_graph`; returns the callable that Dynamo installs.
 
@@ -67,18 +71,20 @@ def capture(
     backward graph, now or in the first backward call. The callable it returns takes one list of inputs, which it may
     clear to free them early (torch's "boxed" convention), and returns the outputs in order.
 
-    `keep_ops`: ATen operators that are never decomposed. `aot_cache`: where AOTAutograd's graphs are looked up and kept.
+    `keep_ops`: ATen operators that are never decomposed. `aot_cache`: where AOTAutograd's graphs are looked up and kept. `applies`:
+    asked before each decomposition, the partitioner, and each fix, whose name it gets, whether that is to be applied; None: all are.
 
     Whatever `compile_graph` raises reaches Dynamo unchanged.
     """
     operators = frozenset(keep_ops)
+    applied: Callable[[str], bool] = applies or (lambda _: True)
     key = capture_key(gm, example_inputs, operators) if aot_cache is not None else None
     if aot_cache is not None and key is not None:
         with_cached = _with_cached(aot_cache, key, gm, example_inputs, compile_graph)
         if with_cached is not None:
             return with_cached
 
-    from functorch.compile import min_cut_rematerialization_partition
+    from functorch.compile import default_partition, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
 
     forward_static: set[str] = set()  # filled by the forward graph's compilation, read by the backward graph's
@@ -105,7 +111,9 @@ def capture(
         )
         returned = range(0) if kind == "backward" else _returned(kind)
         mutated = _mutated_inputs() if kind == "inference" else ()
-        boxed = _boxed(graph_module, kind, frozenset(static), _writes_inputs(), compile_graph, returned, mutated)
+        boxed = _boxed(
+            graph_module, kind, frozenset(static), _writes_inputs(), compile_graph, returned, mutated, applied
+        )
         if is_kept:
             without_wrapper.append(boxed)
         return boxed
@@ -118,25 +126,36 @@ def capture(
                 backward.append(compile_as("backward", graph_module, inputs))
             return backward[0]
 
+    table = decomposition_table(operators)
+
+    def partition(*args: Any, **kwargs: Any) -> Any:
+        least = partial(min_cut_rematerialization_partition, compiler="inductor")
+        made = least if applied("the partitioner min_cut_rematerialization_partition") else default_partition
+        if applied("the fix without_attention_states"):
+            return without_attention_states(*args, partition=made, **kwargs)
+        return made(*args, **kwargs)
+
     backend = aot_autograd(
         fw_compiler=partial(compile_as, "forward"),
         bw_compiler=compile_backward,
         inference_compiler=partial(compile_as, "inference"),
-        decompositions=decomposition_table(operators),
-        partition_fn=partial(
-            without_attention_states, partition=partial(min_cut_rematerialization_partition, compiler="inductor")
-        ),
+        decompositions=table if applies is None else asked(table, applies),
+        partition_fn=partition,
         keep_inference_input_mutations=False,
     )
     # Donated buffers would make `backward(retain_graph=True)` an error, which eager allows.
-    with torch._functorch.config.patch(donated_buffer=False), whole_upsampling(), plain_sizes_of_groups():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch._functorch.config.patch(donated_buffer=False))
+        for fix in (whole_upsampling, plain_sizes_of_groups, strides_of_eager):
+            if applied(f"the fix {fix.__name__}"):
+                stack.enter_context(fix())
         captured: Callable[..., Any] = backend(gm, list(example_inputs))
     if without_wrapper:
         return _called_directly(without_wrapper[0], example_inputs)  # the wrapper took 9 of 42 us with 60 parameters
     # AOTAutograd copies the mark of the compiled graph onto its wrapper, which takes its inputs one by one. PyTorch's minifier
     # believes the mark, calls the wrapper with a list, and takes the error for one that does not matter.
     captured._boxed_call = False  # type: ignore[attr-defined]
-    return watch_overlaps(captured, gm, example_inputs)
+    return watch_overlaps(captured, gm, example_inputs) if applied("the fix watch_overlaps") else captured
 
 
 def _boxed(
@@ -147,13 +166,16 @@ def _boxed(
     compile_graph: CompileGraph,
     returned: range = range(0),
     mutated: Sequence[int] = (),
+    applied: Callable[[str], bool] = lambda _: True,
 ) -> CompiledGraph:
     """AOTAutograd's graph, corrected and compiled, as AOTAutograd calls it; `returned` as for `separate_aliases`, `mutated` as for
-    `write_in_place`."""
+    `write_in_place`, `applied` says of each fix whether it is applied."""
     complete_metadata(graph_module)
-    correct_statistics(graph_module)
-    in_place = write_in_place(graph_module, mutated)
-    restore = separate_aliases(graph_module, returned)
+    for fix in (correct_statistics, read_owners):
+        if applied(f"the fix {fix.__name__}"):
+            fix(graph_module)
+    in_place = write_in_place(graph_module, mutated) if applied("the fix write_in_place") else None
+    restore = separate_aliases(graph_module, returned) if applied("the fix separate_aliases") else None
     compiled = compile_graph(CapturedGraph(graph_module, kind, static, writes_inputs))
 
     ordered = any(node.target is torch.ops.higher_order.with_effects for node in graph_module.graph.nodes)

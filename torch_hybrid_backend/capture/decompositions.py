@@ -29,6 +29,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.capture.fixes.encoder_layers import native_multi_head_attention, transformer_encoder_layer
+from torch_hybrid_backend.capture.fixes.strides import with_strides_of
 from torch_hybrid_backend.graph.schema import is_random
 from torch_hybrid_backend.graph.tracing import traced
 
@@ -129,6 +130,21 @@ def decomposition_table(keep_ops: frozenset[torch._ops.OpOverload]) -> dict[Oper
     return {operator: formula for operator, formula in _full_table().items() if operator not in keep_ops}
 
 
+def asked(
+    table: dict[Operator, Callable[..., object]], applies: Callable[[str], bool]
+) -> dict[Operator, Callable[..., object]]:
+    """The table, each of whose formulas is applied only where `applies` says so; else the operator stays whole."""
+
+    def formula_of(operator: Operator, formula: Callable[..., object]) -> Callable[..., object]:
+        @functools.wraps(formula)
+        def applied(*args: object, **kwargs: object) -> object:
+            return formula(*args, **kwargs) if applies(f"the decomposition of {operator}") else NotImplemented
+
+        return applied
+
+    return {operator: formula_of(operator, formula) for operator, formula in table.items()}
+
+
 def decomposed(node: torch.fx.Node, keep_ops: frozenset[torch._ops.OpOverload]) -> torch.fx.GraphModule | None:
     """What capture would have made of an operator, had only `keep_ops` been wanted whole: a graph of its own.
 
@@ -165,7 +181,9 @@ def _full_table() -> Table:
     table: dict[Operator, Callable[..., object]] = {**core_aten_decompositions(), **get_decompositions(list(EXTRA))}
     table.update(_own_formulas())
     kept = {overload for packet in KEPT for overload in _overloads(packet)}
-    return MappingProxyType({op: formula for op, formula in table.items() if op not in kept and not is_random(op)})
+    return MappingProxyType(
+        {op: with_strides_of(op, formula) for op, formula in table.items() if op not in kept and not is_random(op)}
+    )
 
 
 def _overloads(packet: torch._ops.OpOverloadPacket) -> list[torch._ops.OpOverload]:

@@ -44,6 +44,8 @@ from torch_hybrid_backend.loops.ir import (
     ScatterOp,
     buffers_of_expr,
     compute_dtype,
+    rounded,
+    unrounded,
 )
 from torch_hybrid_backend.loops.kernels import (
     Argument,
@@ -58,7 +60,7 @@ from torch_hybrid_backend.loops.kernels import (
 from torch_hybrid_backend.loops.layout import Layout, Strided, contiguous
 from torch_hybrid_backend.loops.random_numbers import Generator
 from torch_hybrid_backend.loops.scales import gathered
-from torch_hybrid_backend.sizes.size import Dim
+from torch_hybrid_backend.sizes.size import Dim, Size
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +68,7 @@ class RegionKernels:
     """A region's kernels in execution order, and what they share: buffers, layouts, literals and constants packed ahead.
 
     `origins`: for each kernel the names of the nodes whose values it computes, as far as it keeps or reads them from memory.
-    `flags`: as in `LoopGraph`.
+    `flags`, `relied_on`: as in `LoopGraph`.
     """
 
     region: Region
@@ -80,6 +82,7 @@ class RegionKernels:
     generator: Generator | None = None
     origins: tuple[frozenset[str], ...] = ()
     flags: tuple[Buffer, ...] = ()
+    relied_on: tuple[Size, ...] = ()
 
     def with_variants(self, chosen: Sequence[Variant]) -> RegionKernels:
         """The region computed by one variant of each kernel."""
@@ -171,6 +174,7 @@ class RegionKernels:
             random,
             counts=tuple(dict.fromkeys(c for kernel in self.kernels for c in kernel_counts(kernel))),
             flags=tuple(map(number, self.flags)),
+            relied_on=self.relied_on,
         )
 
 
@@ -235,6 +239,7 @@ def assemble(region: Region, backend: KernelBackend) -> RegionKernels:
         lowered.generator,
         _joined(found, kernels),
         lowered.flags,
+        lowered.relied_on,
     )
 
 
@@ -276,7 +281,7 @@ def _kernels(
         arguments([*places, member.expr], [], none, layouts),
         writes,
         group.variables,
-        Store(op.out, member.index, member.expr),
+        Store(op.out, member.index, unrounded(member.expr, op.out.dtype)),
         op.combiner,
     )
     return [first, scatter]
@@ -292,7 +297,11 @@ def _kernel(group: Group, needed: set[Buffer], layouts: Mapping[Buffer, Layout],
         reads = arguments([s.value for s in stages], [], inside, layouts)
         return RowKernel(reads, writes, group.variables, group.axes, stages)
     values = inlined(group)
-    stores = tuple(Store(m.op.out, m.index, values[m.op.out]) for m in group.members if m.op.out in needed)
+    stores = tuple(
+        Store(m.op.out, m.index, unrounded(values[m.op.out], m.op.out.dtype))
+        for m in group.members
+        if m.op.out in needed
+    )
     if group.accumulator is None:
         reads = arguments([s.value for s in stores], [], inside, layouts)
         return MapKernel(reads, writes, group.variables, stores)
@@ -327,13 +336,22 @@ def _stages(group: Group, needed: set[Buffer]) -> tuple[Stage, ...]:
             local = Buffer(group.shape if member.is_full else group.kept_shape, dtype, out.name)
             kind = "map" if member.role == "full" else member.role
             combiner = member.op.combiner if isinstance(member.op, ReduceOp | ScanOp) else ""
+            if not combines:
+                value = rounded(value, out.dtype)
             stages.append(Stage(kind, local, value, combiner))
-            locals_[out] = local
             if member.is_full:
                 full.add(local)
             value = local.at(group.point if member.is_full else group.kept_point)
+            if combines and read_later and (result := rounded(value, out.dtype)) is not value:
+                # What has been combined is in the compute dtype; its readers get what memory would hold.
+                local = Buffer(local.shape, local.dtype, out.name)
+                stages.append(Stage("map" if member.is_full else "scalar", local, result))
+                if member.is_full:
+                    full.add(local)
+            locals_[out] = local
         if stored:
             kind = "store" if member.is_full else "store_scalar"
+            value = unrounded(value, out.dtype)
             stages.append(Stage(kind, None, value, store=Store(out, member.index, value)))
     return tuple(stages)
 

@@ -43,7 +43,7 @@ from torch_hybrid_backend.core.plan import Attempt
 from torch_hybrid_backend.core.program import Program
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Verdict
-from torch_hybrid_backend.errors import CompileError
+from torch_hybrid_backend.errors import CompileError, failures
 from torch_hybrid_backend.loops import lowering
 from torch_hybrid_backend.loops.kernels import Kernel, kernel_sizes
 from torch_hybrid_backend.other_load import OtherLoad
@@ -294,7 +294,7 @@ class KernelEngine(EngineBase):
             return _Assembled(kernels, self._options(kernels))
         except lowering.Refuse as refuse:
             return CompileError(f"{region.name}: {refuse.refused.why}")
-        except Exception as error:
+        except failures(Exception) as error:  # a fault of ours costs one region
             failure = CompileError(f"{region.name} could not be lowered: {type(error).__name__}: {error}")
             failure.__cause__ = error
             return failure

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,9 +20,10 @@ from torch_hybrid_backend.codegen.kernel_name import symbol_of
 from torch_hybrid_backend.codegen.operator_kernel import OperatorKernel
 from torch_hybrid_backend.codegen.workers.pool import Finished, KernelCompiler
 from torch_hybrid_backend.codegen.workers.protocol import Job
-from torch_hybrid_backend.errors import CacheError, CompileError, ScheduleError
+from torch_hybrid_backend.errors import CacheError, CompileError, ScheduleError, failures
 from torch_hybrid_backend.loops.kernels import Kernel
 from torch_hybrid_backend.store import Store
+from torch_hybrid_backend.temporary_folder import TemporaryFolder
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def compile_kernels(
     (None: `deadline_s`), is longer than it was.
     """
     limit_s = deadline_s if limit_s is None else limit_s
-    failures = Failures(store)
+    remembered = Failures(store)
     start = time.monotonic()
     keys = [_key(kernel, target, compiler) for kernel in kernels]
     found: dict[str, Artifact | Exception] = {_NOTHING: Artifact("", "", _NOTHING)}
@@ -69,7 +69,7 @@ def compile_kernels(
         if isinstance(key, Exception) or key in found or key in missing:
             continue
         known = _lookup(key, kernel, store)
-        failed = failures.get(KIND, key, limit_s) if known is None else None
+        failed = remembered.get(KIND, key, limit_s) if known is None else None
         if known is not None:
             found[key] = known
         elif failed is not None:
@@ -83,11 +83,11 @@ def compile_kernels(
             found[job.key] = made if isinstance(made, CompileError) else _keep(job, made, store)
             # That no schedule serves a kernel shows at once.
             if isinstance(made, CompileError) and not isinstance(made, ScheduleError):
-                failures.put(KIND, job.key, made, limit_s)
+                remembered.put(KIND, job.key, made, limit_s)
 
         try:
             _compile(missing, target, compiler, deadline_s - (time.monotonic() - start), finished)
-        except OSError as error:  # no temporary directory can be made, say
+        except failures(OSError) as error:  # no temporary directory can be made, say
             why = f"kernels cannot be compiled: {error}"
             found.update((key, CompileError(why, recurs=False)) for key in missing.keys() - found.keys())
     return [key if isinstance(key, Exception) else found[key] for key in keys]
@@ -117,9 +117,9 @@ def _lookup(key: str, kernel: Kernel, store: Store) -> Artifact | None:
 def _compile(
     kernels: dict[str, Kernel], target: CodeTarget, compiler: KernelCompiler, deadline_s: float, finished: Finished
 ) -> None:
-    with tempfile.TemporaryDirectory(prefix="torch_hybrid_backend-") as folder:
+    with TemporaryFolder() as folder:
         jobs = [
-            Job(key, symbol_of(kernel, key), kernel, target, str(Path(folder) / f"{key}{compiler.module.SUFFIX}"))
+            Job(key, symbol_of(kernel, key), kernel, target, str(folder / f"{key}{compiler.module.SUFFIX}"))
             for key, kernel in kernels.items()
         ]
         compiler.compile(jobs, deadline_s, finished)
@@ -138,7 +138,7 @@ def _keep(job: Job, made: Path, store: Store) -> Artifact | Exception:
     try:
         content = made.read_bytes()
         made.unlink()  # the temporary directory may be small
-    except OSError as error:
+    except failures(OSError) as error:
         return CompileError(f"{job.symbol} was compiled, and cannot be read: {error}", recurs=False)
     try:
         path = store.put(KIND, job.key, content, made.suffix)

@@ -21,7 +21,7 @@ from torch_hybrid_backend.codegen.operator_kernel import Operand, OperatorKernel
 from torch_hybrid_backend.codegen.search import ALONE, KernelOptions
 from torch_hybrid_backend.codegen.variants import Variant
 from torch_hybrid_backend.core.device import Device
-from torch_hybrid_backend.errors import is_sticky
+from torch_hybrid_backend.errors import failures, is_sticky
 from torch_hybrid_backend.measure import Timer
 from torch_hybrid_backend.sizes.size import known_int
 
@@ -53,7 +53,7 @@ def probe_libraries(options: Sequence[KernelOptions], device: Device, timer: Tim
             break
         try:
             alone[key] = operator_us(asked[key], device, timer)
-        except RuntimeError as error:  # PyTorch was built without it, or it does not take such tensors
+        except failures(RuntimeError) as error:  # PyTorch was built without it, or it does not take such tensors
             if is_sticky(error):
                 raise
             _log.info("%s cannot run: %s", asked[key].name, error)

@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from torch_hybrid_backend.core.program import Packing
 from torch_hybrid_backend.loops.graph import LoopGraph
 from torch_hybrid_backend.loops.index import LoopVar, contiguous_strides, linear
 from torch_hybrid_backend.loops.integer_products import NARROW, bounded
@@ -56,14 +57,18 @@ class Packed:
     view: StridedView
     ahead: Callable[[torch.Tensor], torch.Tensor]
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The buffer's tensor, of the source's."""
-        return self.ahead(self.view.of(tensor))
+    @property
+    def pack(self) -> Packing:
+        """Makes the buffer's tensor of the source's."""
+        view, ahead = self.view, self.ahead
+        seen = view.shape, view.strides, view.offset, view.bounds
+        how = (*seen, self.buffer.shape, self.buffer.dtype, _named(ahead))
+        return Packing(how, lambda tensor: ahead(view.of(tensor)))
 
     @property
     def made_of(self) -> tuple[object, ...]:
         """What it is made of and how, hashable: constants for which this is equal have equal tensors."""
-        return self.source, self.view, self.buffer.shape, self.buffer.dtype, _named(self.ahead)
+        return self.source, self.pack
 
     def repacked(self, buffer: Buffer, ahead: Callable[[torch.Tensor], torch.Tensor]) -> Packed:
         """The same operand packed another way, into another buffer."""

@@ -36,14 +36,17 @@ from torch_hybrid_backend.loops.ir import (
     buffers_of,
     buffers_of_expr,
     canonical,
+    depth,
     domain_vars,
     loads_of,
+    rounded,
 )
-from torch_hybrid_backend.loops.ops import is_float, literal, mul, round_to, times_literal
+from torch_hybrid_backend.loops.ops import is_float, literal, mul, times_literal
 from torch_hybrid_backend.loops.scores import is_cheap_mask
 from torch_hybrid_backend.sizes.size import Dim, size_hint
 
 _MAX_WIDTH = 256  # of a head: a tile holds whole ones
+_MAX_DEPTH = 64  # of scores; see `loops.policy.FusionPolicy.max_depth`
 
 
 def find_attention(graph: LoopGraph, *, gathers: bool) -> LoopGraph:
@@ -108,6 +111,7 @@ class _Search:
             own = self._softmax(op.a, place)
             assert own is not None
             scaled = product if factor == 1 else mul(product, literal(factor, product.dtype))
+            scaled = rounded(scaled, first.out.dtype)
             return replace_loads(own.scores, lambda load: scaled if load.buffer is first.out else None)
 
         q = self._inlined(q, first) if q is first.a else q
@@ -139,16 +143,23 @@ class _Search:
         return _Softmax(scores, products[0], guarded is None, frozenset(between)) if len(products) == 1 else None
 
     def _written_out(self, e: Expr, between: set[LoopOp]) -> Expr:
-        """The expression with what elementwise operations computed written out; they are added to `between`."""
+        """The expression with what elementwise operations computed written out; they are added to `between`. One that becomes too deep for a
+        kernel stays as it is."""
 
         def inner(load: Load) -> Expr | None:
             source = self._producer.get(load.buffer)
             if not isinstance(source, MapOp) or not self._is_written_out(source):
                 return None
-            between.add(source)
-            return self._written_out(source.value.at(load.index), between)
+            found.add(source)
+            return rounded(source.value.at(load.index), load.buffer.dtype)
 
-        return replace_loads(e, inner)
+        written, found = e, set[LoopOp]()
+        while depth(written) <= _MAX_DEPTH:
+            before, written = written, replace_loads(written, inner)
+            if written is before:
+                between |= found
+                return written
+        return e
 
     def _is_written_out(self, op: MapOp) -> bool:
         """Whether scores are computed by it, or a mask that costs less to compute than to read."""
@@ -206,7 +217,7 @@ class _Search:
             return None
         inner, factor = source.value.at(e.index), 1.0
         while not isinstance(inner, Load):
-            found = times_literal(_unrounded(inner))
+            found = times_literal(inner)  # a rounded product is not what its factors are: it stays as it is
             if found is None:
                 return None
             inner, factor = found[0], factor * found[1]
@@ -224,7 +235,7 @@ class _Search:
         def at(index: tuple[Index, ...]) -> Expr:
             def inner(load: Load) -> Expr | None:
                 source = self._producer.get(load.buffer)
-                return round_to(source.value.at(load.index), load.buffer.dtype) if isinstance(source, MapOp) else None
+                return rounded(source.value.at(load.index), load.buffer.dtype) if isinstance(source, MapOp) else None
 
             return replace_loads(value.at(index), inner)
 

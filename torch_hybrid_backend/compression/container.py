@@ -24,7 +24,7 @@ from torch import nn
 
 from torch_hybrid_backend.compression.shared_weights import restore_form
 from torch_hybrid_backend.compression.word_lengths import word_lengths
-from torch_hybrid_backend.errors import CompressedFileError, HybridError
+from torch_hybrid_backend.errors import CompressedFileError, HybridError, failures
 from torch_hybrid_backend.runtime.native.ops import huffman_decode, huffman_encode
 
 Bytes = NDArray[np.uint8]
@@ -91,7 +91,7 @@ def load_compressed(path: str | os.PathLike[str], into: nn.Module | None = None)
         restore_form(into, tensors)
         try:
             into.load_state_dict(tensors)
-        except RuntimeError as error:
+        except failures(RuntimeError) as error:
             raise HybridError(f"{os.fspath(path)} is no file of this model: {error}") from error
     return tensors
 

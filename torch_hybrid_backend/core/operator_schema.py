@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torch_hybrid_backend.errors import HybridError
+from torch_hybrid_backend.errors import HybridError, failures
 
 if TYPE_CHECKING:
     from torch_hybrid_backend.core.program import OperatorArgument, OperatorResult
@@ -56,7 +56,7 @@ def operator_schema(name: str, overload: str) -> Any:
     """The schema of "namespace::operator". Raises HybridError where torch has no such operator."""
     try:
         return torch._C._get_schema(name, overload)
-    except RuntimeError as error:
+    except failures(RuntimeError) as error:
         raise HybridError(f"torch has no operator {name} with the overload {overload or 'default'!r}") from error
 
 

@@ -490,6 +490,20 @@ class LaunchGraph(Step):
 
 
 @dataclass(frozen=True, slots=True)
+class Packing:
+    """A `PackedConstant.pack` that only computes. Equal ones make equal tensors of equal ones, whatever graph they are of: plans share them.
+
+    how: all that decides what it makes, but for the tensors.
+    """
+
+    how: tuple[object, ...]
+    make: Callable[..., torch.Tensor] = field(compare=False)
+
+    def __call__(self, *tensors: torch.Tensor) -> torch.Tensor:
+        return self.make(*tensors)
+
+
+@dataclass(frozen=True, slots=True)
 class PackedConstant:
     """A buffer computed from constant region inputs whenever they change, outside the hot path.
 
@@ -530,6 +544,7 @@ class Program:
     buffer, and two outputs may share one. `device`: where its steps run. `ranges`: the least and the most value of a size symbol, by name,
     where its steps do not serve every one. `counts`: how far its steps count in 32 bits, in sizes known only at run time. `flags`: buffers on
     the host that its steps leave at 0, or the values it was called with are refused: the call ends with `errors.RefusedValuesError`.
+    `relied_on`: sizes that are not negative where all that its steps read lies in its tensor.
     """
 
     buffers: tuple[TensorSpec, ...]
@@ -544,6 +559,7 @@ class Program:
     ranges: tuple[tuple[str, int, int], ...] = ()
     counts: tuple[Dim, ...] = ()
     flags: tuple[int, ...] = ()
+    relied_on: tuple[Dim, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -564,6 +580,8 @@ class Program:
         spans = (spec.at(values).span for spec in self.buffers)
         if not outside and (most := max([*spans, *_at(self.counts, values)], default=0)) > MAX_ELEMENTS:
             return f"{most} elements, more than kernels count ({MAX_ELEMENTS})"
+        if not outside and min(_at(self.relied_on, values), default=0) < 0:
+            return "a position outside of its tensor"
         return ", ".join(outside)
 
     def _ranges(self) -> Iterator[tuple[str, int, int]]:
@@ -581,7 +599,13 @@ class Program:
         """The sizes of its buffers, and those that its steps take."""
         of_buffers = (size for spec in self.buffers for size in (*spec.shape, *spec.strides))
         taken = () if self.random is None else self.random.taken
-        return (*(size for step in self.steps for size in step.sizes_used), *of_buffers, *taken, *self.counts)
+        return (
+            *(size for step in self.steps for size in step.sizes_used),
+            *of_buffers,
+            *taken,
+            *self.counts,
+            *self.relied_on,
+        )
 
     def reading(self, inputs: Sequence[int]) -> Program:
         """The program with only those of the region's inputs, by position; the others are read by no kernel and no packing."""

@@ -13,7 +13,7 @@ from torch_hybrid_backend.cancellation import patience
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.engine import CompiledRegion, CompiledRegionBase, Engine, PendingRegion
 from torch_hybrid_backend.core.region import Region
-from torch_hybrid_backend.errors import CompileError, DeadlineError, is_sticky
+from torch_hybrid_backend.errors import CompileError, DeadlineError, failures, is_sticky
 
 _log = logging.getLogger(__name__)
 
@@ -61,8 +61,7 @@ def _compiled(engine: Engine, regions: Sequence[Region], deadline: Deadline) -> 
         if len(compiled) == len(regions):
             return [_checked(engine, region, result) for region, result in zip(regions, compiled, strict=True)]
         error: Exception = CompileError(f"{engine.name} returned {len(compiled)} results for {len(regions)} regions")
-    except Exception as raised:
-        # Against the protocol, but code of any engine may fail in ways that its author did not think of.
+    except failures(Exception) as raised:  # against the protocol, but any engine may fail in ways not thought of
         if len(regions) > 1 and not is_sticky(raised):
             # Which one it is of is not told. What was compiled of the others the engine mostly has kept.
             return [made for region in regions for made in _compiled(engine, [region], deadline)]

@@ -122,11 +122,15 @@ def is_collective(node: Node) -> bool:
 
 def is_in_flight(node: Node) -> bool:
     """Whether the node's value may still be written by a collective, so that nothing but views and the wait may touch it."""
-    facts = _facts_of(node)
-    if facts is not None and facts.is_collective:
-        return facts.is_asynchronous
-    sources = node.all_input_nodes if is_item(node) else shared_arguments(node)
-    return any(is_in_flight(source) for source in sources)
+    pending = [node]
+    while pending:
+        value = pending.pop()
+        facts = _facts_of(value)
+        if facts is None or not facts.is_collective:
+            pending.extend(value.all_input_nodes if is_item(value) else shared_arguments(value))
+        elif facts.is_asynchronous:
+            return True
+    return False
 
 
 def has_effects(node: Node) -> bool:

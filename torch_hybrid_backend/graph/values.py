@@ -160,10 +160,17 @@ def _is_of_bytes(places: object) -> bool:
 
 def _all_readers(node: Node, accepts: Callable[[Node, Node], bool]) -> bool:
     """Whether `accepts(reader, what it reads)` holds for all that read a value, be it by way of a view."""
-    return bool(node.users) and all(
-        _all_readers(user, accepts) if is_view(user) else user.op == "call_function" and accepts(user, node)
-        for user in node.users
-    )
+    pending = [node]
+    while pending:
+        value = pending.pop()
+        if not value.users:
+            return False
+        for user in value.users:
+            if is_view(user):
+                pending.append(user)
+            elif user.op != "call_function" or not accepts(user, value):
+                return False
+    return True
 
 
 def is_quantizing(target: object) -> bool:

@@ -36,9 +36,12 @@ from torch_hybrid_backend.loops.ir import (
     ScatterOp,
     ScoredAttentionOp,
     compute_dtype,
+    depth,
     indices,
     loads_of,
     parts,
+    post_order,
+    rounded,
 )
 from torch_hybrid_backend.loops.policy import FusionPolicy
 from torch_hybrid_backend.sizes.size import Dim, product, size_hint
@@ -54,7 +57,8 @@ _ANCHORS = (
 class Member:
     """One operation inside a group. `index`: the element of `op.out` at the domain point; `expr`: its value, over the domain.
 
-    `role`: "full" and "scan" (one value per point), "scalar" and "reduce" (one per row).
+    `role`: "full" and "scan" (one value per point), "scalar" and "reduce" (one per row). `depth`: of the expression (`loops.ir.depth`) with
+    those of other members written out in it, as kernels have them.
     """
 
     op: LoopOp
@@ -62,6 +66,7 @@ class Member:
     expr: Expr
     role: str
     reads: tuple[Buffer, ...]
+    depth: int = 0
 
     @property
     def is_full(self) -> bool:
@@ -150,7 +155,8 @@ def _new_group(op: LoopOp, reads: Sequence[Buffer]) -> Group:
             group.members.append(Member(op, group.point, op.body(group.point), "scan", tuple(reads)))
         case MapOp():
             group = Group("map", shape, variables)
-            group.members.append(Member(op, group.point, op.value.at(group.point), "full", tuple(reads)))
+            value = op.value.at(group.point)
+            group.members.append(Member(op, group.point, value, "full", tuple(reads), depth(value)))
         case ScatterOp():
             group = Group("scatter", shape, variables, closed=True)
             group.members.append(Member(op, op.place(group.point), op.body(group.point), "full", tuple(reads)))
@@ -253,8 +259,17 @@ def _express(group: Group, op: MapOp, reads: Sequence[Buffer], policy: FusionPol
     for index in _own_indices(group, op, role):
         expr = op.value.at(index)
         if _consistent(group, expr):
-            return Member(op, index, expr, role, tuple(reads))
+            deep = _depth(group, expr)
+            return Member(op, index, expr, role, tuple(reads), deep) if deep <= policy.max_depth else None
     return None
+
+
+def _depth(group: Group, expr: Expr) -> int:
+    """The depth that an expression has in the group's kernel, where members of a row group are stages: each has its result at hand."""
+    if group.kind == "row":
+        return depth(expr)
+    depths = {member.op.out: member.depth for member in group.members}
+    return depth(expr, lambda load: depths.get(load.buffer, 0))
 
 
 def _own_indices(group: Group, op: MapOp, role: str) -> list[tuple[Index, ...]]:
@@ -288,26 +303,28 @@ def _consistent(group: Group, expr: Expr) -> bool:
 def replace_loads(expr: Expr, replacement: Callable[[Load], Expr | None]) -> Expr:
     """The expression with some loads replaced; shared parts stay shared. Loads inside indices are kept."""
     done: dict[Expr, Expr] = {}
-
-    def visit(e: Expr) -> Expr:
-        if e in done:
-            return done[e]
-        result: Expr = e
-        if isinstance(e, Load):
-            result = replacement(e) or e
-        elif isinstance(e, Call):
-            result = e.with_args(map(visit, e.args))
-        done[e] = result
-        return result
-
-    return visit(expr)
+    for e in post_order(expr):
+        match e:
+            case Load():
+                done[e] = replacement(e) or e
+            case Call():
+                done[e] = e.with_args(done[a] for a in e.args)
+            case _:
+                done[e] = e
+    return done[expr]
 
 
 def inlined(group: Group) -> dict[Buffer, Expr]:
-    """For map and anchor groups: each member's value with the other members' values substituted, by the buffer it is stored in."""
+    """For map and anchor groups: each member's value with the other members' values substituted, by the buffer it is stored in.
+
+    What is substituted is what that buffer holds, rounded to its dtype: a value is the same where it is read from memory and where it is not.
+    """
     values: dict[Buffer, Expr] = {}
+    held: dict[Buffer, Expr] = {}
     for member in group.members:
-        values[member.op.out] = replace_loads(member.expr, lambda load: values.get(load.buffer))
+        out = member.op.out
+        values[out] = replace_loads(member.expr, lambda load: held.get(load.buffer))
+        held[out] = rounded(values[out], out.dtype)
     return values
 
 

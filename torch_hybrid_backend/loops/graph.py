@@ -44,6 +44,7 @@ from torch_hybrid_backend.loops.ir import (
     Value,
     buffers_of,
     count_calls,
+    depth,
     domain_vars,
     loads_of,
 )
@@ -54,7 +55,7 @@ from torch_hybrid_backend.loops.ops import call
 from torch_hybrid_backend.loops.policy import FusionPolicy
 from torch_hybrid_backend.loops.random_numbers import Generator
 from torch_hybrid_backend.loops.scores import is_cheap_mask
-from torch_hybrid_backend.sizes.size import Dim, product, size_hint
+from torch_hybrid_backend.sizes.size import Dim, Size, product, size_hint
 
 aten = torch.ops.aten
 
@@ -100,7 +101,8 @@ class LoopGraph:
 
     `literals` are the graph's own constant tensors (get_attr nodes), contiguous, with the buffers that stand for them. `generator`: what random
     numbers are drawn from, where any are. `origins`: for what operations write, the name of the node that it is a value of. `flags`: bool
-    scalars that must be False, or PyTorch's operators refuse the values that the region was called with.
+    scalars that must be False, or PyTorch's operators refuse the values that the region was called with. `relied_on`: sizes that are not
+    negative where all that is read lies in its tensor.
     """
 
     inputs: tuple[Buffer, ...]
@@ -110,6 +112,7 @@ class LoopGraph:
     generator: Generator | None = None
     origins: Mapping[Buffer, str] = field(default_factory=dict)
     flags: tuple[Buffer, ...] = ()
+    relied_on: tuple[Size, ...] = ()
 
     @property
     def needed(self) -> tuple[Buffer, ...]:
@@ -135,6 +138,7 @@ class _Lowerer:
         self._concatenated: set[Value] = set()  # the values that are concatenations
         self._origins: dict[Buffer, str] = {}
         self._makers: dict[Value, str] = {}  # of values that may be given memory later
+        self._nested: dict[Value, int] = {}  # how many values one upon another are computed where one is read
 
     def run(self) -> LoopGraph:
         values: dict[torch.fx.Node, Any] = {}
@@ -167,6 +171,7 @@ class _Lowerer:
                     if isinstance(value, Map):
                         self._makers.setdefault(value, node.name)
                     self._place(node, value)
+                    self._nest(node, value, values)
                 if any(isinstance(op, ReduceOp) for op in self._ops[before:]):
                     for source in node.all_input_nodes:
                         if isinstance(values[source], Value):
@@ -182,7 +187,16 @@ class _Lowerer:
         flags = self._flags()
         ops = in_order(self._ops, [*results, *flags])
         generator = self._generator if self._generator.draws else None
-        return LoopGraph(tuple(inputs), tuple(results), tuple(literals), ops, generator, self._origins, flags)
+        return LoopGraph(
+            tuple(inputs),
+            tuple(results),
+            tuple(literals),
+            ops,
+            generator,
+            self._origins,
+            flags,
+            tuple(self._ctx.relied_on),
+        )
 
     def _flags(self) -> tuple[Buffer, ...]:
         """One flag for all refusals over one domain: each is a kernel of its own, which leaves those that use the values as they are."""
@@ -346,7 +360,11 @@ class _Lowerer:
             if is_dequantised(value) or (padded and is_dequantised(padded)):
                 return
         calls = count_calls(expr)
-        if calls > self._policy.max_inline_calls or len(loads_of(expr)) > self._policy.max_inline_loads:
+        if (
+            calls > self._policy.max_inline_calls
+            or len(loads_of(expr)) > self._policy.max_inline_loads
+            or depth(expr) > self._policy.max_depth
+        ):
             self._realize(value)
             return
         if calls == 0:
@@ -366,6 +384,18 @@ class _Lowerer:
             buffer = self._realize(value)
             if self._is_epilogue(value, expr):
                 self._images.add(buffer)
+
+    def _nest(self, node: torch.fx.Node, value: Value | None, values: Mapping[torch.fx.Node, Any]) -> None:
+        """Give memory to a value, of a view too, that has too many others to compute where it is read."""
+        if not isinstance(value, Map) or value.realized is not None:
+            return
+        sources = [values[source] for source in node.all_input_nodes]
+        read = [s for source in sources for s in (source if isinstance(source, tuple) else (source,))]
+        nested = 1 + max((self._nested.get(s, 0) for s in read if isinstance(s, Map) and s.realized is None), default=0)
+        if nested > self._policy.max_depth:
+            self._realize(value)
+        else:
+            self._nested[value] = nested
 
     def _place_epilogues(self, value: Map, expr: Expr) -> None:
         """Memory for the epilogues that a value is computed from; the value itself is one of the last anchor that it reads."""
@@ -487,15 +517,6 @@ def in_order(ops: Sequence[LoopOp], outputs: Sequence[Buffer]) -> tuple[LoopOp, 
     producer = {out: op for op in ops for out in op.outs}
     reads = {op: op.reads() for op in ops}
     ordered: dict[LoopOp, None] = {}
-
-    def visit(op: LoopOp) -> None:
-        if op in ordered:
-            return
-        for buffer in reads[op]:
-            if (source := producer.get(buffer)) is not None:
-                visit(source)
-        ordered[op] = None
-
     needed = set(outputs)
     pending = [producer[key] for key in needed if key in producer]
     while pending:
@@ -505,6 +526,12 @@ def in_order(ops: Sequence[LoopOp], outputs: Sequence[Buffer]) -> tuple[LoopOp, 
                 if (source := producer.get(buffer)) is not None:
                     pending.append(source)
     for op in ops:
-        if not needed.isdisjoint(op.outs):
-            visit(op)
+        stack = [] if needed.isdisjoint(op.outs) else [op]
+        while stack:
+            sources = (producer[buffer] for buffer in reads[stack[-1]] if buffer in producer)
+            missing = next((source for source in sources if source not in ordered), None)
+            if missing is None:
+                ordered[stack.pop()] = None
+            else:
+                stack.append(missing)
     return tuple(ordered)

@@ -6,12 +6,15 @@
     LoopOp = MapOp | ReduceOp | ScanOp | ScatterOp | MatMulOp | ConvOp | AttentionOp      each fills one buffer; attention some fill several
 
 Scalars are computed in the *compute dtype* of a tensor's dtype: float32 for floats of 16 and 8 bits, the dtype itself otherwise. Loads widen,
-stores narrow; only an explicit cast rounds in between (`Call("round", ...)`), so results are at least as exact as eager's.
+stores narrow. A value of a narrow float holds numbers of that dtype whether or not it has memory (`rounded`): every operator of eager's ends
+with a rounding, and nothing inside an operator rounds (`docs/adr/0069-half-types-round-where-operators-end.md`).
 """
 
 from __future__ import annotations
 
 import itertools
+import math
+import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -73,6 +76,70 @@ class Call(Expr):
         return self if same else Call(self.dtype, self.op, changed)
 
 
+# The narrow floats, by their number in a `round`.
+ROUND_TARGETS = ("bfloat16", "float16", *FLOAT8)
+# Operations whose result is one of a narrow float's numbers where all operands are.
+_CHOOSING = frozenset("max min neg abs sign floor ceil trunc round_even".split())
+
+
+def rounded(e: Expr, dtype: str) -> Expr:
+    """A scalar as a tensor of `dtype` holds it: rounded to a narrow float and kept in float32, itself where that changes nothing."""
+    if dtype not in _NARROW_FLOATS or is_rounded(e, dtype):
+        return e
+    if isinstance(e, Const) and dtype not in FLOAT8:
+        return Const(e.dtype, nearest(float(e.value), dtype))
+    return Call("float32", "round", (e, Const(INDEX_DTYPE, ROUND_TARGETS.index(dtype))))
+
+
+def is_rounded(e: Expr, dtype: str) -> bool:
+    """True if a float32 scalar is known to be one of the numbers of the narrow float `dtype`."""
+    stack, seen = [e], set[Expr]()
+    while stack:
+        match part := stack.pop():
+            case _ if part in seen:
+                continue
+            case Load(buffer=buffer) if buffer.dtype == dtype:
+                pass
+            case Const(value=value) if value == 0 or (dtype not in FLOAT8 and nearest(float(value), dtype) == value):
+                pass
+            case Call(op="round", args=(_, Const(value=target))) if ROUND_TARGETS[int(target)] == dtype:
+                pass
+            case Call(op="cast", args=(x,)) if x.dtype == "bool" or (
+                x.dtype in ("int8", "uint8") and dtype not in FLOAT8
+            ):
+                pass
+            case Call(op="guard" | "where", args=(_, *chosen)):
+                stack.extend(chosen)
+            case Call(op=op, args=args) if op in _CHOOSING:
+                stack.extend(args)
+            case _:
+                return False
+        seen.add(part)
+    return True
+
+
+def unrounded(e: Expr, dtype: str) -> Expr:
+    """What is left for a store to a buffer of `dtype` to round."""
+    match e:
+        case Call(op="round", args=(x, Const(value=target))) if ROUND_TARGETS[int(target)] == dtype:
+            return x
+    return e
+
+
+def nearest(value: float, dtype: str) -> float:
+    """The number of bfloat16 or float16 that is nearest to one of float32, ties to even; of other dtypes the number itself."""
+    if dtype not in ("bfloat16", "float16") or not math.isfinite(value):
+        return value
+    try:
+        if dtype == "float16":
+            return float(struct.unpack("e", struct.pack("e", value))[0])
+        (bits,) = struct.unpack("I", struct.pack("f", value))
+        bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
+        return float(struct.unpack("f", struct.pack("I", bits))[0])
+    except OverflowError:
+        return math.copysign(math.inf, value)
+
+
 # index -> scalar
 ScalarFn = Callable[[tuple[Index, ...]], Expr]
 # index of a buffer's element -> index of the one element of a value computed from it
@@ -130,7 +197,7 @@ class Buffer(Value):
 
 @dataclass(slots=True, eq=False)
 class Map(Value):
-    """A value computed element by element. `fn` returns scalars of the compute dtype of `dtype`.
+    """A value computed element by element. `fn` returns scalars of the compute dtype of `dtype`; `at` gives them rounded to `dtype`.
 
     `parents` are the values each of whose elements is read for exactly one element of this one, with the map from their indices
     to this one's. `base` is set where the value only renames indices of one other value (a view), or clamps a constant's integers
@@ -153,7 +220,7 @@ class Map(Value):
         # Not past a realisation: what an operation reads and what its kernel loads must be one and the same.
         count = _realizations.count
         if self._last is None or self._last[2] != count or self._last[0] != index:
-            self._last = (index, self.fn(index), count)
+            self._last = (index, rounded(self.fn(index), self.dtype), count)
         return self._last[1]
 
     def realize(self, buffer: Buffer) -> None:
@@ -475,6 +542,36 @@ def parts(exprs: Iterable[Expr], *, within_indices: bool = False) -> Iterator[Ex
         elif within_indices:
             for index in indices(e):
                 stack.extend(_scalars(index))
+
+
+def post_order(expr: Expr) -> Iterator[Expr]:
+    """Every distinct part of an expression, each after its arguments; the expression itself is the last."""
+    done: set[Expr] = set()
+    stack = [expr]
+    while stack:
+        e = stack[-1]
+        waiting = [a for a in e.args if a not in done] if isinstance(e, Call) else []
+        if waiting:
+            stack.extend(reversed(waiting))
+            continue
+        stack.pop()
+        if e not in done:
+            done.add(e)
+            yield e
+
+
+def depth(expr: Expr, behind: Callable[[Load], int] = lambda _: 0) -> int:
+    """How many scalar operations follow one another on the longest way to an expression; `behind`: as many lie behind a load."""
+    depths: dict[Expr, int] = {}
+    for e in post_order(expr):
+        match e:
+            case Call():
+                depths[e] = 1 + max((depths[a] for a in e.args), default=0)
+            case Load():
+                depths[e] = behind(e)
+            case _:
+                depths[e] = 0
+    return depths[expr]
 
 
 def indices(expr: Expr) -> tuple[Index, ...]:

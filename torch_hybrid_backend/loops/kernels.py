@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from torch_hybrid_backend.loops.index import Index, LoopVar, is_wide, reach
 from torch_hybrid_backend.loops.ir import Buffer, Expr, FromIndex, parts
 from torch_hybrid_backend.loops.layout import Layout
-from torch_hybrid_backend.sizes.size import Dim, Size, Symbol, product, size_hint, symbols
+from torch_hybrid_backend.sizes.size import MAX_SIZE, Dim, Size, Symbol, product, size_hint, symbols
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,7 +33,7 @@ class Argument:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Store:
-    """buffer[index] = value, narrowed to the buffer's dtype; `index` and `value` are over the kernel's loop variables."""
+    """buffer[index] = value, rounded to the buffer's dtype; `index` and `value` are over the kernel's loop variables."""
 
     buffer: Buffer
     index: tuple[Index, ...]
@@ -212,6 +212,15 @@ def kernel_sizes(kernel: Kernel) -> list[Symbol]:
     visit([(argument.buffer.shape, argument.layout) for argument in (*kernel.reads, *kernel.writes)])
     visit(kernel)
     return list(found)
+
+
+def counts_far(kernel: Kernel) -> bool:
+    """Whether a kernel has arguments of more elements, or more points, than 32 bits count, as far as its sizes are numbers."""
+    extents = (
+        product(variable.extent for variable in kernel.domain),
+        *(a.span for a in (*kernel.reads, *kernel.writes)),
+    )
+    return any(isinstance(extent, int) and extent > MAX_SIZE for extent in extents)
 
 
 def kernel_counts(kernel: Kernel) -> tuple[Size, ...]:

@@ -44,7 +44,7 @@ from torch_hybrid_backend.loops.ir import (
 from torch_hybrid_backend.loops.ops import cast, const
 from torch_hybrid_backend.loops.policy import COMMON, Abilities
 from torch_hybrid_backend.loops.random_numbers import Generator
-from torch_hybrid_backend.sizes.size import Dim, Size, UndecidedSizeError, known_less, product
+from torch_hybrid_backend.sizes.size import Dim, Size, UndecidedSizeError, known_less, lower_bound, product
 
 DTYPES = frozenset(
     "float32 float64 bfloat16 float16 int64 int32 int16 int8 uint8 bool".split()
@@ -119,7 +119,7 @@ def _lowering_of(target: object) -> Lowering | None:
 
 class Context:
     """What a lowering may use: the node's result specs, a place for operations that need memory, what kernels can do, and the random
-    generator of the region's device."""
+    generator of the region's device. `relied_on`: the sizes of which lowerings took for granted that they are not negative."""
 
     def __init__(
         self, emit: Callable[[LoopOp], None], abilities: Abilities = COMMON, generator: Generator | None = None
@@ -128,6 +128,7 @@ class Context:
         self.abilities = abilities
         self.generator = generator or Generator()
         self.refused: list[Map] = []
+        self.relied_on: dict[Size, None] = {}
         self.node: torch.fx.Node | None = None
         self.outs: tuple[TensorSpec, ...] = ()
 
@@ -144,6 +145,10 @@ class Context:
     def shape(self) -> tuple[Dim, ...]:
         """The shape of the node's (first) result."""
         return self.out.shape
+
+    def rely_on(self, *sizes: Dim) -> None:
+        """Kernels run only where none of these is negative: where a position known only at run time lies in its tensor."""
+        self.relied_on.update((size, None) for size in sizes if isinstance(size, Size) and lower_bound(size) < 0)
 
     def realize(self, op: LoopOp) -> Buffer:
         """Emit an operation; its buffer can be read by everything that follows."""

@@ -14,7 +14,7 @@ import operator
 import struct
 
 from torch_hybrid_backend.loops.index import Index, as_index
-from torch_hybrid_backend.loops.ir import FLOAT8, INDEX_DTYPE, Call, Const, Expr, FromIndex, Load
+from torch_hybrid_backend.loops.ir import INDEX_DTYPE, Call, Const, Expr, FromIndex, compute_dtype, rounded
 from torch_hybrid_backend.sizes.size import Dim, Size, known_at_most, known_less
 
 FLOAT_UNARY = frozenset(
@@ -39,7 +39,6 @@ RANDOM = frozenset(("random_uniform", "random_normal"))
 OPS = UNARY | BINARY | COMPARE | LOGICAL | PREDICATE | OTHER | RANDOM
 
 _FLOATS = ("float32", "float64")
-ROUND_TARGETS = ("bfloat16", "float16", *FLOAT8)
 
 
 def is_float(dtype: str) -> bool:
@@ -155,26 +154,8 @@ def cast(x: Expr, dtype: str) -> Expr:
 
 
 def round_to(x: Expr, dtype: str) -> Expr:
-    """A float32 scalar rounded to one of `ROUND_TARGETS` (and kept in float32); other dtypes: a cast."""
-    if dtype not in ROUND_TARGETS:
-        return cast(x, dtype)
-    if is_rounded(x, dtype):
-        return x
-    return Call("float32", "round", (cast(x, "float32"), Const("int64", ROUND_TARGETS.index(dtype))))
-
-
-def is_rounded(x: Expr, dtype: str) -> bool:
-    """Whether a float32 scalar is one of the narrow float `dtype` as it is: read, rounded before, zero, or chosen among such."""
-    match x:
-        case Load(buffer=buffer):
-            return buffer.dtype == dtype
-        case Const(value=value):
-            return value == 0
-        case Call(op="round", args=(_, Const(value=target))):
-            return ROUND_TARGETS[int(target)] == dtype
-        case Call(op="guard" | "where", args=(_, *chosen)):
-            return all(is_rounded(choice, dtype) for choice in chosen)
-    return False
+    """`x` as a tensor of `dtype` holds it, in the compute dtype: cast, and rounded to a narrow float."""
+    return rounded(cast(x, compute_dtype(dtype)), dtype)
 
 
 def from_index(index: Index | Dim, dtype: str = INDEX_DTYPE) -> Expr:

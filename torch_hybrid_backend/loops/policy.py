@@ -16,6 +16,7 @@ class Abilities:
     it, for the gradient of a maximum pooling. `max_taps`: neighbours that an interpolation may read for one pixel.
     `any_convolution`: convolutions of volumes, and transposed ones whose windows do not tile the result.
     `attention_gradients`: attention writes its log-sum-exp where that is read, and its gradients are kernels.
+    `joined_moments`: a mean and the squared deviations from it are found in one reading of a row, where a correction would take a second one.
     `integer_products`: products of quantised operands are products of integers (`loops.ir.IntegerMatMulOp`, `IntegerConvOp`),
     and a constant right operand of a matrix product that is dequantised or looked up is read as the expression that it is, as are dequantised
     queries, keys and values of attention.
@@ -32,6 +33,7 @@ class Abilities:
     max_taps: int = 8
     any_convolution: bool = False
     attention_gradients: bool = False
+    joined_moments: bool = False
     integer_products: bool = False
     flags: bool = False
     random_blocks: int = 0
@@ -46,6 +48,8 @@ class FusionPolicy:
 
     `copies_columns`: a matrix product's left operand is copied where it does not lie along k; else it is read in any order of memory.
     `max_inline_calls`, `max_inline_loads`: scalar operations and loads of a value that is computed where it is read; a longer one gets memory.
+    `max_depth`: scalar operations one after another in a kernel, and values computed where they are read one upon another. So many hide a pass
+    over memory, and what walks expressions recurses: here, in pickling, and in compilers, where the end of the stack is a crash.
     `max_members`, `max_reads`: operations of a group, and buffers it reads from outside.
     `min_rows`, `small_elements`: what is computed around a reduction joins it, row by row, where its domain has so many rows, or no more
     elements than that.
@@ -57,6 +61,7 @@ class FusionPolicy:
     """
 
     copies_columns: bool = field(default=True, kw_only=True)
+    max_depth: int = field(default=64, kw_only=True)
     max_inline_calls: int
     max_inline_loads: int
     max_members: int

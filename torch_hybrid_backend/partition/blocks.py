@@ -21,7 +21,7 @@ def blocks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     # Along the dimension whose steps are the largest: a block is near together in memory.
     dimension = max((d for d in range(first.dim()) if first.shape[d] > 1), key=first.stride)
     size = max(1, first.shape[dimension] * BLOCK_ELEMENTS // first.numel())
-    for parts in zip(*(tensor.split(size, dimension) for tensor in tensors), strict=True):
+    for parts in zip(*(torch.split(tensor, size, dimension) for tensor in tensors), strict=True):
         yield from blocks(*parts)
 
 

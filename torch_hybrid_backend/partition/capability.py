@@ -16,7 +16,7 @@ from torch_hybrid_backend.core.engine import Engine, serves
 from torch_hybrid_backend.core.lazy_bits import LazyBits
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Reason, Refused, Verdict
-from torch_hybrid_backend.errors import RegionError
+from torch_hybrid_backend.errors import RegionError, failures
 from torch_hybrid_backend.graph.devices import device_of
 from torch_hybrid_backend.graph.schema import has_effects, is_in_flight, is_item, only_draws
 
@@ -90,7 +90,7 @@ def accepted(engine: Engine, region: Region, *, strict: bool) -> Verdict:
     try:
         with unset_fake_temporarily():
             return engine.accepts(region)
-    except Exception as error:
+    except failures(Exception) as error:  # a third party's code
         why = f"engine {engine.name} raised when asked about region {region.name}: {type(error).__name__}: {error}"
         if strict:
             raise RegionError(why) from error
@@ -113,7 +113,7 @@ def _ask(engine: Engine, node: Node, device: Device | None, broken: set[str], st
             return engine.supports(node)
     except (GuardOnDataDependentSymNode, DataDependentOutputException) as error:
         return Refused(Reason.SYMBOLIC_SHAPE, f"{node.target} depends on a number that only its data tell: {error}")
-    except Exception as error:
+    except failures(Exception) as error:  # a third party's code
         why = f"engine {engine.name} raised when asked about {node.target}: {type(error).__name__}: {error}"
         if strict:
             raise RegionError(why) from error

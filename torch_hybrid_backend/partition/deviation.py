@@ -23,6 +23,7 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.eager_graph import TracedRun
+from torch_hybrid_backend.errors import failures
 
 # Of the values that a layer reads: with fewer that are not zero there is next to nothing to be off by. Behind a ReLU half of them are.
 _LEAST_SHARE = 0.01
@@ -155,7 +156,7 @@ def layer_errors(
         cone = cones[node.name]
         try:
             errors[node.name] = relative_error(value, cone.run(values)) or 0.0
-        except (RuntimeError, TypeError, ValueError, MemoryError):
+        except failures(RuntimeError, TypeError, ValueError, MemoryError):
             errors[node.name] = math.inf
         uses.subtract(cone.leaves)
         for name in cone.leaves:

@@ -16,6 +16,7 @@ from torch_hybrid_backend.errors import (
     CompilerCrashError,
     DeadlineError,
     RegionError,
+    delivered,
     is_out_of_memory,
     is_sticky,
 )
@@ -66,9 +67,10 @@ def demote(region: Region, engine: str, refused: Refused, *, strict: bool, cause
     """Take `region` from `engine`, which failed as `refused` tells. Returns the refusal for the plan.
 
     Logs one WARNING that names region, reason code and the user's line; raises RegionError with the same text under
-    `strict`. A cause after which the device cannot be used raises as it is: eager could not run the region either.
+    `strict`. A cause after which the device cannot be used raises as it is: eager could not run the region either. So does one that was
+    delivered from outside, which is the program's.
     """
-    if cause is not None and is_sticky(cause):
+    if cause is not None and (is_sticky(cause) or delivered(cause) is not None):
         raise cause
     line = f"{_named(region)} cannot run on {engine}: {refused.code}: {refused.why}"
     if strict:

@@ -30,7 +30,7 @@ from torch_hybrid_backend.core.program import OperatorCall
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Reason, Refused
-from torch_hybrid_backend.errors import is_sticky
+from torch_hybrid_backend.errors import failures, is_sticky
 from torch_hybrid_backend.generators import Replay
 from torch_hybrid_backend.graph.precision import computes, precision_of
 from torch_hybrid_backend.measure import HostTimer, Rounds, Timer, measure
@@ -115,7 +115,6 @@ def choose(
 
     replay = replay_of(region)
     alive: dict[str, CompiledRegion] = {}
-    pending: dict[str, PendingRegion] = {}
     for engine, candidate in candidates.items():
         if isinstance(candidate, Exception):
             drop(engine, compile_refusal(candidate), candidate)
@@ -124,21 +123,63 @@ def choose(
         else:
             alive[engine] = entry
 
+    trials = _tried_all(region, alive, inputs, config, pricing.deadline, replay, drop)
+    replay, unable, results = trials.replay, trials.unable, trials.results
+    if unable is not None:
+        refusals.append(Refusal.of(EAGER, unable))
+    costs = _price(region, alive, inputs, config, pricing, drop, eager_runs=unable is None)
+    # Without costs all are equal: nobody is left, or the device is one for which nothing is estimated.
+    winner = cheapest(costs).engine if costs else next(iter(alive), EAGER)
+    refusals += [_building(*each) for each in trials.pending.items()]
+    refusals += [_lost(region, engine, winner, costs) for engine in alive if engine != winner]
+    compiled_winner = _at_every_size(region, alive, winner, costs)
+    if unable is not None and compiled_winner is not None:
+        report_unchecked(region, winner, unable)
+    decision = decide(region, winner, compiled_winner, costs, tuple(refusals), *_judgement(trials.compared.get(winner)))
+    outputs = results.get(winner)  # what later calls return, to the bit: an engine's are only about eager's
+    if outputs is None:
+        outputs = replay.run(lambda: run_eager(region, inputs))
+    replay.finish()
+    return Choice(decision, compiled_winner, outputs, tuple(trials.pending.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Trials:
+    """What came of trying the candidates: outputs and comparisons by engine, those that are being built, why eager cannot run the region (None
+    if it can), and what winds back random numbers."""
+
+    results: Mapping[str, list[torch.Tensor]]
+    compared: Mapping[str, Comparison | None]
+    pending: Mapping[str, PendingRegion]
+    unable: Refused | None
+    replay: Replay
+
+
+def _tried_all(
+    region: Region,
+    alive: dict[str, CompiledRegion],
+    inputs: Sequence[torch.Tensor],
+    config: Config,
+    deadline: Deadline,
+    replay: Replay,
+    drop: Callable[..., None],
+) -> _Trials:
+    """Run every candidate once. Those that are refined replace themselves in `alive`; those that fail or differ from eager are dropped."""
     found = replay.run(lambda: reference(region, inputs)) if alive and config.verify != "off" else None
     unable = found if isinstance(found, Refused) else None  # why eager is no candidate
     if unable is not None:
-        refusals.append(Refusal.of(EAGER, unable))
         replay.rewind()  # what it drew before it failed
         replay = replay_of(region)
     expected = None if isinstance(found, Refused) else found
-    results: dict[str, list[torch.Tensor]] = {} if expected is None else {EAGER: expected}
-    errors: dict[str, float | None] = {}
+    results: dict[str, list[torch.Tensor]] = {}
+    compared: dict[str, Comparison | None] = {}
+    pending: dict[str, PendingRegion] = {}
     for engine in list(alive):
         try:
             tried, results[engine], comparison = _tried(
-                region, alive[engine], inputs, config, expected, pricing.deadline, replay
+                region, alive[engine], inputs, config, expected, deadline, replay
             )
-        except Exception as error:  # an engine's kernels or code may fail in any way; eager is there for it
+        except failures(Exception) as error:  # an engine's kernels or code may fail in any way; eager is there for it
             if found is None and EAGER not in results and not is_sticky(error):
                 results.update(_asked(region, inputs, replay))
             drop(engine, run_refusal(error), error)
@@ -148,24 +189,15 @@ def choose(
             del alive[engine]
             continue
         alive[engine] = tried
-        errors[engine] = None if comparison is None else comparison.max_error
+        compared[engine] = comparison
         if comparison is not None and comparison.refused is not None:
             drop(engine, _after(tried.attempts, comparison.refused))
 
-    costs = _price(region, alive, inputs, config, pricing, drop, eager_runs=unable is None)
-    # Without costs all are equal: nobody is left, or the device is one for which nothing is estimated.
-    winner = cheapest(costs).engine if costs else next(iter(alive), EAGER)
-    refusals += [_building(*each) for each in pending.items()]
-    refusals += [_lost(region, engine, winner, costs) for engine in alive if engine != winner]
-    compiled_winner = _at_every_size(region, alive, winner, costs)
-    if unable is not None and compiled_winner is not None:
-        report_unchecked(region, winner, unable)
-    decision = decide(region, winner, compiled_winner, costs, tuple(refusals), errors.get(winner))
-    outputs = results.get(winner)  # what later calls return, to the bit: an engine's are only about eager's
-    if outputs is None:
-        outputs = replay.run(lambda: run_eager(region, inputs))
-    replay.finish()
-    return Choice(decision, compiled_winner, outputs, tuple(pending.values()))
+    results = {engine: made for engine, made in results.items() if engine in alive or engine == EAGER}
+    if not alive and expected is not None:
+        results[EAGER] = expected
+    # Without eager's outputs, which need not be there while calls are timed: memory may be short.
+    return _Trials(results, compared, pending, unable, replay)
 
 
 def _asked(region: Region, inputs: Sequence[torch.Tensor], replay: Replay) -> dict[str, list[torch.Tensor]]:
@@ -210,6 +242,11 @@ def _building(engine: str, pending: PendingRegion) -> Refusal:
     return Refusal(engine, Reason.BUILDING, f"it is being built{how}; until then another runs the region")
 
 
+def _judgement(comparison: Comparison | None) -> tuple[float | None, str]:
+    """The largest error of a region's results, and a note of how they were judged."""
+    return (None, "") if comparison is None else (comparison.max_error, comparison.note)
+
+
 def _after(attempts: Sequence[Attempt], refused: Refused) -> Refused:
     """The refusal of a region that was computed in several ways, all too far off."""
     if not attempts:
@@ -224,8 +261,9 @@ def decide(
     costs: tuple[Cost, ...] = (),
     refusals: tuple[Refusal, ...] = (),
     max_error: float | None = None,
+    judged: str = "",
 ) -> RegionDecision:
-    """The plan's entry for a region that `engine` runs."""
+    """The plan's entry for a region that `engine` runs. `judged`: a note of how its results were judged."""
     attempts = compiled.attempts if compiled is not None else ()
     steps = compiled.program.steps if compiled is not None and compiled.program is not None else ()
     precisions = Counter(precision_of(node) for node in region.graph_module.graph.nodes if computes(node))
@@ -246,7 +284,7 @@ def decide(
         operators=tuple(f"{call.name}: {call.title}" for call in steps if isinstance(call, OperatorCall)),
         precision=tuple(name for name, _ in precisions.most_common()),
         attempts=attempts,
-        note=compiled.note if compiled is not None else "",
+        note="; ".join(filter(None, [judged, compiled.note if compiled is not None else ""])),
     )
 
 
@@ -279,6 +317,7 @@ def _tried(
             _log.info("region %s is to be computed more accurately: %s", region.name, comparison.why)
             if isinstance(exact, PendingRegion):
                 return exact, results, comparison
+            del results
             compiled, results = exact, run(exact)
             comparison = compare(region, inputs, expected, results, replay)
     return compiled, results, comparison
@@ -388,5 +427,5 @@ def _guarded(engine: str, run: Runner, inputs: Sequence[torch.Tensor]) -> None:
     try:
         with torch.no_grad():
             run(inputs)
-    except Exception as error:
+    except failures(Exception) as error:  # whose it is decides what becomes of it
         raise _CandidateError(engine, error) from error

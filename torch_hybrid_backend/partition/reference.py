@@ -8,7 +8,7 @@ import torch
 
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Refused
-from torch_hybrid_backend.errors import OperatorRefusedError, is_out_of_memory
+from torch_hybrid_backend.errors import OperatorRefusedError, failures, is_out_of_memory
 from torch_hybrid_backend.generators import Replay
 from torch_hybrid_backend.partition.fallback import run_refusal
 
@@ -29,7 +29,7 @@ def reference(region: Region, inputs: Sequence[torch.Tensor]) -> list[torch.Tens
     try:
         with torch.no_grad():
             return region.eager.run(inputs)
-    except Exception as error:
+    except failures(Exception) as error:  # raised again, but for what tells of the machine or of an operator
         return unable_to_run(error)
 
 

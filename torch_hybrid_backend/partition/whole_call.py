@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from torch_hybrid_backend.core.engine import EAGER
 from torch_hybrid_backend.core.plan import CallDecision, Plan, Refusal
 from torch_hybrid_backend.core.verdict import Reason
-from torch_hybrid_backend.errors import is_sticky
+from torch_hybrid_backend.errors import failures, is_sticky
 from torch_hybrid_backend.fork_lock import ForkLock
 from torch_hybrid_backend.measure import Rounds
 from torch_hybrid_backend.partition.accuracy import difference
@@ -136,7 +136,7 @@ class PricedCall:
             else:
                 self._decision = price_call(key, self._plan, calls, self._budget_s, self._pricing())
             engine = self._decision.engine
-        except Exception as error:  # no memory for both, say: what has worked goes on
+        except failures(Exception) as error:  # no memory for both, say: what has worked goes on
             if is_sticky(error):
                 raise
             _log.info("whole calls are not priced: %s: %s", type(error).__name__, error)

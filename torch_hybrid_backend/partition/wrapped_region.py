@@ -14,7 +14,7 @@ from torch_hybrid_backend.core.plan import Attempt
 from torch_hybrid_backend.core.program import Program
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Refused
-from torch_hybrid_backend.errors import HybridError, is_sticky
+from torch_hybrid_backend.errors import HybridError, failures, is_sticky
 from torch_hybrid_backend.partition.accuracy import compare
 from torch_hybrid_backend.partition.fallback import demote, run_refusal
 from torch_hybrid_backend.partition.reference import reference, replay_of, run_eager
@@ -78,7 +78,7 @@ def _reported(compiled: CompiledRegion, inputs: Sequence[torch.Tensor]) -> list[
         return compiled(inputs)
     except HybridError:
         raise
-    except Exception as error:  # an engine's code may fail in any way
+    except failures(Exception) as error:  # an engine's code may fail in any way
         if is_sticky(error):
             raise
         raise HybridError(run_refusal(error).why) from error
@@ -110,7 +110,7 @@ class _Check:
         try:
             results = replay.run(lambda: list(compiled(inputs)))
             refused = compare(self._region, inputs, expected, results, replay).refused
-        except Exception as error:  # an engine's kernels or code may fail in any way
+        except failures(Exception) as error:  # an engine's kernels or code may fail in any way
             refused, cause = run_refusal(error), error
         if refused is not None:
             self._failed = compiled

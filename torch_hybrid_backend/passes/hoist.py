@@ -20,6 +20,7 @@ from torch_hybrid_backend.graph.values import (
     has_mutation,
     is_dequantized,
     is_widened_scale,
+    output_nodes,
     returned_roots,
     storage_root,
 )
@@ -69,6 +70,50 @@ def hoist(gm: torch.fx.GraphModule, constant_names: frozenset[str]) -> Hoisted:
     )
     inputs = HoistedInputs(sources, tuple(position[node] for node in fold_inputs))
     return Hoisted(main, fold, inputs)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """A part of a fold: the numbers of the fold's arguments that `graph` takes, and of the results that it returns as a tuple, both in order.
+    `is_view`: all results are views of arguments, or constants of the graph."""
+
+    reads: tuple[int, ...]
+    gives: tuple[int, ...]
+    graph: torch.fx.GraphModule
+    is_view: bool
+
+
+def divide_fold(fold: torch.fx.GraphModule) -> list[Part]:
+    """The fold as parts that have no work in common: one for each large result and what is made with it, one for small ones, one for views."""
+    placeholders = fold.graph.find_nodes(op="placeholder")
+    work: dict[
+        Node, set[Node]
+    ] = {}  # what is computed of arguments for a node; one that views alone lead to has no work
+    for node in fold.graph.nodes:
+        is_work = node.op == "call_function" and node.all_input_nodes and not is_view(node)
+        own = {node} if is_work else set[Node]()
+        work[node] = own.union(*(work[source] for source in node.all_input_nodes))
+    returned = tuple(output_nodes(fold))
+    views = [number for number, node in enumerate(returned) if not work[node]]
+    together: dict[Node, list[int]] = {}  # by each node that is computed, the numbers of all results that it leads to
+    for number, node in enumerate(returned):
+        met = {id(together[each]): together[each] for each in work[node] if each in together}
+        numbers = sorted({number, *(n for each in met.values() for n in each)})
+        for each in work[node].union(*(work[returned[n]] for n in numbers)):
+            together[each] = numbers
+    distinct = list({id(numbers): numbers for numbers in together.values()}.values())
+
+    def is_small(numbers: list[int]) -> bool:
+        return sum(_size_bytes(returned[n].meta.get("val")) or 0 for n in numbers) < SMALL_BYTES
+
+    small = sorted(number for numbers in distinct if is_small(numbers) for number in numbers)
+    parts = []
+    for numbers in [views, small, *(numbers for numbers in distinct if not is_small(numbers))]:
+        graph, arguments = _fold_graph(fold, [returned[number] for number in numbers], placeholders)
+        if graph is not None:
+            reads = tuple(placeholders.index(node) for node in arguments)
+            parts.append(Part(reads, tuple(numbers), graph, numbers is views))
+    return parts
 
 
 def _size_bytes(value: Any) -> int | None:

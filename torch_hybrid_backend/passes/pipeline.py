@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch.fx
 
-from torch_hybrid_backend.errors import PassError
+from torch_hybrid_backend.errors import PassError, failures
 from torch_hybrid_backend.passes.canonical.cse import cse
 from torch_hybrid_backend.passes.canonical.dead_code import dead_code
 from torch_hybrid_backend.passes.canonical.fold_batch_norm import fold_batch_norm
@@ -104,7 +104,7 @@ def run_passes(
             if graph_pass(gm, replace(ctx, devices=devices)):
                 log.debug("%s changed the graph (now %d nodes)", name, len(gm.graph.nodes))
                 verify(gm, contract)
-        except Exception as error:
+        except failures(Exception) as error:  # its name is told
             before = ", ".join(done) or "none"
             raise PassError(f"pass {name} failed (passes before it: {before}): {error}") from error
         done.append(name)

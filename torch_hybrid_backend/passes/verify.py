@@ -11,7 +11,7 @@ import torch.fx
 
 from torch_hybrid_backend.core.lazy_bits import LazyBits
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
-from torch_hybrid_backend.errors import PassError
+from torch_hybrid_backend.errors import PassError, failures
 from torch_hybrid_backend.graph.schema import is_collective, is_mutating
 from torch_hybrid_backend.graph.values import outputs_of, storage_root
 
@@ -79,7 +79,7 @@ def verify(gm: torch.fx.GraphModule, contract: Contract) -> None:
     """
     try:
         gm.graph.lint()
-    except RuntimeError as error:
+    except failures(RuntimeError) as error:
         raise PassError(f"the graph is malformed: {error}") from error
     for node in gm.graph.nodes:
         if node.op == "call_function" and "val" not in node.meta and not _returns_nothing(node):

@@ -24,8 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch_hybrid_backend
-from torch_hybrid_backend.errors import CompileError, ScheduleError, tells_of_shortage
+from torch_hybrid_backend.errors import CompileError, ScheduleError, failures, ignored, tells_of_shortage
 from torch_hybrid_backend.processes.frames import split_frame
+from torch_hybrid_backend.processes.interpreter import NO_INTERPRETER, interpreter
 
 _CHUNK_BYTES = 1 << 16
 _TAIL_CHARACTERS = 2000
@@ -113,8 +114,11 @@ class Child:
             "OPENBLAS_NUM_THREADS": "1",
             **(environment or {}),
         }
-        command = [sys.executable, "-P", "-c", _BOOTSTRAP, root, module]
         try:
+            python = interpreter()
+            if python is None:
+                raise CompileError(f"{what} cannot be started: {NO_INTERPRETER}", recurs=False)
+            command = [python, "-P", "-c", _BOOTSTRAP, root, module]
             with (
                 _standard_descriptors_taken(),
                 contextlib.ExitStack() as close_after_start,
@@ -135,8 +139,8 @@ class Child:
                     start_new_session=True,  # Ctrl-C is the parent's to handle
                 )
                 opened.pop_all()  # from here on `end` closes it
-        except OSError as error:
-            raise CompileError(f"{what} cannot be started ({sys.executable}): {error}", recurs=False) from error
+        except failures(OSError) as error:
+            raise CompileError(f"{what} cannot be started: {error}", recurs=False) from error
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.stdin, self.stdout = self.process.stdin.fileno(), self.process.stdout.fileno()
@@ -190,12 +194,12 @@ class Child:
             with open(f"/proc/{self.process.pid}/stat") as file:
                 ticks = file.read().rpartition(")")[2].split()[11:15]  # proc_pid_stat(5): utime, stime, cutime, cstime
             return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
-        except (OSError, ValueError):
+        except failures(OSError, ValueError):
             return time.monotonic()
 
     def lower_priority(self) -> None:
         """Let this process's threads go first from now on, for good: calls run beside it. Nobody but root can undo that."""
-        with contextlib.suppress(OSError):  # it may have ended
+        with ignored(OSError):  # it may have ended
             os.setpriority(os.PRIO_PROCESS, self.process.pid, _BESIDE_CALLS)
 
     def wait(self, seconds: float) -> None:

@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 
-from torch_hybrid_backend.errors import is_from_outside
+from torch_hybrid_backend.errors import ignored, is_from_outside
 from torch_hybrid_backend.processes.frames import frame
 
 
@@ -77,5 +77,5 @@ def _end_with_parent(lifeline: int) -> None:
 def _forbid_core_dumps() -> None:
     import resource
 
-    with contextlib.suppress(ValueError, OSError):
+    with ignored(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_hybrid_backend.errors import QuantizationError, is_out_of_memory, is_sticky
+from torch_hybrid_backend.errors import QuantizationError, failures, is_out_of_memory, is_sticky
 
 Callee = Callable[..., Any]  # a module, or a function that stands for one
 Call = Callable[[Callee, Any], Any]
@@ -71,7 +71,7 @@ class Loader:
                 count += 1
                 try:
                     self._call(model, item)
-                except Exception as error:
+                except failures(Exception) as error:  # raised again, but for what is an item's fault
                     self._judge(error, item, count)
                     raise
         # One was there when the form was found: a first pass without any is a later one of what can be read once only.
@@ -89,7 +89,7 @@ class Loader:
             return
         try:
             self._call(self._model, item)
-        except Exception as own:
+        except failures(Exception) as own:  # whatever a model raises
             if _is_not_of_input(own):
                 return
             raise QuantizationError(
@@ -99,22 +99,22 @@ class Loader:
 
     def _form(self) -> Call:
         for item in self._items:
-            failures: dict[Call, Exception] = {}
+            failed: dict[Call, Exception] = {}
             for form in _forms(self._model, item):
                 try:
                     with torch.no_grad():
                         form(self._model, item)
-                except Exception as error:  # whatever a model raises for what it was not made for
+                except failures(Exception) as error:  # whatever a model raises for what it was not made for
                     if _is_not_of_input(error):
                         raise
-                    failures[form] = error
+                    failed[form] = error
                 else:
                     return form
-            tried = "\n".join(f"  {_SHOWN[form]}: {_told(error)}" for form, error in failures.items())
+            tried = "\n".join(f"  {_SHOWN[form]}: {_told(error)}" for form, error in failed.items())
             raise QuantizationError(
                 f"item 1 of the loader is not what forward takes: {_described(item)}. Items must be a tensor, a tuple of arguments, a dict of "
                 f"keyword arguments, or an (input, label) pair of these; tried were\n{tried}"
-            ) from next(iter(failures.values()))
+            ) from next(iter(failed.values()))
         raise QuantizationError("the loader is empty: calibration needs at least one item, some hundred are usual")
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from torch_hybrid_backend.core.verdict import Reason, Refused
-from torch_hybrid_backend.errors import QuantizationError
+from torch_hybrid_backend.errors import QuantizationError, failures
 
 _FORMAT = "torch_hybrid_backend ranges"
 _VERSION = 1
@@ -79,7 +79,9 @@ class Ranges:
                 {name: _site(**fields) for name, fields in content["sites"].items()},
                 {name: _known(name, why) for name, why in content["in_float"].items()},
             )
-        except (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
+        except failures(
+            OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError
+        ) as error:
             raise QuantizationError(
                 f"the ranges of {path} cannot be read: {error}; calibrate again and save them anew"
             ) from error

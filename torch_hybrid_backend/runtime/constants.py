@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -24,7 +24,8 @@ import torch
 from torch_hybrid_backend.core.hoisted_inputs import CallInput, FoldedValue, HoistedInputs
 from torch_hybrid_backend.core.lazy_bits import LazyBits, copied
 from torch_hybrid_backend.errors import HybridError
-from torch_hybrid_backend.runtime.constant_pool import pooled
+from torch_hybrid_backend.runtime import constant_pool
+from torch_hybrid_backend.runtime.constant_pool import shared, versions_of
 from torch_hybrid_backend.runtime.native.ops import CALLS_PER_ROUND, Guard
 from torch_hybrid_backend.runtime.native.tensor_states import snapshot
 
@@ -33,26 +34,8 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 Fold = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
-# Unbound and mapped: where there is no snapshot, these run for every parameter in every call.
+# Unbound and mapped: where there is no snapshot, it runs for every parameter in every call.
 _data_ptr = torch.Tensor.data_ptr
-_version = attrgetter("_version")
-_NO_VERSION = -1
-
-
-def _without_version(tensor: torch.Tensor) -> object:
-    """What stands for the version of a tensor that counts none.
-
-    The guard compares the contents of those on the CPU; one whose contents only its device can read equals no version, not even
-    its own: what is made of it is made anew in each call.
-    """
-    return _NO_VERSION if tensor.device.type == "cpu" else object()
-
-
-def _versions(tensors: Sequence[Any]) -> tuple[object, ...]:
-    try:
-        return tuple(map(_version, tensors))
-    except RuntimeError:  # inference tensors count no versions
-        return tuple(_without_version(tensor) if tensor.is_inference() else tensor._version for tensor in tensors)
 
 
 def _picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
@@ -144,7 +127,7 @@ class LiveConstants(Generic[T]):
             return recent
         key = self._key(inputs)
         entry = self._entries.get(key)
-        if entry is None or entry.versions != _versions(entry.guarded(inputs)):
+        if entry is None or entry.versions != versions_of(entry.guarded(inputs)):
             return self._remake(key, inputs)
         with self._lock:
             if self._entries.get(key) is entry:
@@ -160,7 +143,7 @@ class LiveConstants(Generic[T]):
         forgotten = self._forgotten
         positions = (*self._guarded, *(self._copied(inputs) if self._copied is not None else ()))
         guarded = _picker(positions)
-        versions = _versions(guarded(inputs))
+        versions = versions_of(guarded(inputs))
         is_of = snapshot(inputs, self._positions, frozenset(positions))
         guard = Guard(guarded(inputs))
         with torch.no_grad():
@@ -224,6 +207,7 @@ def refresh(model: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> N
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"refresh takes a module, a tensor or tensors, not {type(tensor).__name__}")
     storages = {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided}
+    constant_pool.forget(storages)
     with _everywhere_lock:
         caches = list(_everywhere)
     for cache in caches:
@@ -258,6 +242,37 @@ class ViewOfInput:
         return self.bits.view_of(view)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class FoldPart:
+    """A part of a fold that shares no work with the others.
+
+    reads: numbers of the fold's arguments; gives: numbers of its results. text: what it computes, equal for equal parts of other graphs; "" for
+    views of parameters, which take no memory.
+    """
+
+    reads: tuple[int, ...]
+    gives: tuple[int, ...]
+    run: Fold
+    text: str
+
+    def __call__(self, constants: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        own = [constants[number] for number in self.reads]
+        if not self.text:
+            return self.run(own)
+        return shared(self.text, own, lambda: list(self.run(own)), lasting=True)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DividedFold:
+    """A fold of parts that graphs share one by one: what depends on the size of a call's inputs, a mask say, does not keep the others apart."""
+
+    parts: tuple[FoldPart, ...]
+
+    def __call__(self, constants: list[torch.Tensor]) -> list[torch.Tensor]:
+        found = {number: made for part in self.parts for number, made in zip(part.gives, part(constants), strict=True)}
+        return [found[number] for number in range(len(found))]
+
+
 def run_fold(hoisted: HoistedInputs, fold: Fold | None, inputs: Sequence[Any]) -> list[torch.Tensor]:
     """The folded values of a call's inputs; empty where nothing was folded. Raises HybridError for a missing fold."""
     if fold is None:
@@ -266,8 +281,7 @@ def run_fold(hoisted: HoistedInputs, fold: Fold | None, inputs: Sequence[Any]) -
         return []
     constants = [inputs[position].detach() for position in hoisted.fold]
     with torch.no_grad():
-        # By the function too: another precision's may read the same parameters.
-        return pooled((hoisted, fold), constants, lambda: list(fold(constants)), lasting=True)
+        return list(fold(constants))
 
 
 def without_owning(

@@ -7,6 +7,7 @@ versions of the constants and makes one call into C++; only callbacks (eager seg
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -20,11 +21,11 @@ from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.hoisted_inputs import CallInput, FoldedValue, HoistedInputs
 from torch_hybrid_backend.core.lazy_bits import copied
 from torch_hybrid_backend.core.limits import ADDRESS_ALIGNMENT
-from torch_hybrid_backend.core.program import LaunchGraph
+from torch_hybrid_backend.core.program import LaunchGraph, Packing
 from torch_hybrid_backend.core.region import PartitionedGraph
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.errors import HybridError
-from torch_hybrid_backend.runtime.constant_pool import pooled
+from torch_hybrid_backend.runtime.constant_pool import shared, shared_meanwhile
 from torch_hybrid_backend.runtime.constants import (
     Fold,
     LiveConstants,
@@ -283,7 +284,8 @@ def _slot_tensor(slot: ConstantSlot, tensors: Sequence[torch.Tensor]) -> torch.T
     spec = slot.spec
     if slot.pack is not None:
         pack = slot.pack
-        [packed] = pooled(pack, tensors, lambda: [pack(*tensors)])
+        share = shared if isinstance(pack, Packing) else shared_meanwhile
+        [packed] = share(pack, tensors, lambda: [pack(*tensors)])
         if packed.layout is torch._mkldnn:  # type: ignore[attr-defined]
             return packed  # only operators read it, and only they know how it lies
         form = (packed.numel(), packed.dtype, TensorSpec.of(packed).device)
@@ -302,7 +304,9 @@ def _slot_tensor(slot: ConstantSlot, tensors: Sequence[torch.Tensor]) -> torch.T
     if described != (spec.shape, spec.dtype, spec.device) or not (slot.is_copy or is_same):
         raise HybridError(f"constant {slot.sources[0]} is {given}; the graph was compiled for {spec}")
     sizes, strides = static_dims(spec.shape), static_dims(spec.strides)
-    return torch.empty_strided(sizes, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    empty = functools.partial(torch.empty_strided, sizes, strides, dtype=tensor.dtype, device=tensor.device)
+    [copy] = shared(("copy", *sizes, *strides), tensors, lambda: [empty().copy_(tensor)])
+    return copy
 
 
 def static_dims(dims: Sequence[Dim]) -> list[int]:

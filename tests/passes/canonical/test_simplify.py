@@ -71,3 +71,19 @@ def test_integers(captured):
     subject = captured(lambda x: (x + 0).abs(), torch.arange(3))
     assert subject.apply(simplify, exact=True)
     assert subject.operators() == {"abs.default": 1}
+
+
+@pytest.mark.parametrize("p", [1, 1.0])
+def test_dropout_of_everything(captured, p):
+    """It draws nothing, as in eager; of infinities and NaN it makes NaN. What keeps some elements stays."""
+    x = torch.tensor(SPECIAL)
+    subject = captured(lambda x: aten.native_dropout(x, p, True), x)
+    state = torch.get_rng_state()
+    assert subject.apply(simplify)
+    assert subject.operators() == {"mul.Tensor": 1, "zeros_like.default": 1}
+    torch.testing.assert_close(subject.run()[0], torch.nn.functional.dropout(x, 1.0), equal_nan=True)
+    assert not subject.run()[1].any()
+    assert torch.equal(torch.get_rng_state(), state)
+    some = captured(lambda x: aten.native_dropout(x, 0.5, True)[0], x)
+    assert not simplify(some.gm, some.ctx)
+    assert not captured(lambda x: aten.native_dropout(x, p, False)[0], x).apply(simplify)

@@ -28,7 +28,7 @@ from torch.fx import Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_hybrid_backend.capture.cache.composed_tensors import UnkeyedError, class_key, parts_of
-from torch_hybrid_backend.errors import CacheError
+from torch_hybrid_backend.errors import CacheError, failures
 from torch_hybrid_backend.graph.graph_json import NAMESPACES, NotTextError, graph_from_text, graph_to_text
 from torch_hybrid_backend.graph.source import module_call
 from torch_hybrid_backend.machine import float32_precision
@@ -63,7 +63,7 @@ class AotCache:
         try:
             head, _, graph = text.partition(b"\n")
             return graph_from_text(graph, fake_mode), frozenset(json.loads(head))
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:
+        except failures(ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:
             _log.info("a kept graph cannot be read, it is traced anew: %s", error)
             self._store.remove(_KIND, key)
             return None

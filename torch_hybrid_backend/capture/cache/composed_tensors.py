@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from torch_hybrid_backend.errors import failures
 from torch_hybrid_backend.sources import sources_version
 
 LIBRARY = "torchao"
@@ -105,7 +106,7 @@ def _library_version(folder: Path) -> str:
     """All that its methods depend on beside their arguments. The version is that of what was imported: files may have been replaced since."""
     try:
         sources = sources_version(".", package=folder)
-    except OSError as error:
+    except failures(OSError) as error:
         raise UnkeyedError(f"{LIBRARY}'s sources: {error}") from error
     parts = [sys.modules[LIBRARY].__version__, sources, *sorted(torch.cpu.get_capabilities().items())]
     return hashlib.sha256(repr(parts).encode()).hexdigest()

@@ -15,7 +15,7 @@ import sys
 
 from torch_hybrid_backend.codegen.compiler import KernelCompilerModule, compiler_version
 from torch_hybrid_backend.codegen.workers.protocol import IDLE_EXIT_STATUS, Order
-from torch_hybrid_backend.errors import CompileError
+from torch_hybrid_backend.errors import CompileError, failures
 from torch_hybrid_backend.processes.frames import split_frame
 from torch_hybrid_backend.processes.inside import answer, begin, described, time_limit
 from torch_hybrid_backend.sources import read_sources_version, sources_version
@@ -36,7 +36,7 @@ def main(lifeline: int, compiler_name: str, idle_s: str) -> None:
         gc.freeze()  # what was imported stays
         if read_sources_version(*compiler.SOURCES) != sources:
             raise CompileError("the package's source files changed while the kernel compiler was starting")
-    except Exception as error:  # whatever an installation can get wrong: it is reported, not swallowed
+    except failures(Exception) as error:  # whatever an installation can get wrong: it is reported, not swallowed
         answer(answers, {"ready": False, "error": described(error)})
         return
     answer(answers, {"ready": True, "version": compiler_version(compiler)})
@@ -59,6 +59,6 @@ def _serve(compiler: KernelCompilerModule, payload: bytes) -> dict[str, object] 
         order: Order = pickle.loads(payload)
         with time_limit(order.limit_s):
             compiler.compile_kernel(order.job)
-    except Exception as error:  # the job's failure is the answer to it
+    except failures(Exception) as error:  # the job's failure is the answer to it
         return described(error)
     return None

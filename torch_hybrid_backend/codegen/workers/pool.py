@@ -5,18 +5,19 @@
         ...
 
 Processes start when first needed, stay for a while and leave when idle. One that dies costs the job it was at, one that hangs is killed at
-the deadline; neither concerns other jobs. They are plain subprocesses: multiprocessing would import the user's script again. Unix only.
+the deadline; neither concerns other jobs. They are plain subprocesses: multiprocessing would import the user's script again. Where no Python is
+found to start, kernels are compiled in this process. Unix only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import os
 import pickle
 import selectors
-import sys
 import threading
 import time
 import weakref
@@ -28,9 +29,11 @@ from torch_hybrid_backend.cancellation import is_awaited, patience
 from torch_hybrid_backend.codegen.compiler import KernelCompilerModule, compiler_version
 from torch_hybrid_backend.codegen.workers.process import CompilerProcess
 from torch_hybrid_backend.codegen.workers.protocol import IDLE_EXIT_STATUS, Job, Order
-from torch_hybrid_backend.errors import CompileError, CompilerCrashError, DeadlineError
+from torch_hybrid_backend.errors import CompileError, CompilerCrashError, DeadlineError, failures
 from torch_hybrid_backend.processes.child import End, as_exception
 from torch_hybrid_backend.processes.frames import frame
+from torch_hybrid_backend.processes.inside import described
+from torch_hybrid_backend.processes.interpreter import NO_INTERPRETER, interpreter
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +77,10 @@ class KernelCompiler:
         if not jobs:
             return []
         distinct = list({job.key: job for job in reversed(jobs)}.values())[::-1]
-        made = _Batch(self._processes(), distinct, deadline_s, self._wanted(len(distinct)), finished).run()
+        if interpreter() is None:
+            made = _compile_here(self.module, distinct, deadline_s, finished)
+        else:
+            made = _Batch(self._processes(), distinct, deadline_s, self._wanted(len(distinct)), finished).run()
         return [made[job.key] for job in jobs]
 
     def close(self) -> None:
@@ -95,6 +101,43 @@ class KernelCompiler:
             self._of_process = found = _Processes(self.module, self._threads, self._idle_s)
             weakref.finalize(self, found.close)
         return found
+
+
+_here = threading.Lock()
+
+
+def _compile_here(
+    module: KernelCompilerModule, jobs: Sequence[Job], deadline_s: float, finished: Finished
+) -> dict[str, Path | CompileError]:
+    """Compile in this process, one after the other: a kernel at which the compiler crashes ends it, and one at work is not stopped in time."""
+    until = time.monotonic() + deadline_s
+    made: dict[str, Path | CompileError] = {}
+    _warn_of_no_interpreter()
+    with _here:
+        for job in jobs:
+            try:
+                if time.monotonic() >= until:
+                    raise DeadlineError(_late(job, deadline_s), had_s=0.0)
+                module.load()
+                module.compile_kernel(job)
+                made[job.key] = Path(job.output)
+            except DeadlineError as error:
+                made[job.key] = error
+            except failures(Exception) as error:  # as in a process of its own: the job's failure is the answer to it
+                made[job.key] = as_exception(f"{job.symbol} was not compiled", described(error))
+            finished(job, made[job.key])
+    return made
+
+
+@functools.cache
+def _warn_of_no_interpreter() -> None:
+    _log.warning("kernels are compiled in this process, which a fault of the compiler would end: %s", NO_INTERPRETER)
+
+
+def _late(job: Job, deadline_s: float) -> str:
+    return (
+        f"{job.symbol} was not compiled within the {deadline_s:.3g} s that were left for it (HYBRID_COMPILE_DEADLINE_S)"
+    )
 
 
 class _Processes:
@@ -303,7 +346,7 @@ class _Batch:
             return
         self._failed_starts += not started
         if self._failed_starts >= _STARTS:
-            why = f"the kernel compiler ({sys.executable}) {end.how} before it was ready.{end.said}"
+            why = f"the kernel compiler ({interpreter()}) {end.how} before it was ready.{end.said}"
             self._fail_pending(CompileError(why, recurs=False))
 
     def _finish(self, job: Job, made: Path | CompileError) -> None:
@@ -331,6 +374,5 @@ class _Batch:
     def _stop_at_deadline(self) -> None:
         late = [(worker.job, worker.processor_s() - worker.began) for worker in self.workers if worker.job is not None]
         for job, had_s in (*late, *((job, 0.0) for job in self._pending)):
-            why = f"{job.symbol} was not compiled within the {self._deadline_s:.3g} s that were left for it (HYBRID_COMPILE_DEADLINE_S)"
-            self._finish(job, DeadlineError(why, had_s=had_s))
+            self._finish(job, DeadlineError(_late(job, self._deadline_s), had_s=had_s))
         self._pending.clear()

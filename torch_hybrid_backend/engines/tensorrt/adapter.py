@@ -43,7 +43,7 @@ from torch_hybrid_backend.engines.tensorrt.log import their_log
 from torch_hybrid_backend.engines.tensorrt.overlap import Overlapping
 from torch_hybrid_backend.engines.tensorrt.quantization import quantiser
 from torch_hybrid_backend.engines.tensorrt.size_arithmetic import spell_sizes
-from torch_hybrid_backend.errors import CompileError
+from torch_hybrid_backend.errors import CompileError, failures
 
 _log = logging.getLogger(__name__)
 
@@ -187,7 +187,7 @@ def _is_theirs(converter: ConverterSupport) -> bool:
 def _accepts(validator: Callable[..., bool], node: torch.fx.Node, settings: CompilationSettings) -> bool:
     try:
         return bool(validator(node, settings))
-    except Exception as error:  # some take it for granted that arguments are given by position
+    except failures(Exception) as error:  # some take it for granted that arguments are given by position
         _log.debug("the validator %s failed for %s: %s", _validator(validator), node, error)
         return False
 
@@ -244,7 +244,7 @@ def build_engine(
             interpreter._construct_trt_network_def()
         except CompileError:
             raise
-        except Exception as error:  # a converter may fail in any way
+        except failures(Exception) as error:  # a converter may fail in any way
             node = interpreter._cur_node
             raise CompileError(
                 f"the converter of {None if node is None else node.target} failed: {type(error).__name__}: {error}"

@@ -27,7 +27,7 @@ from torch_hybrid_backend.engines.tensorrt.fakes import Fakes
 from torch_hybrid_backend.engines.tensorrt.integer_products import spell_out
 from torch_hybrid_backend.engines.tensorrt.ladder import Rung, widen
 from torch_hybrid_backend.engines.tensorrt.quantization import zero_points
-from torch_hybrid_backend.errors import CompileError
+from torch_hybrid_backend.errors import CompileError, failures
 from torch_hybrid_backend.graph.graph_json import NotTextError, graph_from_text, graph_to_text
 from torch_hybrid_backend.sizes.bounds import bounds
 from torch_hybrid_backend.sizes.forms import parse
@@ -188,7 +188,7 @@ class Request:
                 int(header["device"]),
                 Rung(header["rung"]),
             )
-        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, struct.error) as error:
+        except failures(ValueError, KeyError, TypeError, AttributeError, RuntimeError, struct.error) as error:
             raise CompileError(f"this is no request for a TensorRT engine: {error}") from error
 
 
@@ -237,7 +237,7 @@ def build(request: bytes, going_on: GoingOn) -> bytes:
     fakes = Fakes(*({name: getattr(r, which) for name, r in wanted.ranges.items()} for which in ("typical", "most")))
     try:
         graph = graph_from_text(wanted.graph, fakes.mode)
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:
+    except failures(ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:
         raise CompileError(f"the request's graph cannot be read: {error}") from error
     make_constants(graph, wanted)
     values = [
@@ -249,7 +249,7 @@ def build(request: bytes, going_on: GoingOn) -> bytes:
         module = adapter.lowered(graph, fakes, values)
     except CompileError:
         raise
-    except Exception as error:  # a decomposition may fail in any way
+    except failures(Exception) as error:  # a decomposition may fail in any way
         raise CompileError(f"torch_tensorrt cannot lower the region: {type(error).__name__}: {error}") from error
     spell_out(module)
     widen(module, wanted.rung)

@@ -28,6 +28,7 @@ from torch_hybrid_backend.engines.tensorrt import quantization
 from torch_hybrid_backend.engines.tensorrt.fakes import Fakes
 from torch_hybrid_backend.engines.tensorrt.faults import fault_of
 from torch_hybrid_backend.engines.tensorrt.verdicts import Verdicts
+from torch_hybrid_backend.errors import failures
 from torch_hybrid_backend.graph.schema import is_item, is_mutating
 from torch_hybrid_backend.sizes.size import symbol, symbols
 
@@ -237,7 +238,7 @@ def _judged_lowered(node: Node) -> Verdict:
         lowered = adapter.lowered(graph, fakes, given)
     except MemoryError:  # that is no verdict to keep
         raise
-    except Exception as error:  # a decomposition may fail in any way on forms that its author did not think of
+    except failures(Exception) as error:  # a decomposition may fail in any way on forms not thought of
         why = f"torch_tensorrt cannot lower {node.target}: {type(error).__name__}: {_first_line(error)}"
         return Refused(Reason.SYMBOLIC_SHAPE if fakes.assumed() else Reason.ARGUMENT, why)
     for each in lowered.graph.nodes:

@@ -30,7 +30,7 @@ from torch_hybrid_backend.builds.builds import Build
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.engines.tensorrt.build import Engine
 from torch_hybrid_backend.engines.tensorrt.runtime import EngineRunner
-from torch_hybrid_backend.errors import BuildCancelledError, CompileError, is_sticky
+from torch_hybrid_backend.errors import BuildCancelledError, CompileError, failures, is_sticky
 
 _log = logging.getLogger(__name__)
 
@@ -287,7 +287,7 @@ class ConstantForm:
             yield
         except BuildCancelledError:
             self._building.drop()  # nobody wanted it any more; who wants it again begins again
-        except Exception as error:  # a loader may fail in any way; the form with inputs is there for it
+        except failures(Exception) as error:  # a loader may fail in any way; the form with inputs is there for it
             if is_sticky(error):
                 raise
             self.give_up(f"{type(error).__name__}: {error}")

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdict
-from torch_hybrid_backend.errors import CacheError
+from torch_hybrid_backend.errors import CacheError, failures
 from torch_hybrid_backend.store import Store
 
 _log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Verdicts:
         try:
             self._store.remove(KIND, key)  # what cannot be read
             self._store.put(KIND, key, json.dumps(asdict(verdict)).encode(), suffix=".json")
-        except (CacheError, OSError) as error:
+        except failures(CacheError, OSError) as error:
             _log.info("a verdict of TensorRT's is not kept: %s", error)
 
 

@@ -42,7 +42,7 @@ from torch_hybrid_backend.loops.layout import Layout
 from torch_hybrid_backend.loops.policy import FusionPolicy
 from torch_hybrid_backend.loops.random_numbers import BLOCK
 from torch_hybrid_backend.machine import float32_precision
-from torch_hybrid_backend.sizes.size import Dim, product, symbol
+from torch_hybrid_backend.sizes.size import Dim, as_size, product
 
 # What a launch hands to a kernel besides its own parameters is Triton's to change, and it has. With these kernels have been compiled.
 _FIRST_VERSION, _END_VERSION = (3, 6), (3, 10)
@@ -139,7 +139,7 @@ class TritonBackend:
             len(kernel.writes),
             launch.grid,
             header.threads,
-            tuple(ScalarArgument("int32", symbol(size.name, size.hint)) for size in kernel_sizes(kernel)),
+            tuple(ScalarArgument("int64" if s.is_wide else "int32", as_size(s)) for s in kernel_sizes(kernel)),
             header.shared_bytes,
             (scratch, NULL),
         )

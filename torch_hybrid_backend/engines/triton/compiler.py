@@ -5,7 +5,6 @@ Nothing here imports Triton before `load`. A kernel for the interpreter is its t
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from torch_hybrid_backend.engines.triton.source import function_of
 from torch_hybrid_backend.engines.triton.target import Target
 from torch_hybrid_backend.errors import CompileError
 from torch_hybrid_backend.sources import sources_version
+from torch_hybrid_backend.temporary_folder import TemporaryFolder
 
 SOURCES: tuple[str, ...] = ("core", "sizes", "loops", "codegen", "engines/triton")
 SUFFIX = ".kernel"
@@ -56,10 +56,10 @@ def _compiled(program: Program, target: Target, beside: Path | None) -> tuple[ar
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    with tempfile.TemporaryDirectory(prefix="triton-") as folder, triton.knobs.cache.scope():
+    with TemporaryFolder() as folder, triton.knobs.cache.scope():
         # Triton keeps what it compiles for ever, and trusts what it finds: what is kept is the store's, which is private and checked.
-        triton.knobs.cache.dir = folder
-        function = function_of(program.text, program.name, Path(folder))
+        triton.knobs.cache.dir = str(folder)
+        function = function_of(program.text, program.name, folder)
         source = ASTSource(
             fn=function,
             signature={**program.signature, **dict.fromkeys(program.launch.constants, "constexpr")},

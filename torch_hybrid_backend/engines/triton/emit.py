@@ -75,7 +75,7 @@ def emit_kernel(kernel: Kernel, name: str, target: Target) -> Program:
     schedule.emit(kernel, printer, target, launch)
     types = [f"{'' if a.buffer.by_value else '*'}{DTYPES[a.buffer.dtype][1]}" for a in printer.arguments]
     signature = dict(zip(printer.names, types, strict=True))
-    signature.update(dict.fromkeys(sizes.values(), "i32"))
+    signature.update((name, "i64" if symbol.is_wide else "i32") for symbol, name in sizes.items())
     parameters = [*signature, *(f"{constant}: tl.constexpr" for constant in launch.constants)]
     aligned = [sizes[symbol] for symbol in row_sizes(kernel)]
     body = f"{name}_body" if aligned else name

@@ -24,7 +24,7 @@ import numpy as np
 from torch_hybrid_backend.core.program import DeviceLaunch
 from torch_hybrid_backend.engines.triton.artifact import Header, header_at
 from torch_hybrid_backend.engines.triton.interpreted import interpretable, parameter
-from torch_hybrid_backend.errors import CacheError, HybridError
+from torch_hybrid_backend.errors import CacheError, HybridError, failures
 
 _log = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class HostDriver:
         try:
             with self._interpreting, np.errstate(all="ignore"):
                 self._functions[number][grid](*given, **header.constants)
-        except Exception as error:  # whatever the interpreter and NumPy raise
+        except failures(Exception) as error:  # whatever the interpreter and NumPy raise
             _log.exception("the kernel %s cannot be interpreted:\n%s", header.symbol, header.text)
             raise DriverError(Status.NOT_SUPPORTED, str(error)) from error
 

@@ -17,6 +17,7 @@ import torch
 
 from torch_hybrid_backend.engines.triton.source import function_of
 from torch_hybrid_backend.errors import HybridError
+from torch_hybrid_backend.temporary_folder import TemporaryFolder
 
 # libdevice's functions by name, on NumPy arrays.
 _UNARY: Mapping[str, Callable[..., Any]] = {
@@ -129,7 +130,7 @@ def interpretable(text: str, name: str) -> Any:
     if not isinstance(tl.zeros, InterpretedFunction):
         raise HybridError("Triton was imported before TRITON_INTERPRET=1 was set: set it before the process starts")
     _mend()
-    return function_of(text, name, Path(tempfile.mkdtemp(dir=_folder().name)))
+    return function_of(text, name, Path(tempfile.mkdtemp(dir=_folder().path)))
 
 
 @functools.cache
@@ -145,9 +146,9 @@ def _mend() -> None:
 
 
 @functools.cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
+def _folder() -> TemporaryFolder:
     """Where programs lie, as long as the process lives: the interpreter reads one again when it first runs."""
-    return tempfile.TemporaryDirectory(prefix="torch-hybrid-backend-triton-")
+    return TemporaryFolder()
 
 
 def parameter(type_: str, address: int) -> Any:

@@ -32,6 +32,7 @@ POLICY = FusionPolicy(
         max_taps=16,
         any_convolution=True,
         attention_gradients=True,
+        joined_moments=True,
     ),
     gathers_in_attention=True,
 )

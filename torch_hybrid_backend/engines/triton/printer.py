@@ -17,12 +17,25 @@ from dataclasses import dataclass
 from torch_hybrid_backend.engines.triton.functions import DTYPES, FUNCTIONS, converted, template
 from torch_hybrid_backend.engines.triton.source import Lines
 from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar, Mod, Scalar, as_index, compare_ranges
-from torch_hybrid_backend.loops.ir import FLOAT8, Buffer, Call, Const, Expr, FromIndex, Load, compute_dtype
+from torch_hybrid_backend.loops.ir import (
+    FLOAT8,
+    ROUND_TARGETS,
+    Buffer,
+    Call,
+    Const,
+    Expr,
+    FromIndex,
+    Load,
+    compute_dtype,
+)
 from torch_hybrid_backend.loops.kernels import Argument, Store
 from torch_hybrid_backend.loops.layout import offset_of
-from torch_hybrid_backend.loops.ops import COMPARE, ROUND_TARGETS, is_float
+from torch_hybrid_backend.loops.ops import COMPARE, is_float
 from torch_hybrid_backend.loops.sharing import Sharing
 from torch_hybrid_backend.sizes.size import Dim, Function, Symbol, known_at_most
+
+# `//` and `%` of Triton round towards zero.
+_FLOORED = {"floordiv": "floor_divide", "mod": "floor_remainder"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +131,7 @@ class Printer:
     # Sizes and indices.
 
     def size(self, size: Dim) -> str:
-        """A size as text; sizes known only at run time are parameters of the program. None is negative."""
+        """A size as text; sizes and integers known only at run time are parameters of the program."""
         if isinstance(size, int):
             return str(size)
         sums = []
@@ -133,7 +146,9 @@ class Printer:
         left, right = self.size(atom.left), self.size(atom.right)
         if atom.name in ("max", "min"):
             return f"{atom.name}({left}, {right})"
-        return f"(({left}) {'//' if atom.name == 'floordiv' else '%'} ({right}))"
+        if known_at_most(0, atom.left) and known_at_most(0, atom.right):
+            return f"(({left}) {'//' if atom.name == 'floordiv' else '%'} ({right}))"
+        return f"{self._call(_FLOORED[atom.name])}(({left}) + tl.zeros([], tl.int32), {right})"
 
     def count(self, symbol: Symbol, text: str) -> None:
         """A size that the program finds out itself, under the symbol's name. It is not negative."""
@@ -175,7 +190,7 @@ class Printer:
         inner, divisor = self._index(atom.numerator), self._factor(atom.divisor)
         if known_at_most(0, atom.numerator.low):
             return Value(f"(({inner.text}) {'//' if isinstance(atom, FloorDiv) else '%'} {divisor})", inner.dims)
-        name = "floor_divide" if isinstance(atom, FloorDiv) else "floor_remainder"
+        name = _FLOORED["floordiv" if isinstance(atom, FloorDiv) else "mod"]
         if not inner.dims:
             inner = self.let(f"({inner.text}) + tl.zeros([], tl.int32)")
         return Value(f"{self._call(name)}({inner.text}, {divisor})", inner.dims)
@@ -309,11 +324,7 @@ class Printer:
 
     def store(self, store: Store) -> None:
         """buffer[index] = value, at every point of the tile that exists."""
-        value = store.value
-        match value:
-            case Call(_, "round", (x, Const() as target)) if ROUND_TARGETS[int(target.value)] == store.buffer.dtype:
-                value = x  # storing rounds
-        self.put(store.buffer, store.index, self.expr(value))
+        self.put(store.buffer, store.index, self.expr(store.value))
 
     def combine(self, store: Store, combiner: str) -> None:
         """The same by an atomic operation that combines a point with what its place holds; see `loops.ir.ScatterOp`."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch_hybrid_backend.errors import failures
 from torch_hybrid_backend.machine import cpuinfo
 
 _log = logging.getLogger(__name__)
@@ -174,7 +175,7 @@ def _cpu_and_flags(root: Path) -> tuple[str, frozenset[str]]:
     """The processor's identity and its flags as Linux spells them."""
     try:
         fields = cpuinfo(root)
-    except OSError:
+    except failures(OSError):
         fields = {}
     flags = frozenset((fields.get("flags") or fields.get("features") or "").split())
     if not flags:
@@ -218,14 +219,14 @@ def _cores(root: Path) -> int:
     """Physical cores among the processors this process may run on."""
     try:
         allowed = os.sched_getaffinity(0)
-    except (AttributeError, OSError):  # not on macOS and Windows
+    except failures(AttributeError, OSError):  # not on macOS and Windows
         return max(1, os.cpu_count() or 1)
     cores = set()
     for number in allowed:
         topology = root / f"sys/devices/system/cpu/cpu{number}/topology"
         try:
             cores.add(tuple((topology / name).read_text().strip() for name in ("physical_package_id", "core_id")))
-        except OSError:
+        except failures(OSError):
             return max(1, len(allowed))
     return max(1, len(cores))
 
@@ -237,7 +238,7 @@ def _cache_bytes(root: Path) -> tuple[int, int]:
     for cache in sorted((root / "sys/devices/system/cpu/cpu0/cache").glob("index*")):
         try:
             level, kind, size = ((cache / name).read_text().strip() for name in ("level", "type", "size"))
-        except OSError:
+        except failures(OSError):
             continue
         found = re.fullmatch(r"(\d+)([KM]?)", size)
         if kind in ("Data", "Unified") and level in ("1", "2") and found and int(found[1]) > 0:

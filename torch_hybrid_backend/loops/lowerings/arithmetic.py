@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from torch_hybrid_backend.loops.ir import Expr
+from torch_hybrid_backend.loops.ir import Expr, rounded
 from torch_hybrid_backend.loops.ops import (
     INTEGER_BITS,
     add,
@@ -116,14 +116,17 @@ def integer_power(a: Expr, exponent: int) -> Expr:
     return lit(a, 1) if result is None else result
 
 
-def power(a: Expr, exponent: float) -> Expr:
-    """a ** exponent for a literal exponent; the small ones as eager writes them."""
+def power(a: Expr, exponent: float, dtype: str = "") -> Expr:
+    """a ** exponent for a literal exponent; the small ones as eager writes them, which rounds each product to a `dtype` of half type."""
     if not is_float(a.dtype):
         return integer_power(a, int(exponent))
-    if exponent in (0.0, 1.0, 2.0, 3.0, 4.0):
+    if exponent in (2.0, 3.0, -2.0):
+        square = rounded(mul(a, a), dtype)
+        return square if exponent == 2 else mul(square, a) if exponent == 3 else div(lit(a, 1), square)
+    if exponent in (0.0, 1.0, 4.0):
         return integer_power(a, int(exponent))
-    if exponent in (-1.0, -2.0):
-        return div(lit(a, 1), integer_power(a, int(-exponent)))
+    if exponent == -1.0:
+        return div(lit(a, 1), a)
     if exponent == 0.5:
         return call("sqrt", a)
     if exponent == -0.5:
@@ -183,9 +186,9 @@ def hypot(a: Expr, b: Expr) -> Expr:
     return where(call("or", call("isinf", a), call("isinf", b)), lit(a, math.inf), length)
 
 
-def xlogy(a: Expr, b: Expr) -> Expr:
-    """a * log(b), 0 where a is 0, NaN where b is."""
-    product = where(call("eq", a, lit(a, 0)), lit(a, 0), mul(a, call("log", b)))
+def xlogy(a: Expr, b: Expr, dtype: str = "") -> Expr:
+    """a * log(b), 0 where a is 0, NaN where b is. Eager rounds the logarithm to the result's dtype."""
+    product = where(call("eq", a, lit(a, 0)), lit(a, 0), mul(a, rounded(call("log", b), dtype)))
     return where(call("isnan", b), b, product)
 
 
@@ -230,6 +233,11 @@ def log_sigmoid(a: Expr) -> Expr:
     return sub(call("min", a, lit(a, 0)), tail)
 
 
+def six_above(a: Expr) -> Expr:
+    """clamp(a + 3, 0, 6)."""
+    return clamp(add(a, lit(a, 3)), lit(a, 0), lit(a, 6))
+
+
 def hard_sigmoid(a: Expr) -> Expr:
     """clamp(a + 3, 0, 6) / 6."""
-    return mul(clamp(add(a, lit(a, 3)), lit(a, 0), lit(a, 6)), lit(a, 1 / 6))
+    return mul(six_above(a), lit(a, 1 / 6))

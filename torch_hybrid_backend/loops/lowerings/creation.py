@@ -9,7 +9,7 @@ from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.loops.index import Index
 from torch_hybrid_backend.loops.ir import Expr, Map, Value, compute_dtype
 from torch_hybrid_backend.loops.lowering import Context, Refuse, lowers
-from torch_hybrid_backend.loops.ops import add, call, cast, const, from_index, is_float, mul, round_to
+from torch_hybrid_backend.loops.ops import add, call, cast, const, from_index, is_float, mul
 from torch_hybrid_backend.sizes.size import Dim, Size
 
 aten = torch.ops.aten
@@ -19,7 +19,7 @@ prims = torch.ops.prims
 def _filled(ctx: Context, value: float | Size) -> Value:
     """Every element is `value`, rounded to the result's dtype."""
     if isinstance(value, Size):
-        size = round_to(const(value, compute_dtype(ctx.out.dtype)), ctx.out.dtype)
+        size = const(value, compute_dtype(ctx.out.dtype))
         return Map(ctx.shape, ctx.out.dtype, lambda index: size)
     number = torch.tensor(value, dtype=ctx.out.torch_dtype, device=str(CPU)).item()
     scalar = const(number, compute_dtype(ctx.out.dtype))
@@ -78,9 +78,9 @@ def _progression(ctx: Context, start: float | Dim, step: float) -> Value:
         if not is_float(compute_dtype(dtype)):
             return from_index(index[0] * int(step) + _whole(start), compute_dtype(dtype))
         if float(step).is_integer() and (isinstance(start, Size) or float(start).is_integer()):
-            return round_to(from_index(index[0] * int(step) + _whole(start), compute_dtype(dtype)), dtype)
+            return from_index(index[0] * int(step) + _whole(start), compute_dtype(dtype))
         value = add(const(start, "float64"), mul(from_index(index[0], "float64"), const(step, "float64")))
-        return round_to(value, dtype)
+        return cast(value, compute_dtype(dtype))
 
     return Map(ctx.shape, dtype, at)
 
@@ -104,7 +104,7 @@ def eye(ctx: Context, *_sizes: int, **_options: object) -> Value:
 
 def converted(ctx: Context, x: Value, dtype: str) -> Value:
     """x in another dtype, rounded as a cast in eager rounds."""
-    return ctx.pointwise(lambda a: round_to(a, dtype), x, dtype=dtype, compute=compute_dtype(x.dtype), shape=ctx.shape)
+    return ctx.pointwise(lambda a: a, x, dtype=dtype, compute=compute_dtype(x.dtype), shape=ctx.shape)
 
 
 @lowers(aten._to_copy.default, prims.convert_element_type.default)

@@ -25,7 +25,7 @@ from torch_hybrid_backend.loops.ir import (
 )
 from torch_hybrid_backend.loops.lowering import Context, Refuse, broadcast, lowers, reindex
 from torch_hybrid_backend.loops.lowerings.arithmetic import lit
-from torch_hybrid_backend.loops.lowerings.views import axis, expanded, reshaped, slice_bounds
+from torch_hybrid_backend.loops.lowerings.views import axis, expanded, reshaped, slice_bounds, wrapped
 from torch_hybrid_backend.loops.ops import (
     add,
     call,
@@ -36,7 +36,6 @@ from torch_hybrid_backend.loops.ops import (
     index_in,
     logical_and,
     logical_or,
-    round_to,
     sub,
     where,
 )
@@ -233,7 +232,7 @@ def _joined(
 
     def choose(place: tuple[Index, ...], low: int, high: int) -> Expr:
         if high - low == 1:
-            return round_to(read(parts[low], place, starts[low]), dtype)
+            return cast(read(parts[low], place, starts[low]), compute_dtype(dtype))
         middle = (low + high) // 2
         if known_less(place[d].high, starts[middle]):
             return choose(place, low, middle)
@@ -321,13 +320,14 @@ def slice_scatter(
     """x with the elements start, start + step, ... of one dimension taken from src."""
     d = axis(dim, len(x.shape))
     first, stop = slice_bounds(x.shape[d], start, end)
+    ctx.rely_on(src.shape[d] * step - (stop - first))
 
     def at(place: tuple[Index, ...]) -> Expr:
         offset = place[d] - first
         inside = index_in(place[d], first, stop)
         if step > 1:
             inside = logical_and(inside, call("eq", from_index(offset % step), from_index(0)))
-        part = round_to(src.at(replaced(place, d, offset // step)), x.dtype)
+        part = cast(src.at(replaced(place, d, offset // step)), compute_dtype(x.dtype))
         return guard(inside, part, x.at(place))
 
     return Map(ctx.shape, x.dtype, at)
@@ -337,10 +337,10 @@ def slice_scatter(
 def select_scatter(ctx: Context, x: Value, src: Value, dim: int, index: int) -> Value:
     """x with the slice at one position of a dimension taken from src."""
     d = axis(dim, len(x.shape))
-    position = index % x.shape[d]
+    position = wrapped(index, x.shape[d])
 
     def at(place: tuple[Index, ...]) -> Expr:
-        part = round_to(src.at((*place[:d], *place[d + 1 :])), x.dtype)
+        part = cast(src.at((*place[:d], *place[d + 1 :])), compute_dtype(x.dtype))
         return guard(index_in(place[d], position, position + 1), part, x.at(place))
 
     return Map(ctx.shape, x.dtype, at)

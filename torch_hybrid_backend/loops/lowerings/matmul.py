@@ -66,8 +66,14 @@ def _plus_scaled(ctx: Context, bias: Value, result: Value, beta: float, alpha: f
     return ctx.pointwise(fn, result, bias)
 
 
+def _check_alike(*operands: Value) -> None:
+    if len({operand.dtype for operand in operands}) > 1:
+        raise Refuse(Reason.DTYPE, "a product of several dtypes is an error in eager")
+
+
 @lowers(aten.mm.default)
 def mm(ctx: Context, a: Value, b: Value) -> Value:
+    _check_alike(a, b)
     return product(ctx, a, b, ctx.out.dtype)
 
 
@@ -83,33 +89,39 @@ def int_mm(ctx: Context, a: Value, b: Value) -> Value:
 
 @lowers(aten.bmm.default)
 def bmm(ctx: Context, a: Value, b: Value) -> Value:
+    _check_alike(a, b)
     return batched(ctx, a, b, ctx.out.dtype)
 
 
 @lowers(aten.addmm.default)
 def addmm(ctx: Context, bias: Value, a: Value, b: Value, *, beta: float = 1, alpha: float = 1) -> Value:
     """The product is kept in the compute dtype until the bias is added: one rounding, as in eager."""
+    _check_alike(bias, a, b)
     return _plus_scaled(ctx, bias, product(ctx, a, b, compute_dtype(ctx.out.dtype)), beta, alpha)
 
 
 @lowers(aten.baddbmm.default)
 def baddbmm(ctx: Context, bias: Value, a: Value, b: Value, *, beta: float = 1, alpha: float = 1) -> Value:
+    _check_alike(bias, a, b)
     return _plus_scaled(ctx, bias, batched(ctx, a, b, compute_dtype(ctx.out.dtype)), beta, alpha)
 
 
 @lowers(aten.mv.default)
 def mv(ctx: Context, a: Value, x: Value) -> Value:
+    _check_alike(a, x)
     return reshaped(product(ctx, a, reshaped(x, (*x.shape, 1)), ctx.out.dtype), ctx.shape)
 
 
 @lowers(aten.addmv.default)
 def addmv(ctx: Context, bias: Value, a: Value, x: Value, *, beta: float = 1, alpha: float = 1) -> Value:
+    _check_alike(bias, a, x)
     result = product(ctx, a, reshaped(x, (*x.shape, 1)), compute_dtype(ctx.out.dtype))
     return _plus_scaled(ctx, bias, reshaped(result, ctx.shape), beta, alpha)
 
 
 @lowers(aten.dot.default, aten.vdot.default)
 def dot(ctx: Context, a: Value, b: Value) -> Value:
+    _check_alike(a, b)
     dtype = compute_dtype(ctx.out.dtype)
     return reduced_body(
         ctx, "sum", a, axes_of(None, 1), lambda i: mul(cast(a.at(i), dtype), cast(b.at(i), dtype)), ctx.out.dtype
@@ -119,6 +131,7 @@ def dot(ctx: Context, a: Value, b: Value) -> Value:
 @lowers(aten.linear.default)
 def linear(ctx: Context, x: Value, weight: Value, bias: Value | None = None) -> Value:
     """x (..., K), weight (N, K) or (K)."""
+    _check_alike(x, weight, *(() if bias is None else (bias,)))
     depth = x.shape[-1]
     flat = reshaped(x, (math.prod(x.shape[:-1]), depth))
     columns = permuted(reshaped(weight, (math.prod(weight.shape) // depth, depth)), (1, 0))
@@ -142,6 +155,7 @@ def weight_int8pack_mm(ctx: Context, a: Value, b: Value, scales: Value) -> Value
 @lowers(aten.addbmm.default)
 def addbmm(ctx: Context, bias: Value, a: Value, b: Value, *, beta: float = 1, alpha: float = 1) -> Value:
     """The sum over the batch is one longer dot product: (M, B * K) @ (B * K, N)."""
+    _check_alike(bias, a, b)
     batch, rows, depth = a.shape
     wide = reshaped(permuted(a, (1, 0, 2)), (rows, batch * depth))
     tall = reshaped(b, (batch * depth, b.shape[2]))

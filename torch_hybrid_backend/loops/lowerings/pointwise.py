@@ -12,8 +12,10 @@ from collections.abc import Callable
 
 import torch
 
+from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Reason
-from torch_hybrid_backend.loops.ir import Expr, Value, compute_dtype
+from torch_hybrid_backend.loops.index import contiguous_strides
+from torch_hybrid_backend.loops.ir import Expr, Value, compute_dtype, nearest, rounded
 from torch_hybrid_backend.loops.lowering import Context, Refuse, lowers
 from torch_hybrid_backend.loops.lowerings import arithmetic as formula
 from torch_hybrid_backend.loops.lowerings.arithmetic import lit
@@ -64,7 +66,7 @@ _unary(aten.sgn.default, formula.sign)
 _unary(aten.silu.default, lambda a: mul(a, call("sigmoid", a)))
 _unary(aten.relu.default, lambda a: where(call("lt", a, lit(a, 0)), lit(a, 0), a))
 _unary(aten.relu6.default, lambda a: formula.clamp(a, lit(a, 0), lit(a, 6)))
-_unary(aten.hardswish.default, lambda a: mul(a, formula.hard_sigmoid(a)))
+_unary(aten.hardswish.default, lambda a: mul(mul(a, formula.six_above(a)), lit(a, 1 / 6)))
 _unary(aten.hardsigmoid.default, formula.hard_sigmoid)
 _unary(aten.mish.default, lambda a: mul(a, call("tanh", call("log1p", call("exp", a)))))
 _unary(aten.reciprocal.default, lambda a: div(lit(a, 1), a))
@@ -104,7 +106,27 @@ def log_sigmoid_forward(ctx: Context, x: Value) -> tuple[Value, Value | None]:
 
 @lowers(aten.gelu.default)
 def gelu(ctx: Context, x: Value, *, approximate: str = "none") -> Value:
+    if approximate == "none" and _is_of_onednn(ctx):
+        # Eager's kernel doubles before it halves, and gives NaN for infinity.
+        def fn(a: Expr) -> Expr:
+            doubled = mul(a, add(lit(a, 1), call("erf", mul(a, lit(a, math.sqrt(0.5))))))
+            return where(call("eq", a, lit(a, math.inf)), lit(a, math.nan), mul(doubled, lit(a, 0.5)))
+
+        return ctx.pointwise(fn, x)
     return ctx.pointwise(lambda a: formula.gelu(a, approximate), x)
+
+
+def _is_of_onednn(ctx: Context) -> bool:
+    """True if eager computes the node by oneDNN: float32 or bfloat16 on the host, more than one element, in the order of memory."""
+    assert ctx.node is not None
+    spec = TensorSpec.of(ctx.node.all_input_nodes[0].meta["val"])
+    is_one = all(size == 1 for size in spec.shape)
+    return (
+        spec.device.is_host
+        and spec.dtype in ("float32", "bfloat16")
+        and not is_one
+        and spec.strides == contiguous_strides(spec.shape)
+    )
 
 
 @lowers(aten.leaky_relu.default)
@@ -162,7 +184,9 @@ def logit(ctx: Context, x: Value, eps: float | None = None) -> Value:
             # Not `clamp`: eager lets NaN pass by comparing, and so does this.
             a = where(call("lt", a, lit(a, eps)), lit(a, eps), a)
             a = where(call("gt", a, lit(a, 1 - eps)), lit(a, 1 - eps), a)
-        return call("log", div(a, sub(lit(a, 1), a)))
+        # Eager rounds each step to a half type.
+        odds = div(a, rounded(sub(lit(a, 1), a), ctx.out.dtype))
+        return call("log", rounded(odds, ctx.out.dtype))
 
     return ctx.pointwise(fn, x)
 
@@ -217,7 +241,30 @@ def _clamp(ctx: Context, x: Value, low: Operand | None, high: Operand | None) ->
 # Binary
 
 
+def _common(ctx: Context, operand: Operand) -> Operand:
+    """An operand in the result's dtype, as eager's kernels of the host convert it: where a half type meets a number or a tensor without
+    dimensions, that is rounded to the half type."""
+    if not ctx.out.device.is_host:
+        return operand
+    if isinstance(operand, Value):
+        is_narrowed = compute_dtype(ctx.out.dtype) != ctx.out.dtype != operand.dtype
+        return ctx.pointwise(lambda a: a, operand, shape=operand.shape) if is_narrowed else operand
+    return operand if isinstance(operand, Size) else _common_number(ctx, operand)
+
+
+def _common_number(ctx: Context, number: float) -> float:
+    return nearest(number, ctx.out.dtype) if ctx.out.device.is_host else number
+
+
 def _binary(targets: tuple[torch._ops.OpOverload, ...], fn: Callable[[Expr, Expr], Expr]) -> None:
+    @lowers(*targets)
+    def lower(ctx: Context, x: Operand, y: Operand) -> Value:
+        return ctx.pointwise(fn, _common(ctx, x), _common(ctx, y))
+
+
+def _scaling(targets: tuple[torch._ops.OpOverload, ...], fn: Callable[[Expr, Expr], Expr]) -> None:
+    """As `_binary`; but eager takes a half tensor times or over a number with the number in float32."""
+
     @lowers(*targets)
     def lower(ctx: Context, x: Operand, y: Operand) -> Value:
         return ctx.pointwise(fn, x, y)
@@ -225,38 +272,48 @@ def _binary(targets: tuple[torch._ops.OpOverload, ...], fn: Callable[[Expr, Expr
 
 @lowers(aten.add.Tensor, aten.add.Scalar)
 def add_(ctx: Context, x: Value, y: Operand, alpha: float = 1) -> Value:
+    alpha, y = _common_number(ctx, alpha), _common(ctx, y)
     return ctx.pointwise(lambda a, b: formula.plus(a, formula.scaled(b, alpha)), x, y)
 
 
 @lowers(aten.sub.Tensor, aten.sub.Scalar)
 def sub_(ctx: Context, x: Value, y: Operand, alpha: float = 1) -> Value:
+    alpha, y = _common_number(ctx, alpha), _common(ctx, y)
     return ctx.pointwise(lambda a, b: sub(a, formula.scaled(b, alpha)), x, y)
 
 
 @lowers(aten.rsub.Tensor, aten.rsub.Scalar)
 def rsub(ctx: Context, x: Value, y: Operand, alpha: float = 1) -> Value:
+    alpha, y = _common_number(ctx, alpha), _common(ctx, y)
     return ctx.pointwise(lambda a, b: sub(b, formula.scaled(a, alpha)), x, y)
 
 
-_binary((aten.mul.Tensor, aten.mul.Scalar), formula.times)
-_binary((aten.div.Tensor, aten.div.Scalar, aten.true_divide.Tensor), div)
+_scaling((aten.mul.Tensor, aten.mul.Scalar), formula.times)
+_scaling((aten.div.Tensor, aten.div.Scalar, aten.true_divide.Tensor), div)
 _binary((aten.atan2.default,), _op("atan2"))
 _binary((aten.hypot.default,), formula.hypot)
-_binary((aten.xlogy.Tensor, aten.xlogy.Scalar_Other, aten.xlogy.Scalar_Self), formula.xlogy)
 _binary((aten.copysign.Tensor, aten.copysign.Scalar), formula.copysign)
 _binary((aten.logaddexp.default,), lambda a, b: formula.log_add_exp(a, b, "exp", "log"))
 _binary((aten.logaddexp2.default,), lambda a, b: formula.log_add_exp(a, b, "exp2", "log2"))
 
 
-def _quotient(targets: tuple[torch._ops.OpOverload, ...], fn: Callable[[Expr, Expr], Expr]) -> None:
+def _quotient(targets: tuple[torch._ops.OpOverload, ...], fn: Callable[[Expr, Expr], Expr], *, scales: bool) -> None:
+    """As `_scaling` or `_binary`; of integers eager refuses a divisor of 0."""
+
     @lowers(*targets)
     def lower(ctx: Context, x: Operand, y: Operand) -> Value:
-        return _divided(ctx, x, y, fn)
+        return _divided(ctx, x, y, fn) if scales else _divided(ctx, _common(ctx, x), _common(ctx, y), fn)
 
 
-_quotient((aten.floor_divide.default, aten.floor_divide.Scalar), formula.floor_div)
-_quotient((aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor), formula.remainder)
-_quotient((aten.fmod.Tensor, aten.fmod.Scalar), formula.fmod)
+_quotient((aten.floor_divide.default, aten.floor_divide.Scalar), formula.floor_div, scales=True)
+_quotient((aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor), formula.remainder, scales=False)
+_quotient((aten.fmod.Tensor, aten.fmod.Scalar), formula.fmod, scales=False)
+
+
+@lowers(aten.xlogy.Tensor, aten.xlogy.Scalar_Other, aten.xlogy.Scalar_Self)
+def xlogy(ctx: Context, x: Operand, y: Operand) -> Value:
+    dtype = ctx.out.dtype
+    return ctx.pointwise(lambda a, b: formula.xlogy(a, b, dtype), _common(ctx, x), _common(ctx, y))
 
 
 @lowers(aten.div.Tensor_mode, aten.div.Scalar_mode)
@@ -297,7 +354,7 @@ _extremum((aten.fmin.default,), "min", skip_nan=True)
 def pow_scalar(ctx: Context, x: Value, exponent: float) -> Value:
     if not is_float(compute_dtype(ctx.out.dtype)) and exponent < 0:
         raise Refuse(Reason.ARGUMENT, "integers to negative powers are an error in eager")
-    return ctx.pointwise(lambda a: formula.power(a, exponent), x)
+    return ctx.pointwise(lambda a: formula.power(a, _common_number(ctx, exponent), ctx.out.dtype), x)
 
 
 @lowers(aten.pow.Tensor_Tensor, aten.pow.Scalar)
@@ -306,7 +363,7 @@ def pow_tensor(ctx: Context, base: Operand, exponent: Value) -> Value:
         raise Refuse(Reason.DTYPE, "integer powers with a tensor of exponents are left to eager")
     if base == 2:
         return ctx.pointwise(lambda b: call("exp2", b), exponent)
-    return ctx.pointwise(lambda a, b: call("pow", a, b), base, exponent)
+    return ctx.pointwise(lambda a, b: call("pow", a, b), _common(ctx, base), _common(ctx, exponent))
 
 
 @lowers(aten.bitwise_not.default)
@@ -397,12 +454,12 @@ def _choose(ctx: Context, condition: Value, x: Operand, y: Operand) -> Value:
 
 @lowers(aten.addcmul.default)
 def addcmul(ctx: Context, x: Value, y: Value, z: Value, *, value: float = 1) -> Value:
-    return ctx.pointwise(lambda a, b, c: add(a, formula.scaled(mul(b, c), value)), x, y, z)
+    return ctx.pointwise(lambda a, b, c: add(a, mul(formula.scaled(b, value), c)), x, y, z)
 
 
 @lowers(aten.addcdiv.default)
 def addcdiv(ctx: Context, x: Value, y: Value, z: Value, *, value: float = 1) -> Value:
-    return ctx.pointwise(lambda a, b, c: add(a, formula.scaled(div(b, c), value)), x, y, z)
+    return ctx.pointwise(lambda a, b, c: add(a, div(formula.scaled(b, value), c)), x, y, z)
 
 
 @lowers(aten.lerp.Scalar, aten.lerp.Tensor)

@@ -67,7 +67,7 @@ def _normal(ctx: Context, mean: float, std: float) -> Value:
     if ctx.out.dtype == "float64":
         raise Refuse(Reason.RANDOM, "normally distributed numbers are drawn in float32 and below, not in float64")
     middle, spread = const(mean, "float32"), const(std, "float32")
-    return _drawn(ctx, "random_normal", lambda number: round_to(call("fma", number, spread, middle), ctx.out.dtype))
+    return _drawn(ctx, "random_normal", lambda number: call("fma", number, spread, middle))
 
 
 @lowers(aten.bernoulli.p)
@@ -86,6 +86,7 @@ def native_dropout(ctx: Context, x: Value, p: float, train: bool | None) -> tupl
         kept = Map(ctx.shape, "bool", lambda index: const(True, "bool"))
         return ctx.pointwise(lambda a: a, x), kept
     if p == 1:
+        _blocks(ctx)  # on a GPU nothing is drawn for it, on the CPU as much as for any other
         nothing = Map(ctx.shape, "bool", lambda index: const(False, "bool"))
         return Map(ctx.shape, x.dtype, lambda index: const(0.0, compute_dtype(x.dtype))), nothing
     given = _argument(ctx)

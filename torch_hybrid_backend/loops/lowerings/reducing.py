@@ -9,7 +9,7 @@ from torch_hybrid_backend.loops.ir import Expr, ScalarFn, Value, compute_dtype
 from torch_hybrid_backend.loops.lowering import Context
 from torch_hybrid_backend.loops.lowerings.arithmetic import lit
 from torch_hybrid_backend.loops.lowerings.views import axis, reshaped
-from torch_hybrid_backend.loops.ops import cast, const, div, mul, sub
+from torch_hybrid_backend.loops.ops import add, call, cast, const, div, mul, sub
 from torch_hybrid_backend.sizes.size import Dim, product
 
 Axes = int | Sequence[int] | None
@@ -65,16 +65,36 @@ def reduced_body(
 
 
 def moments(ctx: Context, x: Value, axes: tuple[int, ...]) -> tuple[Value, Value]:
-    """Mean and sum of squared deviations over `axes`, of the shape with 1 for them, in the compute dtype of x (two passes)."""
+    """Mean and sum of squared deviations over `axes`, of the shape with 1 for them, in the compute dtype of x.
+
+    Two passes, the second corrected by the sum of the deviations, which is 0 but for the rounding of the mean: numbers far from zero, such as
+    time stamps, are nearer to one another than to a mean that is rounded. Source: Chan, Golub and LeVeque, "Algorithms for
+    computing the sample variance", 1983, (1.7). Not where both passes are one reading (`Abilities.joined_moments`).
+    """
     dtype = compute_dtype(x.dtype)
     shape = kept_shape(x.shape, axes, keepdim=True)
     count = extent(x.shape, axes)
     total = reduced(ctx, "sum", x, axes, keepdim=True)
     average = ctx.pointwise(lambda a: div(a, lit(a, count)), total, dtype=dtype, shape=shape)
 
-    def squared(index: tuple[Index, ...]) -> Expr:
-        centre = average.at(tuple(as_index(0) if d in axes else i for d, i in enumerate(index)))
-        deviation = sub(x.at(index), centre)
-        return mul(deviation, deviation)
+    def deviation(index: tuple[Index, ...]) -> Expr:
+        return sub(x.at(index), average.at(tuple(as_index(0) if d in axes else i for d, i in enumerate(index))))
 
-    return average, reduced_body(ctx, "sum", x, axes, squared, dtype, keepdim=True)
+    def squared(index: tuple[Index, ...]) -> Expr:
+        off = deviation(index)
+        return mul(off, off)
+
+    squares = reduced_body(ctx, "sum", x, axes, squared, dtype, keepdim=True)
+    if ctx.abilities.joined_moments:
+        return average, squares
+    left = reduced_body(ctx, "sum", x, axes, deviation, dtype, keepdim=True)
+
+    def moved(a: Expr, b: Expr) -> Expr:
+        return add(a, div(b, lit(a, count)))
+
+    def corrected(a: Expr, b: Expr) -> Expr:
+        # Rounding may not make it negative.
+        return call("max", sub(a, div(mul(b, b), lit(a, count))), lit(a, 0))
+
+    centre = ctx.pointwise(moved, average, left, dtype=dtype, shape=shape)
+    return centre, ctx.pointwise(corrected, squares, left, dtype=dtype, shape=shape)

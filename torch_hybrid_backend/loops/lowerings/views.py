@@ -14,7 +14,7 @@ from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.loops.index import Index, as_index, linear, reshape_index
 from torch_hybrid_backend.loops.ir import Value
 from torch_hybrid_backend.loops.lowering import Context, Refuse, lowers, reindex
-from torch_hybrid_backend.sizes.size import Dim, Size, function, known_at_most, known_int
+from torch_hybrid_backend.sizes.size import Dim, Size, function, known_at_most, known_int, known_less
 
 aten = torch.ops.aten
 
@@ -96,10 +96,10 @@ def slice_bounds(size: Dim, start: Dim | None, end: Dim | None) -> tuple[Dim, Di
 def _clipped(position: Dim, size: Dim) -> Dim:
     if isinstance(position, int) and abs(position) >= MAX_ELEMENTS:  # no number for a kernel, and none is needed
         return size if position > 0 else 0
-    if isinstance(position, int) and position < 0:
-        return function("max", size + position, 0)
     if known_at_most(0, position):
         return function("min", position, size)
+    if known_less(position, 0):
+        return function("max", position + size, 0)
     raise Refuse(
         Reason.SYMBOLIC_SHAPE, f"whether {position} counts from the front or the end is only known at run time"
     )
@@ -162,21 +162,25 @@ def slice_(
 ) -> Value:
     dim = axis(dim, len(x.shape))
     first, _ = slice_bounds(x.shape[dim], start, end)
+    # Of no elements the last is one step before the first.
+    ctx.rely_on(first, x.shape[dim] - 1 - (first + (ctx.shape[dim] - 1) * step))
     return sliced(x, dim, first, ctx.shape[dim], step)
 
 
 @lowers(aten.select.int)
 def select(ctx: Context, x: Value, dim: int, index: Dim) -> Value:
     dim = axis(dim, len(x.shape))
-    return selected(x, dim, wrapped(index, x.shape[dim]))
+    position = wrapped(index, x.shape[dim])
+    ctx.rely_on(position, x.shape[dim] - 1 - position)
+    return selected(x, dim, position)
 
 
 def wrapped(index: Dim, size: Dim) -> Dim:
     """A position in a dimension, counted from the front; numbers below zero count from the end."""
-    if isinstance(index, int):
-        return index if index >= 0 else index + size
     if known_at_most(0, index):
         return index
+    if known_less(index, 0):
+        return index + size
     raise Refuse(Reason.SYMBOLIC_SHAPE, f"whether {index} counts from the front or the end is only known at run time")
 
 
@@ -188,6 +192,7 @@ def split(ctx: Context, x: Value, split_size: int | Sequence[int], dim: int = 0)
     for out in ctx.outs:
         parts.append(sliced(x, dim, start, out.shape[dim]))
         start = start + out.shape[dim]
+    ctx.rely_on(*(out.shape[dim] for out in ctx.outs), x.shape[dim] - start)
     return tuple(parts)
 
 
@@ -254,6 +259,7 @@ def unfold(ctx: Context, x: Value, dimension: int, size: int, step: int) -> Valu
     if not x.shape:
         return reshaped(x, ctx.shape)
     dim = axis(dimension, len(x.shape))
+    ctx.rely_on(x.shape[dim] - size - (ctx.shape[dim] - 1) * step)
     return reindex(x, ctx.shape, lambda index: (*index[:dim], index[dim] * step + index[-1], *index[dim + 1 : -1]))
 
 

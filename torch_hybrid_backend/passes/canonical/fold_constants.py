@@ -98,7 +98,14 @@ def _can_be_read(value: Any, limit_bytes: int) -> bool:
 def _reaches_variable(node: torch.fx.Node, constant: dict[torch.fx.Node, None]) -> bool:
     """Whether a node outside the constants uses the value, directly or through views (else a larger expression covers
     it)."""
-    return any(user not in constant or (is_view(user) and _reaches_variable(user, constant)) for user in node.users)
+    pending = list(node.users)
+    while pending:
+        user = pending.pop()
+        if user not in constant:
+            return True
+        if is_view(user):
+            pending.extend(user.users)
+    return False
 
 
 def evaluate(gm: torch.fx.GraphModule, roots: list[torch.fx.Node]) -> dict[torch.fx.Node, torch.Tensor]:

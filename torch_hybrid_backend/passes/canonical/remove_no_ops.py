@@ -8,6 +8,7 @@ import torch
 import torch.fx
 
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.errors import failures
 from torch_hybrid_backend.graph.schema import is_view
 from torch_hybrid_backend.graph.values import QUANTIZED, has_mutation
 from torch_hybrid_backend.passes.context import PassContext
@@ -105,7 +106,7 @@ def _merge_views(gm: torch.fx.GraphModule, node: torch.fx.Node) -> bool:
         return False  # finding out whether the step is a view could add guards
     try:
         merged = insert(node, target, source, *rest)
-    except (RuntimeError, ValueError):
+    except failures(RuntimeError, ValueError):
         return False  # the whole step is not a view of `source`, though each half is a view of its own input
     if same_spec(merged.meta["val"], node.meta["val"]):
         node.replace_all_uses_with(merged)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -24,14 +25,14 @@ def simplify(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
 
     x*1, x/1, x-0 -> x (x+0 only for integers: -0.0 + 0 is 0.0); neg(neg(x)) -> x; x/2^k -> x * 2^-k;
     pow(x, 2), pow(x, 0.5), pow(x, -0.5), pow(x, -1), pow(x, 1) -> what ATen's own power kernel does for these
-    exponents.
+    exponents. native_dropout(x, 1) -> (x * 0, no element kept), which draws no random numbers: nor does torch.dropout in eager.
     """
     if has_mutation(gm):
         return False
     changed = False
     for node in list(gm.graph.nodes):
         rule = RULES.get(node.target) if node.op == "call_function" else None
-        if rule is not None and isinstance(node.meta.get("val"), torch.Tensor):
+        if rule is not None and "val" in node.meta:
             changed |= rule(gm, node)
     return changed
 
@@ -94,8 +95,25 @@ def _pow(gm: torch.fx.GraphModule, node: torch.fx.Node) -> bool:
     return root is not None and dtype in (torch.float32, torch.float64, torch.bfloat16) and _become(gm, node, root, x)
 
 
-def _become(gm: torch.fx.GraphModule, node: torch.fx.Node, target: torch._ops.OpOverload, *args: Any) -> bool:
-    new = insert(node, target, *args)
+def _item(gm: torch.fx.GraphModule, node: torch.fx.Node) -> bool:
+    """One of the two results of dropout with p = 1."""
+    dropout: Any = node.args[0]
+    if dropout.target is not aten.native_dropout.default or dropout.args[1] != 1 or dropout.args[2] is False:
+        return False
+    x = dropout.args[0]
+    if node.args[1] == 0:
+        changed = _become(gm, node, aten.mul.Tensor, x, 0.0)
+    else:
+        changed = _become(gm, node, aten.zeros_like.default, x, dtype=torch.bool)
+    if not dropout.users:
+        gm.graph.erase_node(dropout)  # what draws random numbers is not dead code
+    return changed
+
+
+def _become(
+    gm: torch.fx.GraphModule, node: torch.fx.Node, target: torch._ops.OpOverload, *args: Any, **kwargs: Any
+) -> bool:
+    new = insert(node, target, *args, **kwargs)
     if not same_spec(new.meta["val"], node.meta["val"]):
         gm.graph.erase_node(new)
         return False
@@ -111,4 +129,5 @@ RULES: dict[object, Callable[[torch.fx.GraphModule, torch.fx.Node], bool]] = {
     aten.add.Tensor: _add,
     aten.neg.default: _neg,
     aten.pow.Tensor_Scalar: _pow,
+    operator.getitem: _item,
 }

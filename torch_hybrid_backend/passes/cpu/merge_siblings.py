@@ -19,6 +19,7 @@ import torch.fx
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from torch_hybrid_backend.errors import failures
 from torch_hybrid_backend.graph.schema import is_view
 from torch_hybrid_backend.graph.values import constant_nodes, has_mutation, returned_roots
 from torch_hybrid_backend.passes.context import PassContext
@@ -132,11 +133,15 @@ def _merge(gm: torch.fx.GraphModule, group: Sequence[Node]) -> bool:
 
 def move_before(place: Node, node: Node) -> None:
     """Moves a constant that is made after `place`, and what it is made of, in front of it."""
-    if node < place:
-        return
-    for argument in node.all_input_nodes:
-        move_before(place, argument)
-    place.prepend(node)
+    behind: set[Node] = set()
+    pending = [node]
+    while pending:
+        each = pending.pop()
+        if each not in behind and not each < place:
+            behind.add(each)
+            pending.extend(each.all_input_nodes)
+    for each in sorted(behind):
+        place.prepend(each)
 
 
 def values_with(gm: torch.fx.GraphModule, changed: dict[Node, Any]) -> dict[Node, Any] | None:
@@ -152,7 +157,7 @@ def values_with(gm: torch.fx.GraphModule, changed: dict[Node, Any]) -> dict[Node
         try:
             with detect_fake_mode((args, kwargs)) or FakeTensorMode():
                 value = node.target(*args, **kwargs)
-        except (RuntimeError, ValueError):
+        except failures(RuntimeError, ValueError):
             return None
         if is_view(node):
             known[node] = value

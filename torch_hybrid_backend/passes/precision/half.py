@@ -20,6 +20,7 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.core.verdict import Reason, Refused
+from torch_hybrid_backend.errors import failures
 from torch_hybrid_backend.graph.precision import converted_to
 from torch_hybrid_backend.graph.schema import has_effects, is_item
 from torch_hybrid_backend.graph.values import constant_nodes, has_mutation
@@ -102,7 +103,7 @@ class _Trial:
             with self._mode:
                 args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value)
                 made = node.target(*args, **kwargs)  # type: ignore[operator]
-        except (RuntimeError, TypeError, ValueError) as error:
+        except failures(RuntimeError, TypeError, ValueError) as error:
             why = " ".join(str(error).split())
             self.refused[node] = Refused(Reason.UNSUPPORTED, f"it does not take {self._name}: {why}")
             return

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
-from torch_hybrid_backend.errors import HybridError
+from torch_hybrid_backend.errors import HybridError, failures
 from torch_hybrid_backend.store import is_entry, read_entry
 
 
@@ -50,7 +50,7 @@ def use_library(
     content = read_entry(path)
     try:
         descriptor = os.memfd_create(path.name[:16])
-    except (AttributeError, OSError):  # not Linux, or forbidden
+    except failures(AttributeError, OSError):  # not Linux, or forbidden
         use(library)
         return library, None
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import logging
 import os
 import re
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 
-from torch_hybrid_backend.errors import REFUSED_VALUES, STICKY, DeviceError, HybridError, RefusedValuesError
+from torch_hybrid_backend.errors import REFUSED_VALUES, STICKY, DeviceError, HybridError, RefusedValuesError, failures
 from torch_hybrid_backend.runtime.native.description import PlanDescription
 from torch_hybrid_backend.runtime.native.libraries import OpenLibrary, use_library
 from torch_hybrid_backend.runtime.native.module import native_module
@@ -69,7 +70,7 @@ _callbacks: dict[int, tuple[Callback, ...]] = {}  # by plan handle; entries go w
 
 
 def _run_segment(plan: int, segment: int, outputs: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Runs a callback for the C++ plan. Returns `outputs` tensors, or one more where it raised (see csrc/src/plan.cc)."""
+    """Runs a callback for the C++ plan. Returns `outputs` tensors, or one more where it raised (see csrc/src/steps/callback.cc)."""
     try:
         results = list(_callbacks[plan][segment](inputs))
         if len(results) != outputs:
@@ -78,6 +79,16 @@ def _run_segment(plan: int, segment: int, outputs: int, inputs: list[torch.Tenso
         _raised.error = error
         return [torch.empty(0, device="cpu")] * (outputs + 1)
     return results
+
+
+def _also_caught_at_its_start(run_segment: Callable[..., list[torch.Tensor]]) -> Callable[..., list[torch.Tensor]]:
+    """`run_segment` called from C, which keeps what a signal's handler raises before the first line that Python runs: as kernels take their
+    time, most signals are handled there."""
+    try:
+        runtime = importlib.import_module("torch_hybrid_backend._runtime")
+    except ImportError:  # no module of this Python (see `module`)
+        return run_segment
+    return functools.partial(runtime.run_segment, run_segment, _raised, [torch.empty(0, device="cpu")])
 
 
 @functools.cache
@@ -90,16 +101,18 @@ def _ops() -> Any:
         )
     try:
         torch.ops.load_library(str(_LIBRARY))  # type: ignore[no-untyped-call]
-    except OSError as error:
+    except failures(OSError) as error:
         raise HybridError(
             f"the C++ runtime {_LIBRARY} cannot be loaded into torch {torch.__version__} ({error}): build it again with"
             " `pip install .` and a C++ compiler"
         ) from error
     # Kept for the life of the process by the cache of this function's result.
     library = torch.library.Library(_NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
-    schema = "run_segment(int plan, int segment, int outputs, Tensor[] inputs) -> Tensor[]"
+    # A segment may return views of its inputs. AOTAutograd warns of operators that do and do not say so.
+    schema = "run_segment(int plan, int segment, int outputs, Tensor(a)[] inputs) -> Tensor(a)[]"
     library.define(schema)  # type: ignore[no-untyped-call]
-    library.impl("run_segment", _run_segment, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    segments = _also_caught_at_its_start(_run_segment)
+    library.impl("run_segment", segments, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     library.define("warn(str message) -> ()")  # type: ignore[no-untyped-call]
     library.impl("warn", log.warning, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     # PyTorch would hand operators resolved copies of tensors that are lazily conjugated or negated: a segment would read other tensors than it
@@ -250,7 +263,7 @@ class Plan:
         text = description.text(functools.cache(opened))
         try:
             self.handle: int = ops.plan_new(text)
-        except RuntimeError as error:
+        except failures(RuntimeError) as error:
             said = str(error)
             for name, path in paths.items():
                 said = said.replace(f"library {name} ", f"library {path} ")
@@ -285,7 +298,7 @@ class Plan:
                 outputs, status = self._run(self.handle, binding.handle, inputs, profiled)
             else:
                 outputs, status = [], results
-        except RuntimeError as error:
+        except failures(RuntimeError) as error:
             raise _as_hybrid_error(str(error)) from error
         if status == RunStatus.DONE:
             return outputs  # type: ignore[no-any-return]
@@ -329,7 +342,7 @@ def _not_implemented(*_: object) -> object:
 def _building(operator: Callable[..., Any], *arguments: object) -> Any:
     try:
         return operator(*arguments)
-    except RuntimeError as error:
+    except failures(RuntimeError) as error:
         raise _as_hybrid_error(str(error)) from error
 
 

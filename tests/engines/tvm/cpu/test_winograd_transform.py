@@ -45,11 +45,17 @@ def test_even_polynomials_have_their_roots() -> None:
 
 @pytest.mark.parametrize("m", sorted(POINTS))
 def test_packed_weights_are_padded_with_zeros(m: int) -> None:
-    """Output channels beyond the last are zero; the sum over the infinite point is the kernel's last tap."""
+    """Output channels beyond the last are zero; the sum over the infinite point is the kernel's last tap; the signs of all taps are behind."""
     w = torch.randn(5, 3, 3, 3)
     packed = pack_winograd_weight(w, m, 4)
-    assert packed.shape == packed_winograd_shape((5, 3, 3, 3), m, 4) == (1, (m + 2) ** 2, 3, 8)
+    assert packed.shape == packed_winograd_shape((5, 3, 3, 3), m, 4) == (1, (m + 2) ** 2 + 1, 3, 8)
     assert (packed[..., 5:] == 0).all()
-    torch.testing.assert_close(packed[0, -1, :, :5], w[:, :, 2, 2].T)
+    torch.testing.assert_close(packed[0, -2, :, :5], w[:, :, 2, 2].T)
+    for tap in range(9):
+        signs = (packed[0, -1, :, :5].int() >> 2 * tap & 3) - 1
+        assert torch.equal(signs.T.float(), w.flatten(2)[:, :, tap].sign())
     grouped = pack_winograd_weight(torch.cat([w, 2 * w]), m, 4, groups=2)
-    assert torch.equal(grouped, torch.cat([packed, 2 * packed]))
+    assert torch.equal(
+        grouped,
+        torch.cat([packed, packed * torch.where(torch.arange((m + 2) ** 2 + 1) < (m + 2) ** 2, 2, 1)[:, None, None]]),
+    )

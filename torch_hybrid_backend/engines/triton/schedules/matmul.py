@@ -29,10 +29,9 @@ from torch_hybrid_backend.engines.triton.schedules.tilings import (
 from torch_hybrid_backend.engines.triton.source import Launch
 from torch_hybrid_backend.engines.triton.target import Target
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index, index_of
-from torch_hybrid_backend.loops.ir import Call, Const, Expr, Load, count_calls, loads_of
+from torch_hybrid_backend.loops.ir import Call, Const, Expr, Load, count_calls, is_rounded, loads_of
 from torch_hybrid_backend.loops.kernels import Argument, ConvKernel, Kernel, MatMulKernel, Store
 from torch_hybrid_backend.loops.layout import offset_of
-from torch_hybrid_backend.loops.ops import is_rounded
 from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, known_int, product, size_hint
 
 _GROUP = 8  # rows of tiles

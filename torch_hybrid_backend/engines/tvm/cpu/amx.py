@@ -36,7 +36,7 @@ from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.fusion import replace_loads
 from torch_hybrid_backend.loops.index import Index, as_index, index_of
-from torch_hybrid_backend.loops.ir import Buffer, Call, Expr, Load
+from torch_hybrid_backend.loops.ir import Buffer, Call, Expr, Load, is_rounded
 from torch_hybrid_backend.loops.kernels import Argument, Kernel, Store, kernel_sizes
 from torch_hybrid_backend.loops.layout import contiguous
 from torch_hybrid_backend.machine import EXACT_PRECISIONS, float32_precision
@@ -145,9 +145,9 @@ def _dequantized_format(kernel: DequantizedMatMulKernel) -> str:
 
     bfloat16, of `a` and of the dequantised weight, is off by 2.4e-3 of a product (`python -m benchmarks.weights_alone`); rows of 8 bits, 5e-3.
     """
-    if kernel.row_parts == 1 or ops.is_rounded(kernel.a, "bfloat16"):
+    if kernel.row_parts == 1 or is_rounded(kernel.a, "bfloat16"):
         return "bfloat16"
-    if ops.is_rounded(kernel.a, "float16"):
+    if is_rounded(kernel.a, "float16"):
         return "float16 split"
     return "float32" if kernel.row_parts == ROW_PARTS else "float32 high"
 

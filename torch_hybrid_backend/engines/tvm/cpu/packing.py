@@ -200,19 +200,23 @@ def packed_conv_weight_value(w: Value, groups: int, block: int) -> Map:
 def pack_winograd_weight(w: torch.Tensor, m: int, lanes: int, groups: int = 1) -> torch.Tensor:
     """Transforms the weight (O, I / groups, 3, 3) of a Winograd convolution, in float64, and packs it in the order of the kernel.
 
+    Behind the positions are the signs of the nine taps, 1 more than each in two bits: what an infinite pixel is multiplied by.
+
     Returns a contiguous tensor of `packed_winograd_shape`, same dtype, float32 of a narrower one: transformed it has more digits. Output
     channels beyond a group's last are zero.
     """
-    parts, positions, inputs, width = packed_winograd_shape(tuple(w.shape), m, lanes, groups)
+    parts, panels, inputs, width = packed_winograd_shape(tuple(w.shape), m, lanes, groups)
     per_group, in_group = parts // groups, w.shape[0] // groups
     g = torch.tensor(
         [[float(value) for value in row] for row in weight_matrix(m)], dtype=torch.float64, device=w.device
     )
     both = torch.kron(g, g)  # (positions, 9): the transform of rows and of columns as one matrix product
-    packed = w.new_zeros((parts, positions, inputs, width), dtype=torch.promote_types(w.dtype, torch.float32))
+    bits = 4.0 ** torch.arange(9, dtype=torch.float64, device=w.device)
+    packed = w.new_zeros((parts, panels, inputs, width), dtype=torch.promote_types(w.dtype, torch.float32))
     for part in range(parts):  # part by part: the whole weight in float64 would be eight times its size
         group, number = divmod(part, per_group)
         rows = w[group * in_group : (group + 1) * in_group][number * width : (number + 1) * width]
         taps = rows.permute(2, 3, 1, 0).reshape(9, -1).double()
-        packed[part, :, :, : rows.shape[0]] = (both @ taps).reshape(positions, inputs, rows.shape[0])
+        packed[part, :-1, :, : rows.shape[0]] = (both @ taps).reshape(panels - 1, inputs, rows.shape[0])
+        packed[part, -1, :, : rows.shape[0]] = (bits @ (taps.sign() + 1)).reshape(inputs, rows.shape[0])
     return packed

@@ -63,9 +63,9 @@ def output_blocks(outputs: int, lanes: int) -> int:
 def packed_winograd_shape(
     weight_shape: tuple[int, ...], m: int, lanes: int, groups: int = 1
 ) -> tuple[int, int, int, int]:
-    """(parts, (m + 2)^2, I / groups, vectors * lanes) for a weight (O, I / groups, 3, 3): parts of `output_blocks` vectors of output channels,
-    group by group."""
+    """(parts, (m + 2)^2 + 1, I / groups, vectors * lanes) for a weight (O, I / groups, 3, 3): parts of `output_blocks` vectors of output
+    channels, group by group. The last of a part are the signs of its taps."""
     outputs, inputs, _, _ = weight_shape
     per_group = outputs // groups
     width = lanes * output_blocks(per_group, lanes)
-    return groups * -(-per_group // width), tile_size(m) ** 2, inputs, width
+    return groups * -(-per_group // width), tile_size(m) ** 2 + 1, inputs, width

@@ -30,7 +30,16 @@ def literal(value: float, dtype: str) -> TirExpr:
 
 
 def emit(op: str, dtype: str, args: tuple[TirExpr, ...], operand: str, let: Let) -> TirExpr:
-    """`op(*args)` of result dtype `dtype`; `operand` is the first argument's dtype. "guard" and "round" are the printer's own."""
+    """`op(*args)` of result dtype `dtype`; `operand` is the first argument's dtype. "guard" and "round" are the printer's own.
+
+    The result is a number of its dtype: LLVM would make one multiply-add of a product and the sum behind it, and a product that overflows in
+    eager (inf - inf) would not.
+    """
+    result = _emit(op, dtype, args, operand, let)
+    return math.fenced(result, dtype) if isinstance(result, tirx.Mul) and is_float(dtype) else result
+
+
+def _emit(op: str, dtype: str, args: tuple[TirExpr, ...], operand: str, let: Let) -> TirExpr:
     if op in COMPARISONS:
         return _compare(op, args[0], args[1], operand)
     if op in _BINARY:
@@ -366,7 +375,8 @@ def _acosh(x: TirExpr, dtype: str, let: Let) -> TirExpr:
     bounded = let(tirx.Select(tirx.GT(x, large), large, x), dtype)
     t = let(bounded - literal(1, dtype), dtype)
     near = let(_log1p(let(t + tirx.sqrt(t * literal(2, dtype) + t * t), dtype), dtype, let), dtype)
-    return tirx.Select(tirx.GT(x, large), _log_of_double(x, dtype, let), near)
+    inside = let(tirx.Select(tirx.GT(x, large), _log_of_double(x, dtype, let), near), dtype)
+    return tirx.Select(tirx.LT(t, literal(0, dtype)), literal(pymath.nan, dtype), inside)
 
 
 def _atanh(x: TirExpr, dtype: str, let: Let) -> TirExpr:

@@ -18,7 +18,7 @@ from tvm import tirx
 from torch_hybrid_backend.engines.tvm.target import LINE_BYTES
 from torch_hybrid_backend.errors import ScheduleError
 from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar, Mod, Scalar, as_index, is_wide
-from torch_hybrid_backend.sizes.size import Dim, Function, Symbol, known_at_most, product
+from torch_hybrid_backend.sizes.size import MAX_SIZE, Dim, Function, Symbol, known_at_most, product
 
 _KINDS = {
     "serial": tirx.ForKind.SERIAL,
@@ -34,7 +34,7 @@ _ALIGNED_BYTES = 1 << 10
 # Without this annotation TVM 0.27 takes every local buffer, however small, from the heap: two calls each, and never a register.
 _ON_STACK = {"disable_lower_builtin": tirx.IntImm("bool", 1)}
 
-_ANY_LENGTH = (1 << 31) - 1
+_ANY_LENGTH = MAX_SIZE
 
 # An integer that LLVM knows nothing of. No instruction.
 _UNSEEN = """
@@ -53,11 +53,13 @@ TirBuffer = Any  # a tirx buffer variable
 class Builder:
     """Makes statements of one kernel. Owns its loop variables: an index made by another builder cannot be printed.
 
-    schedule_rank: the kernel's; `ways` is how many ranks there were for it, 1 where the schedule has not asked.
+    schedule_rank: the kernel's; `ways` is how many ranks there were for it, 1 where the schedule has not asked. address: the dtype of loop
+    variables and of places in memory, "int32" or "int64".
     """
 
-    def __init__(self, schedule_rank: int = 0) -> None:
+    def __init__(self, schedule_rank: int = 0, address: str = "int32") -> None:
         self.schedule_rank = schedule_rank
+        self.address = address
         self.ways = 1
         self._vars: dict[LoopVar, TirExpr] = {}
         self._sizes: dict[Symbol, TirExpr] = {}
@@ -86,8 +88,9 @@ class Builder:
         """A kernel argument that holds a size known only at run time, or an integer."""
         return self._sizes.setdefault(symbol, tirx.Var(self.fresh("n"), size_dtype(symbol)))
 
-    def size(self, size: Dim, dtype: str = "int32") -> TirExpr:
-        """A size as a TIR expression: int32, or int64 for numbers that may take as much."""
+    def size(self, size: Dim, dtype: str = "") -> TirExpr:
+        """A size as a TIR expression, by default of the dtype of addresses."""
+        dtype = dtype or self.address
         if isinstance(size, int):
             return tirx.IntImm(dtype, size)
         total: TirExpr = None
@@ -106,7 +109,7 @@ class Builder:
         if isinstance(atom, Symbol):
             return converted(self._sizes[atom], size_dtype(atom), dtype)
         operation = {"floordiv": tirx.floordiv, "mod": tirx.floormod, "max": tirx.Max, "min": tirx.Min}[atom.name]
-        width = index_dtype(atom.left, atom.right)
+        width = self.index_dtype(atom.left, atom.right)
         return converted(operation(self.size(atom.left, width), self.size(atom.right, width)), width, dtype)
 
     def loop(self, extent: Dim, body: Callable[[Index], Stmt], kind: str = "serial", name: str = "i") -> Stmt:
@@ -114,15 +117,15 @@ class Builder:
         if extent == 1:
             return body(as_index(0))
         variable = LoopVar(self.fresh(name), extent)
-        tir_var = tirx.Var(variable.name, "int32")
+        tir_var = tirx.Var(variable.name, self.address)
         self._vars[variable] = tir_var
-        return tirx.For(tir_var, 0, self.size(extent), _KINDS[kind], body(Index(((variable, 1),), 0)))
+        return tirx.For(tir_var, self.size(0), self.size(extent), _KINDS[kind], body(Index(((variable, 1),), 0)))
 
     def loop_until(self, limit: TirExpr, extent: Dim, body: Callable[[Index], Stmt], name: str = "i") -> Stmt:
         """`for i in range(limit): body(i)`, where `limit` is at most `extent`."""
         variable = LoopVar(self.fresh(name), extent)
-        self._vars[variable] = tirx.Var(variable.name, "int32")
-        return tirx.For(self._vars[variable], 0, limit, _KINDS["serial"], body(Index(((variable, 1),), 0)))
+        self._vars[variable] = tirx.Var(variable.name, self.address)
+        return tirx.For(self._vars[variable], self.size(0), limit, _KINDS["serial"], body(Index(((variable, 1),), 0)))
 
     def rolled(self, extent: int, body: Callable[[Index], Stmt], name: str = "i") -> Stmt:
         """`for i in range(extent): body(i)`, which LLVM leaves a loop: it does not see the extent."""
@@ -133,9 +136,9 @@ class Builder:
         return self.loop_until(unseen, extent, body, name)
 
     def bound(self, value: TirExpr, extent: Dim, name: str) -> tuple[Index, Stmt]:
-        """An index that holds an int32 value in 0 .. extent-1, and the statement that must come before its uses."""
+        """An index that holds a value of the dtype of addresses in 0 .. extent-1, and the statement that must come before its uses."""
         variable = LoopVar(self.fresh(name), extent)
-        self._vars[variable] = tirx.Var(variable.name, "int32")
+        self._vars[variable] = tirx.Var(variable.name, self.address)
         return Index(((variable, 1),), 0), tirx.stmt.Bind(self._vars[variable], value)
 
     def nest(
@@ -195,8 +198,9 @@ class Builder:
         declared = tirx.stmt.DeclBuffer(buffer, data=lines.data)
         return self.seq(tirx.stmt.AllocBuffer(lines, _ON_STACK), declared)
 
-    def index(self, index: Index | Dim, dtype: str = "int32") -> TirExpr:
-        """An index as a TIR expression: int32 where it addresses memory, int64 for numbers that may take as much."""
+    def index(self, index: Index | Dim, dtype: str = "") -> TirExpr:
+        """An index as a TIR expression, by default of the dtype of addresses."""
+        dtype = dtype or self.address
         index = as_index(index)
         total: TirExpr = None
         for atom, coefficient in index.terms:
@@ -211,21 +215,28 @@ class Builder:
     def _atom(self, atom: object, dtype: str) -> TirExpr:
         match atom:
             case LoopVar():
-                return converted(self._vars[atom], "int32", dtype)
+                return converted(self._vars[atom], self.address, dtype)
             case FloorDiv(numerator, divisor):
                 # Truncating division is cheaper and equal where nothing is negative.
                 divide = tvm.tirx.truncdiv if _is_positive(numerator) else tvm.tirx.floordiv
-                width = index_dtype(numerator, divisor)
+                width = self.index_dtype(numerator, divisor)
                 return converted(divide(self.index(numerator, width), self.size(divisor, width)), width, dtype)
             case Mod(numerator, divisor):
                 remainder = tvm.tirx.truncmod if _is_positive(numerator) else tvm.tirx.floormod
-                width = index_dtype(numerator, divisor)
+                width = self.index_dtype(numerator, divisor)
                 return converted(remainder(self.index(numerator, width), self.size(divisor, width)), width, dtype)
             case Scalar():
                 if self.print_scalar is None:
                     raise TypeError("this kernel has no printer for scalars used as indices")
-                return converted(self.print_scalar(atom), "int32", dtype)
+                return converted(self.print_scalar(atom), self.address, dtype)
         raise TypeError(f"not an index atom: {atom!r}")
+
+    def index_dtype(self, *operands: Index | Dim) -> str:
+        """What numbers, and comparisons, quotients, remainders and extremes are computed in: int64 where they may take as much.
+
+        The low bits of operands tell those of sums and products, in which places in memory are computed, and of nothing else.
+        """
+        return "int64" if any(is_wide(as_index(operand)) for operand in operands) else self.address
 
     def load(self, buffer: TirBuffer, offset: Index | int) -> TirExpr:
         return tirx.BufferLoad(buffer, [self.index(offset)])
@@ -242,7 +253,7 @@ class Builder:
         return tirx.BufferStore(buffer, value, [self._lanes(offset, lanes)])
 
     def _lanes(self, offset: Index | int, lanes: int) -> TirExpr:
-        return tirx.Ramp(self.index(offset), tirx.IntImm("int32", 1), lanes)
+        return tirx.Ramp(self.index(offset), self.size(1), lanes)
 
     def prefetch(self, buffer: TirBuffer, offset: TirExpr, level: int = 2, *, to_write: bool = False) -> Stmt:
         """Asks for the cache line of element `offset`, an int32 that may lie outside the buffer, into the cache of that level.
@@ -262,11 +273,6 @@ def size_dtype(symbol: Symbol) -> str:
     return "int64" if symbol.is_wide else "int32"
 
 
-def index_dtype(*operands: Index | Dim) -> str:
-    """What a comparison, a quotient, a remainder or an extreme of such is computed in: the low bits of its operands do not tell its own."""
-    return "int64" if any(is_wide(as_index(operand)) for operand in operands) else "int32"
-
-
 def converted(number: TirExpr, source: str, target: str) -> TirExpr:
     """An integer in another width. Casting one to its own would hide from TVM what it knows of it."""
     return number if source == target else tirx.Cast(target, number)
@@ -280,7 +286,7 @@ def argument(span: Dim, dtype: str, name: str) -> TirBuffer:
     """A kernel argument: a 1-D array of `span` elements, aligned to its element only (views may start anywhere)."""
     itemsize = max(1, tvm.DataType(dtype).bits // 8)
     # How long an array of a size known at run time is, no access asks.
-    length = span if isinstance(span, int) else _ANY_LENGTH
+    length = tirx.IntImm("int32" if span <= _ANY_LENGTH else "int64", span) if isinstance(span, int) else _ANY_LENGTH
     return tirx.decl_buffer((length,), dtype, name, data_alignment=itemsize)
 
 

@@ -11,8 +11,9 @@ from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.engines.tvm.tir.storage import storage_dtype
 from torch_hybrid_backend.errors import ScheduleError
 from torch_hybrid_backend.loops.ir import Buffer
-from torch_hybrid_backend.loops.kernels import Kernel, kernel_sizes
+from torch_hybrid_backend.loops.kernels import Kernel, MapKernel, RowKernel, counts_far, kernel_sizes
 from torch_hybrid_backend.loops.layout import Layout
+from torch_hybrid_backend.sizes.size import MAX_SIZE
 
 
 def emit_kernel(kernel: Kernel, name: str, target: Target) -> Any:
@@ -20,7 +21,9 @@ def emit_kernel(kernel: Kernel, name: str, target: Target) -> Any:
 
     Raises ScheduleError where no schedule serves it, or the one that does has no such `schedule_rank`.
     """
-    builder = Builder(kernel.schedule_rank)
+    builder = Builder(kernel.schedule_rank, "int64" if counts_far(kernel) else "int32")
+    if builder.address == "int64" and not isinstance(kernel, MapKernel | RowKernel):
+        raise ScheduleError(f"no schedule of a {type(kernel).__name__} counts beyond {MAX_SIZE} elements")
     arrays: dict[Buffer, tuple[TirBuffer, Layout]] = {}
     for number, arg in enumerate((*kernel.reads, *kernel.writes)):
         array = argument(arg.span, storage_dtype(arg.buffer.dtype), f"arg{number}")

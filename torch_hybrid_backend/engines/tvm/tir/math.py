@@ -11,7 +11,7 @@ Worst relative errors against float64 on the tested ranges (tests/engines/tvm/ti
     tanh, erf                5e-7      sigmoid 3e-7 (0 below -88.3, where eager has denormals)
     erfc                     2e-6      down to the smallest normal number
     pow                      3e-7      computed through float64
-    sin, cos                 2e-7      absolute, for |x| <= 2^30; a float64 range reduction
+    sin, cos                 2e-7      of every float32
     tan                      6e-7      as sin / cos
 
 asinh, acosh and atanh follow from log1p (6e-7, in `arithmetic`). The others (asin, acos, atan, atan2, sinh, cosh) and most of float64 are libm
@@ -35,7 +35,8 @@ TirExpr = Any
 Let = Callable[[TirExpr, str], TirExpr]
 
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4  # n * high is exact for |n| < 2^15
-_PI_2_HIGH, _PI_2_MIDDLE, _PI_2_LOW = 1.57079625129699707031, 7.54978941586159635335e-08, 5.39030252995776476554e-15
+# 1 / (2 pi) in words of 32 bits, behind one of zeros.
+_TURNS = (0, 0x28BE60DB, 0x9391054A, 0x7F09D5F4, 0x7D4D3770, 0x36D8A566, 0x4F10E410, 0x7F9458EA)
 
 
 def f32(value: float) -> TirExpr:
@@ -54,6 +55,11 @@ def opaque(x: TirExpr, dtype: str) -> TirExpr:
     """x, hidden from TVM's simplifier, which cancels `x + y - y` and `x - x` for floats too. Costs no instruction."""
     bits = "int64" if dtype == "float64" else "int32"
     return tirx.reinterpret(dtype, tirx.reinterpret(bits, x))
+
+
+def fenced(x: TirExpr, dtype: str) -> TirExpr:
+    """x, a product that LLVM may not contract with a sum to a multiply-add. Costs no instruction."""
+    return tirx.call_llvm_pure_intrin(dtype, "llvm.arithmetic.fence", x)
 
 
 def round_even(x: TirExpr, dtype: str) -> TirExpr:
@@ -267,21 +273,55 @@ def erfc(let: Let, x: TirExpr) -> TirExpr:
 
 
 def _quarter_turns(let: Let, x: TirExpr) -> tuple[TirExpr, TirExpr]:
-    """(q, r) with x = (4k + q) pi/2 + r: q an int32 in 0 .. 3, r a float32 with |r| <= pi/4."""
-    wide = let(tirx.Cast("float64", x), "float64")
-    n = let(round_even(wide * _f64(2 / math.pi), "float64"), "float64")
-    r = wide - n * _f64(_PI_2_HIGH) - n * _f64(_PI_2_MIDDLE) - n * _f64(_PI_2_LOW)
-    quadrant = let(n - _f64(4) * tirx.floor(n * _f64(0.25)), "float64")
-    narrow = let(tirx.Cast("float32", r), "float32")
-    # Beyond 2^53 the reduction means nothing: stay in -1 .. 1.
-    bounded = let(_at_most(let(_at_least(narrow, -0.7854), "float32"), 0.7854), "float32")
-    return let(tirx.Cast("int32", quadrant), "int32"), bounded
+    """(q, r) with |x| = (4k + q) pi/2 + r: q an int32 in 0 .. 3, r a float32 with |r| <= pi/4.
+
+    Payne and Hanek, "Radian reduction for trigonometric functions", 1983: |x| = m 2^e with a whole m. Bits of 2^e / (2 pi) that are whole turns
+    drop out, so 96 bits of 1 / (2 pi) from bit e on, times m, are the turns that are left: 64 bits of them, for every float32.
+    """
+    bits = let(tirx.reinterpret("int32", x), "int32")
+    exponent = (bits >> _i32(23)) & _i32(0xFF)
+    # Where the first of the 96 bits stands in `_TURNS`.
+    start = let(tirx.Select(tirx.GT(exponent, _i32(118)), exponent - _i32(118), _i32(0)), "int32")
+    word, shift = let(start >> _i32(5), "int32"), let(start & _i32(31), "int32")
+
+    def picked(number: int) -> TirExpr:
+        result = _word(_TURNS[number])
+        for place in range(1, 5):
+            if number + place < len(_TURNS):
+                result = tirx.Select(tirx.EQ(word, _i32(place)), _word(_TURNS[number + place]), result)
+        return let(result, "uint32")
+
+    words = [picked(number) for number in range(4)]
+    left, one = let(tirx.Cast("uint32", shift), "uint32"), tirx.IntImm("uint32", 1)
+    right = let(tirx.IntImm("uint32", 31) - left, "uint32")
+
+    def window(number: int) -> TirExpr:
+        """32 bits from bit `start` + 32 `number` on."""
+        both = (words[number] << left) | ((words[number + 1] >> one) >> right)
+        return tirx.Cast("uint64", let(both, "uint32"))
+
+    def wide(value: int) -> TirExpr:
+        return tirx.IntImm("uint64", value)
+
+    whole = let(tirx.Cast("uint64", tirx.Cast("uint32", (bits & _i32(0x7FFFFF)) | _i32(0x800000))), "uint64")
+    turns = ((whole * window(0)) << wide(32)) + whole * window(1) + ((whole * window(2)) >> wide(32))
+    # An eighth of a turn further, what is left of a quarter is that much too large.
+    moved = let(turns + wide(1 << 61), "uint64")
+    part = let(tirx.Cast("int64", moved & wide((1 << 62) - 1)) - tirx.IntImm("int64", 1 << 61), "int64")
+    high = tirx.Cast("float64", tirx.Cast("int32", part >> tirx.IntImm("int64", 32)))
+    low = tirx.Cast("float64", tirx.Cast("int32", (part & tirx.IntImm("int64", 0xFFFFFFFF)) >> tirx.IntImm("int64", 1)))
+    rest = let((high * _f64(2.0**32) + low * _f64(2.0)) * _f64(2 * math.pi / 2.0**64), "float64")
+    near = let(tirx.LT(tirx.abs(x), f32(0.7853981)), "bool")
+    quarter = tirx.Select(near, _i32(0), tirx.Cast("int32", moved >> wide(62)))
+    return let(quarter, "int32"), let(tirx.Select(near, tirx.abs(x), tirx.Cast("float32", rest)), "float32")
 
 
-def _sin_cos(let: Let, x: TirExpr, shift: int) -> TirExpr:
-    """sin(x + shift pi/2)."""
-    quarter, r = _quarter_turns(let, x)
-    q = let(quarter + _i32(shift), "int32")
+def _word(value: int) -> TirExpr:
+    return tirx.IntImm("uint32", value)
+
+
+def _quarter(let: Let, q: TirExpr, r: TirExpr) -> TirExpr:
+    """sin(q pi/2 + r) for |r| <= pi/4."""
     r2 = let(r * r, "float32")
     sine = _horner(r2, (-1.9515295891e-4, 8.3321608736e-3, -1.6666654611e-1)) * r2 * r + r
     cosine = _horner(r2, (2.443315711809948e-5, -1.388731625493765e-3, 4.166664568298827e-2)) * r2 * r2 - (
@@ -291,16 +331,30 @@ def _sin_cos(let: Let, x: TirExpr, shift: int) -> TirExpr:
     return tirx.Select(tirx.EQ(q & _i32(2), _i32(0)), y, f32(0) - y)
 
 
+def _of_finite(x: TirExpr, y: TirExpr) -> TirExpr:
+    """y where x is finite, else NaN."""
+    return tirx.Select(tirx.LT(tirx.abs(x), f32(math.inf)), y, x * f32(math.nan))
+
+
+def _with_sign_of(let: Let, x: TirExpr, y: TirExpr) -> TirExpr:
+    """y, negated where x has a sign."""
+    sign = tirx.reinterpret("int32", x) & _i32(-(2**31))
+    return tirx.reinterpret("float32", tirx.bitwise_xor(tirx.reinterpret("int32", let(y, "float32")), sign))
+
+
 def sin(let: Let, x: TirExpr) -> TirExpr:
-    return _sin_cos(let, x, 0)
+    return _of_finite(x, let(_with_sign_of(let, x, _quarter(let, *_quarter_turns(let, x))), "float32"))
 
 
 def cos(let: Let, x: TirExpr) -> TirExpr:
-    return _sin_cos(let, x, 1)
+    q, r = _quarter_turns(let, x)
+    return _of_finite(x, let(_quarter(let, let(q + _i32(1), "int32"), r), "float32"))
 
 
 def tan(let: Let, x: TirExpr) -> TirExpr:
-    return let(sin(let, x), "float32") / let(cos(let, x), "float32")
+    q, r = _quarter_turns(let, x)
+    sine, cosine = let(_quarter(let, q, r), "float32"), let(_quarter(let, let(q + _i32(1), "int32"), r), "float32")
+    return _of_finite(x, let(_with_sign_of(let, x, sine / cosine), "float32"))
 
 
 def _log2_wide(let: Let, x: TirExpr) -> TirExpr:

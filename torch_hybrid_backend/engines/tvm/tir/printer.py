@@ -9,21 +9,20 @@ store, or as a chain of `Let`s in an expression. Equal subexpressions (same oper
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from tvm import tirx
 
 from torch_hybrid_backend.engines.tvm.tir import arithmetic, math
-from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirBuffer, TirExpr, converted, index_dtype
+from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirBuffer, TirExpr, converted
 from torch_hybrid_backend.engines.tvm.tir.let_bindings import Bindings, Scope, StatementBindings
 from torch_hybrid_backend.engines.tvm.tir.storage import narrow, widen
 from torch_hybrid_backend.loops.index import Index, LoopVar, Scalar, as_index, compare_ranges
-from torch_hybrid_backend.loops.ir import Buffer, Call, Const, Expr, FromIndex, Load
+from torch_hybrid_backend.loops.ir import ROUND_TARGETS, Buffer, Call, Const, Expr, FromIndex, Load
 from torch_hybrid_backend.loops.kernels import Store
 from torch_hybrid_backend.loops.layout import Layout, offset_of
-from torch_hybrid_backend.loops.ops import COMPARE, ROUND_TARGETS, call, decided
+from torch_hybrid_backend.loops.ops import COMPARE, call, decided
 from torch_hybrid_backend.loops.sharing import Sharing
 
 Env = Mapping[LoopVar, Index]
@@ -149,8 +148,7 @@ class Printer:
         return self.stores([store], env)
 
     def stores(self, stores: Sequence[Store], env: Env) -> Stmt:
-        """Several stores at one point; what their values share is computed once. What is rounded to a store's dtype is rounded by the store."""
-        stores = [dataclasses.replace(s, value=_before_rounding(s.value, s.buffer.dtype)) for s in stores]
+        """Several stores at one point; what their values share is computed once."""
         targets = [self._target(store, env) for store in stores]
 
         def put(values: list[TirExpr]) -> Stmt:
@@ -287,7 +285,7 @@ class Printer:
                 return self._load(e)
             case FromIndex():
                 index = self.index(e.index, self._env)
-                dtype = index_dtype(index)
+                dtype = self.builder.index_dtype(index)
                 return converted(self.builder.index(index, dtype), dtype, e.dtype)
             case Call("bool", op, _) if op in COMPARE:
                 if (sides := self.index_sides(e, self._env)) is not None:
@@ -295,7 +293,7 @@ class Printer:
                     if known is not None:
                         return tirx.IntImm("bool", known)
                     # Mostly in int32: half as wide as the int64 they stand for.
-                    dtype = index_dtype(*sides)
+                    dtype = self.builder.index_dtype(*sides)
                     left, right = (self.builder.index(side, dtype) for side in sides)
                     return arithmetic.emit(op, "bool", (left, right), dtype, self._bind)
             case Call(_, "guard", _):
@@ -322,7 +320,7 @@ class Printer:
         array, _ = self.arguments[e.buffer]
         offset = self.builder.index(self.offset(e.buffer, e.index, self._env))
         for mask in self._masks:
-            offset = tirx.Select(mask, offset, tirx.IntImm("int32", 0))
+            offset = tirx.Select(mask, offset, self.builder.size(0))
         return widen(tirx.BufferLoad(array, [offset]), e.buffer.dtype)
 
     def _guard(self, e: Call) -> TirExpr:
@@ -347,9 +345,9 @@ class Printer:
         return tirx.Select(test, first, self._print(outside))
 
     def _print_scalar(self, atom: Scalar) -> TirExpr:
-        """A scalar inside an index, as int32: read where the index is used, with the environment of the expression around it."""
+        """A scalar inside an index, of the dtype of addresses: read where the index is used, in the environment around it."""
         value = self.expr(atom.expr, self._env) if self._scope is None else self._print(self._sharing.of(atom.expr))
-        return value if atom.expr.dtype == "int32" else tirx.Cast("int32", value)
+        return converted(value, atom.expr.dtype, self.builder.address)
 
     def index_test(self, condition: Expr, env: Env) -> TirExpr | None:
         """A condition on indices as one TIR expression without bindings; None for other conditions."""
@@ -368,7 +366,7 @@ class Printer:
         bounds = self.index_sides(condition, env)
         if bounds is None:
             return None
-        dtype = index_dtype(*bounds)
+        dtype = self.builder.index_dtype(*bounds)
         left, right = (self.builder.index(side, dtype) for side in bounds)
         return arithmetic.COMPARISONS[condition.op](left, right)
 
@@ -393,13 +391,6 @@ class Printer:
             # `block * 16 + lane < 64` is `block < 4`: the lane drops out.
             left, right = left.coarse_bound(right.const)
         return left, right
-
-
-def _before_rounding(e: Expr, dtype: str) -> Expr:
-    match e:
-        case Call(_, "round", (x, Const() as target)) if ROUND_TARGETS[int(target.value)] == dtype:
-            return x
-    return e
 
 
 def _unrounded(e: Expr) -> Expr | None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
+import torch
 
-from tests.engines.tvm.schedule_runner import HOST, NARROW, compile_kernel
+from tests.engines.tvm.schedule_runner import HOST, NARROW, compile_kernel, run_kernel
 from tests.engines.tvm.schedules.convolution.convolutions_for_tests import Case, check, make
 from torch_hybrid_backend.engines.tvm.schedules.convolution import rules
 from torch_hybrid_backend.engines.tvm.target import Target
@@ -31,6 +33,34 @@ from torch_hybrid_backend.engines.tvm.target import Target
 def test_winograd(case: Case, m: int, target: Target) -> None:
     """F(2x2) and F(4x4): borders, tiles that reach beyond the output, ragged channels, every layout."""
     check(dataclasses.replace(case, winograd=m), target)
+
+
+@pytest.mark.parametrize("target", [HOST, NARROW], ids=["host", "narrow"])
+@pytest.mark.parametrize("m", [2, 4])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((2, 32, 13, 11), 48, (3, 3), padding=1),
+        Case((1, 16, 9, 8), 20, (3, 3), blocked_x=False),
+        Case((1, 64, 14, 14), 64, (3, 3), padding=1, groups=2),
+    ],
+)
+def test_an_infinity_or_nan_reaches_only_its_windows(case: Case, m: int, target: Target) -> None:
+    """Infinite and NaN pixels, alone, together, and at the border, give infinities, NaN and numbers where eager does."""
+    x = torch.randn(case.x)
+    *_, height, width = case.x
+    for value, channel, row, column in (
+        (math.inf, 3, 0, 0),
+        (math.nan, 7, height - 1, 4),
+        (-math.inf, 15, 5, width - 1),
+        (math.inf, 15, 6, width - 1),
+        (math.nan, 0, 4, 4),
+    ):
+        x[-1, channel, row, column] = value
+    kernel, inputs, want = make(dataclasses.replace(case, winograd=m), target, x)
+    (got,) = run_kernel(kernel, rules.emit, inputs, target)
+    assert torch.equal(got.isfinite(), want.isfinite())
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-4, equal_nan=True)
 
 
 @pytest.mark.parametrize("groups", [1, 2])

@@ -8,6 +8,9 @@ numbered through; a task takes a run of them, a group of the convolution and som
    output channels) in register tiles. Weights stream in the order of their packing: while a panel of them is multiplied, the tiles ask for
    the next one, a share each. In a network larger than the caches they come from memory in every call.
 3. Output transform A^T m A of each tile, then the epilogue.
+An infinity or NaN among the inputs would spread over its tile: sums of what is subtracted in the transform are NaN. The corners of B^T d B are
+made of all of d, so they tell of it. A task that has seen one transforms its tiles again with zeros in such places, and adds what these are
+times the signs of their taps to the outputs that they reach.
 A task has as many tiles as fit the second-level cache after step 1: what one step writes the next reads from there, and weights are read
 once per task.
 Sources: Lavin & Gray, "Fast Algorithms for Convolutional Neural Networks", CVPR 2016; fused by tiles as in Jia et al., "Optimizing
@@ -17,6 +20,8 @@ N-dimensional, Winograd-based convolution for manycore CPUs", PPoPP 2018.
 from __future__ import annotations
 
 import functools
+import math
+import operator
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
@@ -30,6 +35,7 @@ from torch_hybrid_backend.engines.tvm.schedules.convolution.parts import ConvPar
 from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, zero
 from torch_hybrid_backend.engines.tvm.target import LINE_BYTES
 from torch_hybrid_backend.engines.tvm.tir.builder import Stmt, TirBuffer, TirExpr
+from torch_hybrid_backend.engines.tvm.tir.math import is_nan, opaque
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.sizes.size import known_int
 
@@ -50,7 +56,8 @@ class _Winograd:
         self.parts, self.builder, self.target = parts, parts.builder, parts.target
         self.m, self.dtype, self.lanes = parts.kernel.winograd, parts.dtype, parts.block
         self.n = tile_size(self.m)
-        all_parts, self.positions, self.channels, self.width = map(known_int, parts.kernel.packed.shape)
+        all_parts, panels, self.channels, self.width = map(known_int, parts.kernel.packed.shape)
+        self.positions = panels - 1  # the last one has the signs
         self.groups = parts.kernel.groups
         self.out_parts, self.out_channels = all_parts // self.groups, parts.out_channels // self.groups  # of a group
         self.vectors = self.width // self.lanes
@@ -72,6 +79,9 @@ class _Winograd:
             group, run, channel_group = at
             transformed = b.local(self.positions * self.v_stride, self.dtype, "v")
             products = b.local(self.positions * self.m_stride, self.dtype, "m")
+            self.unusual = b.local(
+                self.lanes, self.dtype, "unusual"
+            )  # 0, or NaN where infinities or NaN have been seen
 
             def part(i: Index) -> Stmt:
                 out_part = channel_group * per_task + i
@@ -86,7 +96,11 @@ class _Winograd:
             return b.seq(
                 b.alloc(transformed),
                 b.alloc(products),
+                b.alloc(self.unusual),
+                self._vector(lambda lane: b.store(self.unusual, lane, zero(self.dtype))),
                 self._input(transformed, run, group),
+                b.loop(self.lanes - 1, lambda i: self._seen(as_index(0), b.load(self.unusual, i + 1)), name="l"),
+                b.when(self._has_unusual(), self._input(transformed, run, group, is_finite=True)),
                 b.loop(per_task, part, name="o"),
             )
 
@@ -110,7 +124,16 @@ class _Winograd:
 
     # Step 1.
 
-    def _input(self, out: TirBuffer, run: Index, group: Index) -> Stmt:
+    def _seen(self, lane: Index, value: TirExpr) -> Stmt:
+        """Notes in a lane whether a value is infinite or NaN."""
+        noted = self.builder.load(self.unusual, lane) + value * opaque(zero(self.dtype), self.dtype)
+        return self.builder.store(self.unusual, lane, noted)
+
+    def _has_unusual(self) -> TirExpr:
+        return is_nan(self.builder.load(self.unusual, 0), self.dtype)
+
+    def _input(self, out: TirBuffer, run: Index, group: Index, is_finite: bool = False) -> Stmt:
+        """The transform of a run of tiles; `is_finite`: of the finite elements alone, with zeros for the others."""
         b = self.builder
 
         def tile(t: Index, image: Index, tile_row: Index, tile_column: Index) -> Stmt:
@@ -118,9 +141,11 @@ class _Winograd:
                 def block(number: Index) -> Stmt:
                     def read(column: TirBuffer, j: Index) -> Stmt:
                         source = group * self.channel_blocks + number
-                        return self._read(column, image, source, tile_row, tile_column, j, is_masked)
+                        return self._read(column, image, source, tile_row, tile_column, j, is_masked, is_finite)
 
-                    return self._transform_block(out, (number * self.tiles + t) * self.lanes, read)
+                    start = (number * self.tiles + t) * self.lanes
+                    transformed = self._transform_block(out, start, read)
+                    return transformed if is_finite else b.seq(transformed, self._corners(out, start))
 
                 return b.loop(self.channel_blocks, block, name="cb")
 
@@ -130,8 +155,8 @@ class _Winograd:
                 for i in (0, self.n - 1)
                 for test in _tests(self.parts, self._source(axis, first, as_index(i)), axis.size)
             ]
-            if not inside:
-                return blocks(is_masked=False)
+            if not inside or is_finite:
+                return blocks(is_masked=bool(inside))
             return b.when(functools.reduce(tirx.And, inside), blocks(is_masked=False), blocks(is_masked=True))
 
         return self._each_tile(run, tile)
@@ -149,8 +174,9 @@ class _Winograd:
         tile_column: Index,
         j: Index,
         is_masked: bool,
+        is_finite: bool,
     ) -> Stmt:
-        """column = column `j` of the input tile of one block of channels; masked: zero outside the input."""
+        """column = column `j` of the input tile of one block of channels; masked: zero outside the input; finite: zero for what is not."""
         b, parts = self.builder, self.parts
         binds: list[Stmt] = []
 
@@ -174,10 +200,10 @@ class _Winograd:
 
         def load(i: int, lane: Index) -> Stmt:
             row, tests = rows[i]
-            conditions = [*tests, *x_tests]
 
             def put(values: list[TirExpr]) -> Stmt:
                 value = values[0]
+                conditions = [*tests, *x_tests, *([_is_finite(value, self.dtype)] if is_finite else [])]
                 if conditions:
                     value = tirx.Select(functools.reduce(tirx.And, conditions), value, zero(self.dtype))
                 return b.store(column, lane + i * self.lanes, value)
@@ -187,6 +213,17 @@ class _Winograd:
 
         loads = self._vector(lambda lane: b.seq(*[load(i, lane) for i in range(self.n)]))
         return b.seq(*binds, loads)
+
+    def _corners(self, out: TirBuffer, start: Index) -> Stmt:
+        """Notes what was unusual in a block that has been transformed."""
+        b, ends = self.builder, (0, self.n - 1)
+        places = [start + (i * self.n + j) * self.v_stride for i in ends for j in ends]
+
+        def note(lane: Index) -> Stmt:
+            first, *others = (b.load(out, place + lane) for place in places)
+            return self._seen(lane, functools.reduce(operator.add, others, first))
+
+        return self._vector(note)
 
     def _transform_block(self, out: TirBuffer, start: Index, read: Callable[[TirBuffer, Index], Stmt]) -> Stmt:
         """B^T d B of one tile and one block of channels, to `out` from `start` on; `read` fills a buffer with a column of d.
@@ -253,7 +290,9 @@ class _Winograd:
                     return tile.accumulate([scalar(r) for r in range(count)], [vector(v) for v in range(self.vectors)])
 
                 def steps(block: Index) -> Stmt:
-                    begin, ahead = self._prefetching(tile, part * self.positions + p + 1, block, number, split.parts)
+                    # Behind the last position is the first one of the next part.
+                    panel = part * (self.positions + 1) + (p + 1) + (p + 1) // self.positions
+                    begin, ahead = self._prefetching(tile, panel, block, number, split.parts)
                     return b.seq(begin, tile.steps(self.lanes, lambda channel, _: step(block, channel), ahead))
 
                 return b.seq(
@@ -341,9 +380,45 @@ class _Winograd:
                     if self.out_parts > 1
                     else write(tail_widths)
                 )
-            return b.seq(*[transform(t, v) for v in range(self.vectors)], body)
+            reached = self._unusual_products(
+                result, group * self.out_parts + out_part, group, image, tile_row, tile_column
+            )
+            return b.seq(*[transform(t, v) for v in range(self.vectors)], b.when(self._has_unusual(), reached), body)
 
         return b.seq(b.alloc(result), b.alloc(half), self._each_tile(run, tile))
+
+    def _unusual_products(
+        self, result: TirBuffer, part: Index, group: Index, image: Index, tile_row: Index, tile_column: Index
+    ) -> Stmt:
+        """Adds the products of a tile's infinite and NaN elements to the outputs that they reach."""
+        b, parts, m = self.builder, self.parts, self.m
+
+        def element(place: tuple[Index, ...]) -> Stmt:
+            i, j, block, lane = place
+            row, column = self._source(parts.rows, tile_row, i), self._source(parts.columns, tile_column, j)
+            channel = block * self.lanes + lane
+
+            def product(of: tuple[Index, ...], value: TirExpr) -> Stmt:
+                r, c, output = of
+                to = (r * m + c) * self.width + output
+                tap = b.index((i - r) * 3 + (j - c))
+                signs = tirx.Cast("int32", parts.weight(part, as_index(self.positions), channel, output))
+                sign = ((signs >> (tap * 2)) & tirx.IntImm("int32", 3)) - 1
+                added = b.store(result, to, b.load(result, to) + value * tirx.Cast(self.dtype, sign))
+                reaches = [t for offset in (i - r, j - c) for t in (b.index(offset) >= 0, b.index(offset) < 3)]
+                return b.when(functools.reduce(tirx.And, reaches), added)
+
+            def products(values: list[TirExpr]) -> Stmt:
+                (value,) = values
+                outputs = b.nest((m, m, self.width), lambda of: product(of, value), name="r")
+                return b.when(tirx.Not(_is_finite(value, self.dtype)), outputs)
+
+            env = parts.x_env(image, group * (self.channel_blocks * self.lanes) + channel, row, column)
+            body = parts.printer.evaluate([parts.kernel.x], env, products)
+            tests = [*_tests(parts, row, parts.rows.size), *_tests(parts, column, parts.columns.size)]
+            return b.when(functools.reduce(tirx.And, tests), body) if tests else body
+
+        return b.nest((self.n, self.n, self.channel_blocks, self.lanes), element, name="u")
 
     def _output_1d(self, x: Read, put: Write) -> Stmt:
         """A^T of one column: powers of the points."""
@@ -373,6 +448,10 @@ class _Winograd:
 
     def _vector(self, body: Callable[[Index], Stmt]) -> Stmt:
         return self.parts.printer.vector_loop(self.lanes, body)
+
+
+def _is_finite(value: TirExpr, dtype: str) -> TirExpr:
+    return tirx.LT(tirx.abs(value), tirx.FloatImm(dtype, math.inf))
 
 
 def _tests(parts: ConvParts, position: Index, size: int) -> list[TirExpr]:
