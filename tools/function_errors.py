@@ -74,7 +74,9 @@ def errors(dtype: torch.dtype, count: int) -> dict[str, Error]:
 
     x, y = samples(dtype, count)
     compiled = torch.compile(every, backend="hybrid", dynamic=False)
-    compiled(torch.full_like(x, 0.75), torch.full_like(y, 0.5))  # kernels are compared with eager, which overflows earlier
+    compiled(
+        torch.full_like(x, 0.75), torch.full_like(y, 0.5)
+    )  # kernels are compared with eager, which overflows earlier
     results = zip((*UNARY, *BINARY), compiled(x, y), strict=True)
     return {name: _error(name, (x, y) if name in BINARY else (x,), result) for name, result in results}
 
