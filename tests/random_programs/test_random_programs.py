@@ -71,11 +71,11 @@ def test_quantised_layers(seed: int, mode: str, kernel_cache: Path) -> None:
     assert 2 * report.taken >= report.operators > 0
 
 
-@pytest.mark.parametrize(("seed", "mode"), [(0, "static"), (1, "dynamic"), (3, "training")])
-def test_complex_numbers(seed: int, mode: str, kernel_cache: Path) -> None:
-    """Between kernels on real numbers, with conjugated and negated views of them."""
-    program = seeded(seed, 12, "complex")
-    report = check(program, "tvm", kernel_cache, mode)
+@pytest.mark.parametrize("seed", [4, 5, 6])
+def test_complex_numbers(seed: int, kernel_cache: Path) -> None:
+    """Between kernels on real numbers, with conjugated and negated views of them, and their gradients."""
+    program = seeded(seed, 6, "complex")
+    report = check(program, "tvm", kernel_cache, "training")
     assert not report.why, program
     assert report.taken > 0
 

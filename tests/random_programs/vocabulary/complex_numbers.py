@@ -14,14 +14,14 @@ torch.complex({0}, {1}).mH.imag | torch.view_as_complex(torch.stack(torch.broadc
 torch.complex({0}, {1}).conj()[..., 1:].imag | torch.complex({0}, {1}).conj().resolve_conj().imag
 """
 SMOOTH_ONES = """
-((z := torch.complex({0}, {1})) * z.conj()).real.clamp(max=90) | ((z := torch.complex({0}, {1})) * z.mH.mT).imag
+((z := torch.complex({0}, {1}.abs() + 0.5)) * z.conj()).real.clamp(max=90) + z.abs() | ((z := torch.complex({0}, {1})) * z.mH.mT).imag
 torch.complex({0}, {1}.abs() + 0.5).abs() | torch.complex({0}.clamp(-4, 4), {1}).exp().conj().imag
 torch.complex({0}.abs() + 0.5, {1}).sqrt().conj().imag | ((z := torch.complex({0}, {1}.abs() + 1)) / z.conj()).imag
 torch.polar({0}.abs() + 0.5, {1}).conj().real
 """
 REDUCTIONS = """
 torch.fft.rfft({0}).conj().imag | torch.fft.irfft(torch.fft.rfft({0}).conj(), n={0}.shape[-1]) | torch.fft.fft({0}).mH.real
-((z := torch.fft.rfft({0} * 0.25)) * z.conj()).real.clamp(max=90) | ((z := torch.complex({0}, {1}) * 0.25) @ z.mH).imag
+((z := torch.fft.rfft({0} * 0.25) + 9j) * z.conj()).real.clamp(max=90) + z.abs() | ((z := torch.complex({0}, {1}) * 0.25) @ z.mH).imag
 (z := torch.fft.rfft({0})).abs() * z.conj().imag.sign()
 """
 WRITES = "{0}.copy_(torch.complex({0}, {1}).conj().imag) | {0}.neg_() | torch.complex({0}, {1}).conj().imag.neg_()"
