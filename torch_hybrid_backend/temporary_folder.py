@@ -1,4 +1,4 @@
-"""Folders for what a process needs on disk as long as it lives, or for one build. Utility: imports nothing of the package.
+"""Folders for what a process needs on disk as long as it lives, or for one build. Utility: imports errors only.
 
     with TemporaryFolder() as path: ...
     folder = TemporaryFolder()       # folder.path, until the object is gone
