@@ -77,7 +77,8 @@ def burst():
     for thread in threads:
         thread.join()
 
-found["burst"] = [peak(burst), kept(burst)]
+most = []
+found["burst"] = [kept(lambda: most.append(peak(burst))), *most]
 
 blocks = [layer for _ in range(4) for layer in (nn.Conv2d(512, 512, 3, padding=1), nn.BatchNorm2d(512), nn.ReLU())]
 layers = nn.Sequential(*blocks).eval()
@@ -112,7 +113,7 @@ def test_a_first_call_takes_about_what_eager_takes(output: str, measured: dict[s
 @pytest.mark.fault("many threads call at once, and then no more", "the memory of their calls is free again")
 def test_a_burst_of_calls_leaves_no_memory_behind(measured: dict[str, Any]) -> None:
     """Eight threads take an arena of 64 MiB each, and leave that of one when they end."""
-    most, kept = measured["burst"]
+    kept, most = measured["burst"]
     assert most > 100
     assert kept < 64
 
