@@ -54,7 +54,7 @@ ALLOWED: dict[str, set[str]] = {
     "sources": set(),
     "garbage": set(),
     "store": {"core", "errors", "temporary_folder"},
-    "temporary_folder": set(),
+    "temporary_folder": {"errors"},
     "timing_cache": {"core", "errors", "store"},
     "services": {"config", "core", "measure", "progress", "store", "timing_cache"},
     "bisection": {"core", "errors"},

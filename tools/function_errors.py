@@ -110,7 +110,8 @@ def _distance(name: str, *numbers: float) -> float:
     *arguments, result = numbers
     if not all(map(math.isfinite, numbers)) or 0 in numbers:
         return 0.0
-    with mpmath.workprec(200 + max(0, math.frexp(max(map(abs, arguments)))[1])):
+    # A remainder needs all digits of the quotient.
+    with mpmath.workprec(200 + sum(abs(math.frexp(argument)[1]) for argument in arguments)):
         exact = _EXACT.get(name) or getattr(mpmath, name)
         return float(abs(mpmath.mpf(result) - exact(*map(mpmath.mpf, arguments)).real))
 

@@ -146,7 +146,7 @@ def processor_quota(root: Path = Path("/")) -> float | None:
     try:
         groups = [line.split(":", 2)[1:] for line in (root / "proc/self/cgroup").read_text().splitlines()]
         mounts = [line.split(" - ", 1) for line in (root / "proc/self/mountinfo").read_text().splitlines()]
-    except OSError:
+    except failures(OSError):
         return None
     quotas = []
     for controllers, path in groups:
@@ -168,7 +168,7 @@ def _quota_of(group: Path) -> float | None:
         try:
             quota, period = " ".join((group / name).read_text() for name in names).split()
             return float(quota) / float(period) if quota != "max" and float(quota) > 0 else None
-        except (OSError, ValueError):  # a group at the top has none
+        except failures(OSError, ValueError):  # a group at the top has none
             continue
     return None
 

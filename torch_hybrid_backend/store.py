@@ -66,7 +66,7 @@ class Store:
             try:
                 with tempfile.TemporaryFile(dir=root):
                     pass
-            except OSError as error:
+            except failures(OSError) as error:
                 self._only_read = _cannot_write(root, error)
                 _check_readable(root)
         except CacheError:
@@ -160,14 +160,14 @@ class Store:
         for path, _ in self._entries():
             try:
                 path.unlink(missing_ok=True)
-            except OSError as error:
+            except failures(OSError) as error:
                 raise CacheError(f"cannot remove {path}: {error}") from error
             _remove_empty(path.parent)
 
     def _discard(self, path: Path) -> None:
         try:
             path.unlink(missing_ok=True)
-        except OSError:
+        except failures(OSError):
             self._hidden.add(path)
 
     def _read(self, kind: str, key: str) -> tuple[Path, bytes] | None:

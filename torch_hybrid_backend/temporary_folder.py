@@ -1,4 +1,4 @@
-"""Folders for what a process needs on disk as long as it lives, or for one build. Utility: imports nothing of the package.
+"""Folders for what a process needs on disk as long as it lives, or for one build. Utility: imports errors only.
 
     with TemporaryFolder() as path: ...
     folder = TemporaryFolder()       # folder.path, until the object is gone
@@ -9,7 +9,6 @@ have left. Each process has its folders locked (flock(2)); one that is not locke
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import shutil
@@ -17,6 +16,8 @@ import tempfile
 import time
 import weakref
 from pathlib import Path
+
+from torch_hybrid_backend.errors import ignored
 
 # No other file is ever removed. A cache may lie beside them (`config`), under another name.
 _PREFIX = "torch_hybrid_backend.tmp-"
@@ -37,7 +38,7 @@ class TemporaryFolder:
             _remove_abandoned(Path(directory))
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=directory))
         descriptor = os.open(self.path, _FLAGS)
-        with contextlib.suppress(OSError):  # a file system without locks: there nobody takes it for abandoned either
+        with ignored(OSError):  # a file system without locks: there nobody takes it for abandoned either
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._remove = weakref.finalize(self, _remove_own, self.path, descriptor, os.getpid())
 
@@ -57,7 +58,7 @@ def _remove_own(path: Path, descriptor: int, process: int) -> None:
 
 def _remove_abandoned(directory: Path) -> None:
     for path in directory.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # another's, in use, or removed meanwhile
+        with ignored(OSError):  # another's, in use, or removed meanwhile
             descriptor = os.open(path, _FLAGS)
             try:
                 status = os.fstat(descriptor)

@@ -159,7 +159,7 @@ def _joined(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     ("fn", "inputs", "expected"),
     [
         (_softmax, (X,), [("row", 3)]),
-        (_norm, (X,), [("row", 3)]),
+        (_norm, (X,), [("row", 4)]),
         (_linear, (X, W, B), [("matmul", 2)]),
         (_transposed_too, (X,), [("map", 3)]),
         (_convolved, (IMAGES, FILTERS), [("conv", 2), ("row", 2)]),

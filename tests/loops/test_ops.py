@@ -7,10 +7,22 @@ import math
 import operator
 
 import pytest
+import torch
 
 from torch_hybrid_backend.loops.index import var
-from torch_hybrid_backend.loops.ir import Buffer, Call, Const, FromIndex, Load
-from torch_hybrid_backend.loops.ops import call, cast, const, from_index, guard, index_in, logical_and, round_to, where
+from torch_hybrid_backend.loops.ir import Buffer, Call, Const, FromIndex, Load, Map, is_rounded, nearest, unrounded
+from torch_hybrid_backend.loops.ops import (
+    add,
+    call,
+    cast,
+    const,
+    from_index,
+    guard,
+    index_in,
+    logical_and,
+    round_to,
+    where,
+)
 
 ROW, COLUMN = var("i", 4), var("j", 8)
 COMPARISONS = {
@@ -113,3 +125,45 @@ def test_unknown_operations_are_errors() -> None:
     """The message lists what is legal."""
     with pytest.raises(ValueError, match="legal"):
         call("frobnicate", const(1, "float32"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_literals_are_rounded_as_torch_rounds_them(dtype: torch.dtype) -> None:
+    """To the nearest, ties to even, too large ones to infinity; what changes nothing needs no operation."""
+    bits = torch.randint(-(2**31), 2**31, (2000,), generator=torch.Generator().manual_seed(0)).int().view(torch.float32)
+    numbers = torch.cat(
+        [bits[bits.isfinite()], torch.tensor([0.1, 65519.0, 65520.0, 3.39e38, 1.00390625, -1.01171875, 1e-45])]
+    )
+    name = str(dtype).removeprefix("torch.")
+    for number, want in zip(numbers.tolist(), numbers.to(dtype).float().tolist(), strict=True):
+        literal = round_to(const(number, "float32"), name)
+        assert isinstance(literal, Const)
+        assert literal.value == want
+        assert nearest(number, name) == want
+        assert nearest(number, "float32") == number
+
+
+def test_what_chooses_among_rounded_numbers_is_rounded() -> None:
+    """Extremes, signs, whole parts, conditions and bytes of half types are such numbers; sums are not."""
+    load = Load("float32", Buffer((4,), "float16"), (ROW,))
+    byte = Load("int8", Buffer((4,), "int8"), (ROW,))
+    for op in ("neg", "abs", "sign", "floor", "ceil", "trunc", "round_even"):
+        assert is_rounded(call(op, load), "float16")
+        assert not is_rounded(call(op, load), "bfloat16")
+    assert is_rounded(call("max", load, call("neg", load)), "float16")
+    assert is_rounded(cast(byte, "float32"), "float16")
+    assert is_rounded(cast(call("lt", load, load), "float32"), "bfloat16")
+    assert not is_rounded(add(load, load), "float16")
+
+
+def test_a_value_of_a_half_type_is_rounded() -> None:
+    """A map's scalars are numbers of its dtype, and a store is given what it has left to round."""
+    x = Buffer((4,), "bfloat16")
+    doubled = Map((4,), "bfloat16", lambda index: add(x.at(index), x.at(index)))
+    value = doubled.at((ROW,))
+    assert is_rounded(value, "bfloat16")
+    left = unrounded(value, "bfloat16")
+    assert isinstance(left, Call)
+    assert left.op == "add"
+    assert unrounded(value, "float16") is value
+    assert Map((4,), "float32", doubled.fn).at((ROW,)).dtype == "float32"

@@ -90,10 +90,12 @@ def _lazy(value: Any) -> Any:
 
 
 def _with_views(result: Any) -> list[Any]:
-    """An operator's results, and what is made of each by way of conjugated and negated views, which are then saved for backward."""
-    tensors = [t for t in tree_flatten(result)[0] if isinstance(t, torch.Tensor) and t.layout is torch.strided]
-    seen = [t for t in tensors if t.is_complex()]
-    return [result, [(t * t.conj(), t.abs(), t.conj().imag * t.real) for t in seen]]
+    """An operator's real results, and what is made of complex ones by way of conjugated and negated views, which are saved for backward."""
+    tensors = [t for t in tree_flatten(result)[0] if isinstance(t, torch.Tensor)]
+    is_seen = [t.is_complex() and t.layout is torch.strided for t in tensors]
+    return [
+        (t * t.conj(), t.abs(), t.conj().imag * t.real) if seen else t for t, seen in zip(tensors, is_seen, strict=True)
+    ]
 
 
 def _drops(operator: str, named: dict[str, Any]) -> bool:

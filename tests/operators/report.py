@@ -52,7 +52,8 @@ Each sample runs twice: through the Python executor and through the C++ plan. Th
 - **Default**: the backend as users have it, but placed by estimate instead of timing. Of dtypes other than float32 it runs two samples of
   each task.
 
-"backward" and "train" also compare gradients. "strided" uses inputs whose elements are spread in memory. Modules go through Dynamo, and so
+"backward" and "train" also compare gradients. "strided" uses inputs whose elements are spread in memory, "lazy" such as are
+conjugated or negated views. Modules go through Dynamo, and so
 does the first float32 sample of each operator; AOTAutograd traces the other samples of operators directly.
 """
 

@@ -31,6 +31,9 @@ SELECTION = {
     """,
     "float32 eval": "nn.BatchNorm2d nn.Conv2d nn.Embedding nn.GroupNorm nn.Linear nn.MaxPool2d nn.MultiheadAttention nn.LSTMCell",
     "float32 train": "nn.BatchNorm2d nn.Conv2d nn.Embedding nn.LayerNorm nn.MaxPool2d nn.MultiheadAttention",
+    "complex64 backward": "abs fft.fft linalg.cholesky linalg.eigvals lu_solve matmul mul sqrt",
+    "complex64 lazy": "add cat fft.ifft imag linalg.inv matmul mul real sum",
+    "float32 lazy": "add cat fft.rfft matmul mul softmax sum where",
 }
 SAMPLES = 2
 
@@ -52,4 +55,5 @@ def check(kind: str, bench: Bench) -> None:
         ]
     assert not surprises(rows, complete=False)
     assert not [row.name for row in rows if not row.statuses.get("passed")]
-    assert not [row.name for row in rows if row.mode != DEFAULT and row.verdict not in ("taken", "partly")]
+    if not (tasks[0].dtype.is_complex or tasks[0].variant == "lazy"):  # kernels read memory as it is, and real numbers
+        assert not [row.name for row in rows if row.mode != DEFAULT and row.verdict not in ("taken", "partly")]

@@ -22,6 +22,7 @@ from tests.random_programs.program import Input, Module, Program, namespace, run
 from tests.random_programs.quantised import NUDGES
 from torch_hybrid_backend.backend import compile_graph
 from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.core.lazy_bits import LazyBits
 from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.core.verdict import Reason
 
@@ -280,6 +281,8 @@ def _differences(truth: _Truth, actual: _Results) -> str:
     for k, (name, got, want) in enumerate(zip(names, actual.tensors, expected.tensors, strict=True)):
         if (got.dtype, got.shape) != (want.dtype, want.shape):
             return f"{name} is {got.dtype} {list(got.shape)}, eager's {want.dtype} {list(want.shape)}"
+        if not LazyBits.of(want).are_of(got):
+            return f"{name} has {LazyBits.of(got)}, eager's {LazyBits.of(want)}"
         if want.numel() and _meaningful(got) != _meaningful(want) and _meaningful(got) != _told_strides(program, name):
             return f"{name} has strides {got.stride()}, eager's {want.stride()} (shape {list(want.shape)})"
         noisy = functools.partial(_picked, truth.noisy, lambda results, k=k: results.tensors[k])

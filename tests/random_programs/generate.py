@@ -12,6 +12,7 @@ from tests.random_programs.draw import Draw
 from tests.random_programs.program import Program
 from tests.random_programs.scope import Scope, Step, TakenBackError
 from tests.random_programs.vocabulary import (
+    complex_numbers,
     layers,
     mutation,
     networks,
@@ -38,6 +39,7 @@ GROUPS: dict[str, tuple[tuple[Template, int], ...]] = {
     "networks": networks.TEMPLATES,
     "quantised": quantised.TEMPLATES,
     "scaled": scaled.TEMPLATES,
+    "complex": complex_numbers.TEMPLATES,
     "chains": ((parts.views_of_views, 1),),
 }
 SIZES = (1, 2, 3, 5, 7, 8, 13, 16, 17, 31, 33)
@@ -79,6 +81,7 @@ PROFILES: dict[str, Profile] = {
         {"pointwise": 6, "reductions": 4, "shapes": 5, "layers": 1, "mutation": 1},
         sizes=(0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 3),
     ),
+    "complex": Profile({"complex": 5, "pointwise": 3, "shapes": 2, "mutation": 1}),
 }
 
 

@@ -264,3 +264,31 @@ def test_an_engine_may_have_the_kernel_that_eager_lacks() -> None:
     compiled = torch.compile(lambda x: functional.adaptive_avg_pool2d(x, 2), backend="hybrid", dynamic=False)
     for _ in range(2):
         assert compiled(pixels).shape == (1, 2, 2, 2)
+
+
+class Attending(nn.Module):
+    """Words of a table, which attend to each other as a model writes it out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(20, 16)
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.words(words)).view(*words.shape, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        weights = (q @ k.transpose(-1, -2) / 3.0).softmax(-1)
+        return weights @ v
+
+
+@torch.no_grad()
+def test_a_flag_stays_in_a_graph_that_is_rewritten() -> None:
+    """Where written attention becomes one operation, what looks at the indices is still there, and the region is not lost."""
+    model, words = Attending().eval(), torch.randint(20, (2, 12))
+    plans = torch_hybrid_backend.explain(model, words, dynamic=False, options={"strict": True}).plans
+    kernels = [kernel for plan in plans for region in plan.regions for kernel in region.kernels]
+    assert any("attention" in kernel for kernel in kernels)
+    assert any("any" in kernel for kernel in kernels)
+    compiled = torch.compile(model, backend="hybrid", dynamic=False)
+    torch.testing.assert_close(compiled(words), model(words), rtol=1e-4, atol=1e-5)
+    words[1, 3] = 20
+    assert isinstance(_error(compiled, (words,)), IndexError)

@@ -190,12 +190,12 @@ def _boxed(
         for k in subclasses:
             # The graph was traced without them: what they override has been applied, and must not be once more.
             inputs[k] = inputs[k].as_subclass(torch.Tensor)
-        for k, traced in bits.items():
-            if not traced.are_of(inputs[k]):
-                inputs[k] = traced.copy_of(inputs[k])
         if ordered:
             # AOTAutograd traces effect tokens as empty tensors and passes None for them.
             inputs = [torch.empty(0, device="cpu") if value is None else value for value in inputs]
+        for k, traced in bits.items():
+            if not traced.are_of(inputs[k]):
+                inputs[k] = traced.copy_of(inputs[k])
         if restore is None and in_place is None:
             return compiled(inputs)
         # The list may be cleared.

@@ -220,14 +220,13 @@ def assemble(region: Region, backend: KernelBackend) -> RegionKernels:
     groups = fuse(prepared.graph, backend.policy)
     fixed.update((buffer, contiguous(buffer.shape)) for buffer in prepared.row_major)
     layouts = backend.layouts(groups, fixed)
-    outputs = (*lowered.outputs, *lowered.flags)
-    needed = needed_outside(groups, outputs)
+    needed = needed_outside(groups, lowered.needed)
     found: dict[Kernel, frozenset[str]] = {}
     for group in groups:
         made = _kernels(group, needed, layouts, backend)
         names = frozenset(lowered.origins[m.op.out] for m in group.members if m.op.out in lowered.origins)
         found.update(dict.fromkeys(made, names))
-    kernels = backend.join(list(found), outputs)
+    kernels = backend.join(list(found), lowered.needed)
     return RegionKernels(
         region,
         tuple(kernels),

@@ -58,7 +58,7 @@ def find_attention(graph: LoopGraph, *, gathers: bool) -> LoopGraph:
         return graph
     search = _Search(graph, gathers)
     ops = tuple(search.replaced(op) if _is_product(op) else op for op in graph.ops)
-    return replace(graph, ops=in_order(ops, graph.outputs))
+    return replace(graph, ops=in_order(ops, graph.needed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class _Search:
         self._gathers = gathers
         self._of_product: dict[MapOp, bool] = {}
         self._producer: Mapping[Buffer, LoopOp] = {out: op for op in graph.ops for out in op.outs}
-        self._outputs = frozenset(graph.outputs)
+        self._outputs = frozenset(graph.needed)
         self._readers: dict[Buffer, set[LoopOp]] = {}
         for op in graph.ops:
             for buffer in op.reads():

@@ -114,6 +114,11 @@ class LoopGraph:
     flags: tuple[Buffer, ...] = ()
     relied_on: tuple[Size, ...] = ()
 
+    @property
+    def needed(self) -> tuple[Buffer, ...]:
+        """What is read when the region has run."""
+        return (*self.outputs, *self.flags)
+
 
 def lower_region(region: Region, policy: FusionPolicy) -> LoopGraph:
     """Lower a region whose every node has a lowering; raises lowering.Refuse where one has not."""

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from torch_hybrid_backend.errors import failures
+
 # Nothing else is ever started to see what it is.
 _NAME = re.compile(r"(python|pypy)[\d.]*[a-z]?(-dbg)?")
 _ASKED = "import sys; print(sys.implementation.cache_tag, sys.abiflags, sys.maxsize)"
@@ -53,7 +55,7 @@ def _is_like_this_one(path: str) -> bool:
     try:
         if os.path.samefile(path, "/proc/self/exe"):
             return True
-    except OSError:  # it does not exist, or the system has no such name for what runs
+    except failures(OSError):  # it does not exist, or the system has no such name for what runs
         pass
     try:
         command = [path, "-I", "-S", "-c", _ASKED]

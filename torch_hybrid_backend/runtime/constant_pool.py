@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from torch_hybrid_backend.core.lazy_bits import LazyBits
+from torch_hybrid_backend.errors import failures
 from torch_hybrid_backend.fork_lock import ForkLock
 from torch_hybrid_backend.runtime.native.ops import Guard, GuardKind
 
@@ -46,7 +47,7 @@ def versions_of(tensors: Sequence[Any]) -> tuple[object, ...]:
     nothing, not even itself: what is made of it is made anew each time."""
     try:
         return tuple(map(_version, tensors))
-    except RuntimeError:  # inference tensors count no versions
+    except failures(RuntimeError):  # inference tensors count no versions
         return tuple(_without_version(tensor) if tensor.is_inference() else tensor._version for tensor in tensors)
 
 

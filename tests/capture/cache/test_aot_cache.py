@@ -156,6 +156,27 @@ def test_kept_graph_knows_parameters(tmp_path):
     assert len(static[0]) == 8
 
 
+def test_a_store_that_cannot_be_written_costs_calls_nothing(tmp_path):
+    """The graph is called without AOTAutograd's wrapper as where it is kept: that depends on the graph alone."""
+    (tmp_path / "captures").write_text("in the way")
+    added: list[bool] = []
+
+    class Watched(AotCache):
+        def add(self, *graph: Any) -> bool:
+            added.append(super().add(*graph))
+            return added[-1]
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        cache = Watched(Store(tmp_path))
+        return capture(gm, inputs, lambda captured: lambda given: captured.graph_module(*given), (), cache)
+
+    torch._dynamo.reset()
+    x = torch.randn(2, 3)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(torch.relu, backend=backend)(x), x.relu())
+    assert added == [True]
+
+
 def test_outputs_that_share_memory_still_do(compiler):
     """A write to one result is seen through the other, as in eager, also where the graph was kept."""
 

@@ -200,3 +200,10 @@ def test_small_tensors_lie_in_the_same_order(
     """Large sizes become small ones, and dimensions lie, touch and share memory as before."""
     form = strides._Form(torch.float32, shape, given).with_sizes({100: 9, 200: 10})
     assert (form and form.strides) == expected
+
+
+def test_private_operators_are_not_tried() -> None:
+    """Kernels that take packed weights trust what they are given: none is called with tensors that are made up."""
+    assert not strides._is_tried(aten._weight_int4pack_mm_for_cpu.default)
+    assert strides._is_tried(aten._softmax.default)
+    assert strides._is_tried(aten.logical_xor.default)

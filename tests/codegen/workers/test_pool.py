@@ -19,6 +19,7 @@ from torch_hybrid_backend.codegen.workers.protocol import Job
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tir import compiler as tir_compiler
 from torch_hybrid_backend.errors import CompileError, CompilerCrashError, DeadlineError
+from torch_hybrid_backend.processes import child
 
 pytest.importorskip("tvm")
 
@@ -194,11 +195,37 @@ def test_a_compiler_that_does_not_start(
     program: str, says: str, job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every job fails with one message that names the program; nothing is tried for ever."""
-    monkeypatch.setattr(sys, "executable", program)
+    for module in (child, pool):
+        monkeypatch.setattr(module, "interpreter", lambda: program)
     made = KernelCompiler(tir_compiler, threads=1).compile([job(16), job(24)], PATIENCE_S)
     assert all(type(error) is CompileError for error in made)
     assert says in str(made[1])
     assert program in str(made[1])
+
+
+def test_without_an_interpreter_kernels_are_compiled_here(
+    job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With one warning, in time, and with the failure of a job as its result; each is told of as it is finished."""
+    for module in (child, pool):
+        monkeypatch.setattr(module, "interpreter", lambda: None)
+    pool._warn_of_no_interpreter.cache_clear()
+    compiler = KernelCompiler(tir_compiler, threads=2)
+    compiler.start(2)
+    bad = dataclasses.replace(job(40), kernel=lambda: None)
+    told: list[str] = []
+    made, failed, other = compiler.compile(
+        [job(16), bad, job(24)], PATIENCE_S, lambda job, made: told.append(job.symbol)
+    )
+    assert isinstance(made, Path)
+    assert made.is_file()
+    assert isinstance(other, Path)
+    assert isinstance(failed, CompileError)
+    assert told == ["kernel_16", "kernel_40", "kernel_24"]
+    assert isinstance(compiler.compile([job(48)], 0.0)[0], DeadlineError)
+    assert compiler.process_ids() == []
+    (record,) = caplog.records
+    assert "multiprocessing.set_executable" in record.getMessage()
 
 
 # Not under `if __name__ == "__main__"`: users' scripts often are not.

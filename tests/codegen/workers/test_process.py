@@ -21,6 +21,7 @@ from torch_hybrid_backend.codegen.workers.protocol import Job, Order
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tir import compiler as tir_compiler
 from torch_hybrid_backend.errors import CompileError
+from torch_hybrid_backend.processes import child
 from torch_hybrid_backend.processes.frames import frame
 
 pytest.importorskip("tvm")
@@ -93,7 +94,7 @@ def test_what_it_said_before_it_died(tmp_path: Path, monkeypatch: pytest.MonkeyP
     program = tmp_path / "python"
     program.write_text("#!/bin/sh\nprintf '%03000d' 0 >&2\necho 'out of luck' >&2\nexit 3\n")
     program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(child, "interpreter", lambda: str(program))
     process = CompilerProcess(interpreter_compiler, idle_s=60)
     try:
         process.wait(10)
@@ -107,7 +108,7 @@ def test_what_it_said_before_it_died(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_program_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names it, and nothing is left open."""
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "nowhere"))
+    monkeypatch.setattr(child, "interpreter", lambda: str(tmp_path / "nowhere"))
     before = len(os.listdir("/dev/fd"))
     with pytest.raises(CompileError, match="nowhere"):
         CompilerProcess(interpreter_compiler, idle_s=60)

@@ -70,14 +70,18 @@ class AotCache:
 
     def add(self, key: str, graph_module: torch.fx.GraphModule, static: frozenset[str]) -> bool:
         """Keep the graph where its run-time wrapper does nothing and it has a textual form; called while AOTAutograd compiles it, before
-        anything changed it. Returns whether it is kept."""
+        anything changed it. Returns whether it may be kept: then it may be called without that wrapper, also where the store cannot be
+        written."""
         try:
             _check_trivial(graph_module)
             text = json.dumps(sorted(static)).encode() + b"\n" + graph_to_text(graph_module)
-            self._store.put(_KIND, key, text, suffix=".json")
-        except (UnkeyedError, NotTextError, CacheError) as error:
+        except (UnkeyedError, NotTextError) as error:
             _log.debug("AOTAutograd's graph is not kept: %s", error)
             return False
+        try:
+            self._store.put(_KIND, key, text, suffix=".json")
+        except CacheError as error:
+            _log.info("AOTAutograd's graph is not kept: %s", error)
         return True
 
 

@@ -9,8 +9,8 @@ small tensors of the same dtypes, whose dimensions lie in the same order. Where 
 A formula whose result lies in another order than the operator's gets a copy behind it. What an operator showed is kept for the process: calls
 that differ only in large sizes run it once.
 
-Checked are ATen's operators on the CPU: others may do more than compute, or keep a device busy. Operators that draw random numbers are not
-checked, nor are results whose elements do not lie densely.
+Checked are ATen's public operators on the CPU: others may do more than compute, trust their arguments, or keep a device busy. Operators that
+draw random numbers are not checked, nor are results whose elements do not lie densely.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from torch_hybrid_backend.core.tensor_spec import dim, is_computable
+from torch_hybrid_backend.errors import ignored
 from torch_hybrid_backend.graph.schema import is_random
 from torch_hybrid_backend.sizes.size import size_hint
 
@@ -133,7 +134,7 @@ def strides_of_eager() -> Iterator[None]:
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = _by_rules(mode, func, types, args, kwargs or {})
-        return _corrected(mode, func, args, kwargs or {}, result) if _is_function(func) else result
+        return _corrected(mode, func, args, kwargs or {}, result) if _is_tried(func) else result
 
     before = FakeTensorMode.dispatch
     FakeTensorMode.dispatch = dispatch  # type: ignore[method-assign,assignment]
@@ -165,6 +166,12 @@ def with_strides_of(operator: Any, formula: Callable[..., Any]) -> Callable[...,
         return tree_unflatten(map(_laid_out_as, leaves, tree_leaves(wanted)), spec)
 
     return run
+
+
+@functools.cache
+def _is_tried(operator: Any) -> bool:
+    """Whether an operator can be called with any tensors: a private one may take its arguments, packed weights say, without a look at them."""
+    return _is_function(operator) and (not operator.__name__.startswith("_") or torch.Tag.core in operator.tags)
 
 
 @functools.cache
@@ -328,7 +335,7 @@ def _results(call: _Call, *, in_eager: bool) -> tuple[_Form | None, ...]:
     with _disable_current_modes(), torch._C._DisablePythonDispatcher(), torch._C._DisableAutocast(), torch.no_grad():
         for number in (1, 0):  # as indices, ones may lie outside
             mode = contextlib.nullcontext() if in_eager else _Unchecked(allow_non_fake_inputs=True)
-            with contextlib.suppress(Exception), mode:
+            with ignored(Exception), mode:
                 return tuple(_form(each) if isinstance(each, torch.Tensor) else None for each in call(number))
     return ()
 

@@ -29,7 +29,7 @@ from torch_hybrid_backend.cancellation import is_awaited, patience
 from torch_hybrid_backend.codegen.compiler import KernelCompilerModule, compiler_version
 from torch_hybrid_backend.codegen.workers.process import CompilerProcess
 from torch_hybrid_backend.codegen.workers.protocol import IDLE_EXIT_STATUS, Job, Order
-from torch_hybrid_backend.errors import CompileError, CompilerCrashError, DeadlineError
+from torch_hybrid_backend.errors import CompileError, CompilerCrashError, DeadlineError, failures
 from torch_hybrid_backend.processes.child import End, as_exception
 from torch_hybrid_backend.processes.frames import frame
 from torch_hybrid_backend.processes.inside import described
@@ -123,7 +123,7 @@ def _compile_here(
                 made[job.key] = Path(job.output)
             except DeadlineError as error:
                 made[job.key] = error
-            except Exception as error:  # as in a process of its own: the job's failure is the answer to it
+            except failures(Exception) as error:  # as in a process of its own: the job's failure is the answer to it
                 made[job.key] = as_exception(f"{job.symbol} was not compiled", described(error))
             finished(job, made[job.key])
     return made

@@ -278,11 +278,16 @@ def _epilogues(kernel: Anchored, most: int) -> list[_Epilogue]:
         return found
     buffers = dict.fromkeys(buffer for value in values for buffer in buffers_of_expr(value))
     names = {buffer: str(number) for number, buffer in enumerate(buffers)}
-    texts = {e: canonical(e, names) for e in every if isinstance(e, Call)}
+
+    def shown(e: Expr) -> str:
+        # One operator of ATen's stands for several, and rounds once.
+        return canonical(_without_rounding(e), names)
+
+    texts = {e: shown(e) for e in every if isinstance(e, Call)}
 
     def add_epilogue(whole: Expr, addends: tuple[Load, ...], activation: str) -> None:
         """`whole` is all that the stores need of the accumulator, or no epilogue."""
-        text = canonical(whole, names)
+        text = shown(whole)
         taken = Buffer(accumulator.shape, accumulator.dtype, "taken")
         same: dict[Expr, Expr] = {e: taken.at(point) for e, own in texts.items() if own == text}
         left = tuple(Store(s.buffer, s.index, _with(s.value, same)) for s in kernel.stores)
@@ -292,12 +297,12 @@ def _epilogues(kernel: Anchored, most: int) -> list[_Epilogue]:
     def grow(value: Expr, addends: tuple[Load, ...]) -> None:
         for name, activation in _ACTIVATIONS.items():
             add_epilogue(activation(value), addends, name)
-        text = canonical(value, names)
+        text = shown(value)
         for e in texts if len(addends) < most else ():
             if not isinstance(e, Call) or e.op != "add":
                 continue
             for this, other in (e.args, e.args[::-1]):
-                if isinstance(other, Load) and other.buffer is not accumulator and canonical(this, names) == text:
+                if isinstance(other, Load) and other.buffer is not accumulator and shown(this) == text:
                     before = len(found)
                     add_epilogue(e, (*addends, other), "")
                     grow(e, (*addends, other))
@@ -306,6 +311,20 @@ def _epilogues(kernel: Anchored, most: int) -> list[_Epilogue]:
 
     grow(Load(accumulator.dtype, accumulator, point), ())
     return found[::-1]
+
+
+def _without_rounding(expr: Expr) -> Expr:
+    """The expression in float32 throughout."""
+    done: dict[Expr, Expr] = {}
+
+    def visit(e: Expr) -> Expr:
+        if e not in done:
+            done[e] = e
+            if isinstance(e, Call):
+                done[e] = visit(e.args[0]) if e.op == "round" else e.with_args(map(visit, e.args))
+        return done[e]
+
+    return visit(expr)
 
 
 def _with(expr: Expr, replaced: Mapping[Expr, Expr]) -> Expr:
