@@ -74,12 +74,12 @@ def test_a_wrong_partitioner(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wrong_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fix of AOTAutograd's graphs that changes what they compute is named."""
 
-    def wrong(graph_module: torch.fx.GraphModule) -> None:
+    def correct_statistics(graph_module: torch.fx.GraphModule) -> None:
         for node in graph_module.graph.find_nodes(op="call_function", target=aten.tanh.default):
             node.target = aten.sigmoid.default
         graph_module.recompile()
 
-    monkeypatch.setattr(aot, "correct_statistics", wrong)
+    monkeypatch.setattr(aot, "correct_statistics", correct_statistics)
     with torch.no_grad():
         result = torch_hybrid_backend.bisect(Model().eval(), torch.randn(4, 8))
     assert result is not None
