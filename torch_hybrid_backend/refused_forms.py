@@ -2,8 +2,8 @@
 
 Fake tensors accept what kernels refuse: the product of a float32 and an int64 matrix, a layer norm of float32 with weights of float64. And
 AOTAutograd would take such an operator apart into others, which compute something. So operators are tried before that, on zeros: each form
-once, and only those whose tensors are not all of one dtype of floating point. That eager lacks a kernel (NotImplementedError) is no refusal: an
-engine may have one.
+once, and only those whose tensors are not all of one dtype of floating point. That eager lacks a kernel (NotImplementedError) for a half type,
+say, is no refusal: an engine may have one. It is one for integers alone: the softmax or the average pooling of integers is a mistake.
 """
 
 from __future__ import annotations
@@ -84,6 +84,10 @@ def _form(node: Node) -> object:
     return node.target, str(tree_map(described, given))
 
 
+def _is_integral(given: Any) -> bool:
+    return not any(tensor.is_floating_point() or tensor.is_complex() for tensor in _tensors(given))
+
+
 def _refusal(node: Node) -> Exception | None:
     """What the operator raises on zeros, where it raises on ones too."""
     error: Exception | None = None
@@ -106,7 +110,7 @@ def _refusal(node: Node) -> Exception | None:
             else:
                 node.target(*args, **kwargs)  # type: ignore[operator]
         except failures(RuntimeError, TypeError, ValueError, IndexError) as raised:
-            if isinstance(raised, NotImplementedError) or is_out_of_memory(raised):
+            if is_out_of_memory(raised) or (isinstance(raised, NotImplementedError) and not _is_integral(given)):
                 return None
             error = raised
         else:

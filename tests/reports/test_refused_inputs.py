@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -256,14 +257,26 @@ def test_dtypes_that_do_not_go_together_are_refused(
         assert (type(raised), str(raised)) == (type(expected), str(expected))
 
 
-def test_an_engine_may_have_the_kernel_that_eager_lacks() -> None:
-    """Nothing is wrong with such a program: pixels of integers are averaged."""
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: functional.adaptive_avg_pool2d(x, 2),
+        lambda x: functional.adaptive_max_pool2d(x, 2),
+        lambda x: functional.interpolate(x, scale_factor=2, mode="bilinear"),
+        lambda x: x.softmax(-1),
+    ],
+)
+def test_integers_where_eager_has_no_kernel_for_them(function: Callable[..., torch.Tensor]) -> None:
+    """Averages and the like of integers are a mistake: eager's error comes from every call, also where nothing is verified."""
     pixels = torch.arange(32).reshape(1, 2, 4, 4)
-    with pytest.raises(NotImplementedError):
-        functional.adaptive_avg_pool2d(pixels, 2)
-    compiled = torch.compile(lambda x: functional.adaptive_avg_pool2d(x, 2), backend="hybrid", dynamic=False)
-    for _ in range(2):
-        assert compiled(pixels).shape == (1, 2, 2, 2)
+    with pytest.raises(NotImplementedError) as expected:
+        function(pixels)
+    for options in ({}, {"verify": "off"}):
+        torch.compiler.reset()
+        compiled = torch.compile(function, backend="hybrid", dynamic=False, options=options)
+        for _ in range(2):
+            with pytest.raises(NotImplementedError, match=re.escape(str(expected.value))):
+                compiled(pixels)
 
 
 class Attending(nn.Module):
