@@ -277,7 +277,9 @@ class HybridGraph:
         return compile_divided(divided, self._session, self._config, self._pricing())
 
     def _placed(self, compiled: Compiled, inputs: Sequence[Any]) -> tuple[Placed, list[Any]]:
-        return place(compiled, inputs, self._config, self._pricing())
+        placed, outputs = place(compiled, inputs, self._config, self._pricing())
+        # A graph that can run once more does, at the end. Until then its outputs would take memory.
+        return placed, [] if _is_repeatable_here(compiled.prepared) else outputs
 
     def _tell(self, decided: Placed | Installed, placed: Placed) -> None:
         if self._on_plan is not None:

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.eager_graph import TracedRun
 from torch_hybrid_backend.errors import failures
+from torch_hybrid_backend.partition.blocks import blocks, widened
 
 # Of the values that a layer reads: with fewer that are not zero there is next to nothing to be off by. Behind a ReLU half of them are.
 _LEAST_SHARE = 0.01
@@ -43,19 +44,16 @@ def _has_values(value: object) -> bool:
 
 @torch.no_grad()
 def _relative_error(reference: torch.Tensor, result: torch.Tensor) -> float:
-    wide = torch.float64 if reference.dtype == torch.float64 else torch.float32
-    reference, result = reference.to(wide), result.to(wide)
-    finite = reference.isfinite() & result.isfinite()
-    if not finite.all():
-        if not (finite | (reference == result) | (reference.isnan() & result.isnan())).all():
-            return math.inf
-        reference, result = reference.where(finite, 0.0), result.where(finite, 0.0)
-    difference, norm = _norm(result - reference), _norm(reference)
+    difference = norm = 0.0
+    for a, b in (map(widened, each) for each in blocks(reference, result)):
+        finite = a.isfinite() & b.isfinite()
+        if not finite.all():
+            if not (finite | (a == b) | (a.isnan() & b.isnan())).all():
+                return math.inf
+            a, b = a.where(finite, 0.0), b.where(finite, 0.0)  # noqa: PLW2901  the same without what no number tells apart
+        difference = math.hypot(difference, float(torch.linalg.vector_norm(b - a)))
+        norm = math.hypot(norm, float(torch.linalg.vector_norm(a)))
     return difference / norm if norm else (math.inf if difference else 0.0)
-
-
-def _norm(values: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(values, dtype=torch.float64))
 
 
 def is_telling(values: torch.Tensor) -> bool:
