@@ -218,14 +218,21 @@ class TiledAttention(AttentionParts):
 
             def one(i: Index) -> Stmt:
                 key = panel * self.panel + i
-                value = b.load(self.scores, start + i)
-                if kernel.score is not None:
-                    product = self._scaled(value)
-                    self.printer.locals[kernel.product] = lambda _: product
-                    value = self.read(kernel.score, kernel.score_vars, batch, *self.place(head, first + r), key)
-                if kernel.causal:
-                    value = tirx.Select(b.index(key) <= b.index(first + r), value, never)
-                return b.store(self.scores, start + i, value)
+                product = b.load(self.scores, start + i)
+
+                def stored(values: list[TirExpr]) -> Stmt:
+                    (value,) = values
+                    if kernel.causal:
+                        value = tirx.Select(b.index(key) <= b.index(first + r), value, never)
+                    return b.store(self.scores, start + i, value)
+
+                if kernel.score is None:
+                    return stored([product])
+                scaled = self._scaled(product)
+                self.printer.locals[kernel.product] = lambda _: scaled
+                point = (batch, *self.place(head, first + r), key)
+                # Values that roundings use several times are bound by statements: TVM puts those of `Let`s into every place.
+                return self.printer.evaluate([kernel.score], dict(zip(kernel.score_vars, point, strict=True)), stored)
 
             missing = self.vectors_of(keys) * self.lanes - keys
             beyond = self.fill(self.scores, start + keys, missing, never) if missing != 0 else None
