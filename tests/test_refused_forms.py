@@ -64,7 +64,7 @@ def test_a_mistake_is_found(function: Callable[..., Any], inputs: tuple[torch.Te
         (lambda a, b: torch.multinomial(a.abs() + 1, 2) + b[:, :2], (F32, I64)),  # zeros alone it refuses
         (lambda a, b: torch.cholesky_inverse(a.double()) + b, (F32, I64)),
         (
-            lambda a, b: functional.adaptive_avg_pool2d(b[None], 2),
+            lambda a, b: functional.interpolate(b[None, None], scale_factor=2),
             (F32, I64),
         ),  # there is no kernel: an engine may have one
         (lambda a, b: b.view(2, 8) % b.numel(), (F32, I64)),

@@ -33,6 +33,7 @@ _DECIDE_NOTHING = {
         "services",
         "store",
         "sources",
+        "temporary_folder",
         "__version__",
     ),
     *("background", "builds", "processes", "cancellation", "fork_lock"),

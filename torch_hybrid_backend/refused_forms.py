@@ -3,7 +3,7 @@
 Fake tensors accept what kernels refuse: the product of a float32 and an int64 matrix, a layer norm of float32 with weights of float64. And
 AOTAutograd would take such an operator apart into others, which compute something. So operators are tried before that, on zeros: each form
 once, and only those whose tensors are not all of one dtype of floating point. That eager lacks a kernel (NotImplementedError) for a half type,
-say, is no refusal: an engine may have one. It is one for integers alone: the softmax or the average pooling of integers is a mistake.
+say, is no refusal: an engine may have one. It is one for integers where what is computed are real numbers: adaptive pooling, a softmax.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ def _is_suspect(node: Node) -> bool:
         or isinstance(node.target, torch._ops.OperatorBase)
     ):
         return False
+    if "dropout" in getattr(node.target, "__name__", str(node.target)):
+        return False  # its mask is what differs, and a trial would draw random numbers
     values = [source.meta.get("example_value") for source in (node, *node.all_input_nodes)]
     given = list(_tensors(values[1:]))
     if not given or not all(map(_is_plain, tree_leaves(values))):
@@ -84,8 +86,10 @@ def _form(node: Node) -> object:
     return node.target, str(tree_map(described, given))
 
 
-def _is_integral(given: Any) -> bool:
-    return not any(tensor.is_floating_point() or tensor.is_complex() for tensor in _tensors(given))
+def _is_of_reals(node: Node, given: Any) -> bool:
+    name = getattr(node.target, "__name__", str(node.target))
+    is_real = any(tensor.is_floating_point() or tensor.is_complex() for tensor in _tensors(given))
+    return not is_real and name.startswith(("adaptive_", "softmax", "log_softmax"))
 
 
 def _refusal(node: Node) -> Exception | None:
@@ -110,7 +114,7 @@ def _refusal(node: Node) -> Exception | None:
             else:
                 node.target(*args, **kwargs)  # type: ignore[operator]
         except failures(RuntimeError, TypeError, ValueError, IndexError) as raised:
-            if is_out_of_memory(raised) or (isinstance(raised, NotImplementedError) and not _is_integral(given)):
+            if is_out_of_memory(raised) or (isinstance(raised, NotImplementedError) and not _is_of_reals(node, given)):
                 return None
             error = raised
         else:

@@ -42,6 +42,8 @@ def _range(environment: Any, symbol: Any) -> Interval:
     is_dimension = any(isinstance(source, TensorPropertySource) for source in environment.var_to_sources[symbol])
     most = MAX_SIZE if is_dimension else MAX_INTEGER
     low, high = (int(end) if end.is_Integer else None for end in (values.lower, values.upper))
+    if is_dimension:
+        low = 0  # Dynamo compiles sizes of 0 and 1 apart, kernels serve them all the same
     return -most - 1 if low is None else low, most if high is None else min(high, most)
 
 

@@ -36,7 +36,7 @@ def largest(values: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> floa
     """The largest magnitude of what `values` makes of blocks of the tensors, likewise; NaN where there is one, 0 of no elements."""
     # torch's maximum, unlike Python's, tells of any NaN.
     found = (values(*map(widened, each)).abs().max().cpu() for each in blocks(*tensors))
-    return float(functools.reduce(torch.maximum, found, torch.zeros((), dtype=torch.float64)))
+    return float(functools.reduce(torch.maximum, found, torch.zeros((), dtype=torch.float64, device="cpu")))
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:

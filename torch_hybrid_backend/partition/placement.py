@@ -136,7 +136,8 @@ def choose(
     if unable is not None and compiled_winner is not None:
         report_unchecked(region, winner, unable)
     decision = decide(region, winner, compiled_winner, costs, tuple(refusals), *_judgement(trials.compared.get(winner)))
-    outputs = results.get(winner)  # what later calls return, to the bit: an engine's are only about eager's
+    # What later calls return, to the bit: an engine's are only about eager's. Of random numbers no later call returns the same.
+    outputs = results.get(EAGER if region.draws and EAGER in results else winner)
     if outputs is None:
         outputs = replay.run(lambda: run_eager(region, inputs))
     replay.finish()
@@ -194,7 +195,7 @@ def _tried_all(
             drop(engine, _after(tried.attempts, comparison.refused))
 
     results = {engine: made for engine, made in results.items() if engine in alive or engine == EAGER}
-    if not alive and expected is not None:
+    if (region.draws or not alive) and expected is not None:
         results[EAGER] = expected
     # Without eager's outputs, which need not be there while calls are timed: memory may be short.
     return _Trials(results, compared, pending, unable, replay)

@@ -125,7 +125,8 @@ class PricedCall:
 
     def _price(self, planned: Callable[..., Any], inputs: Sequence[Any], size: int) -> None:
         """Decide, by calls on these inputs, who runs those of this size and what follows from it."""
-        assert self._plan is not None  # of `planned`'s first call
+        if self._plan is None:
+            return  # eager answered in the place of a first call that failed
         calls = {PLAN: lambda: planned(*inputs), EAGER: lambda: self._eager(*inputs)}
         key = f"{self._key} {[inputs[position] for position in self._sizes]}"
         try:

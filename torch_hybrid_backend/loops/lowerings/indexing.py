@@ -63,6 +63,8 @@ def refuse_outside(ctx: Context, positions: Value, size: Dim, wrap: bool) -> Non
     """Have calls raise for positions outside 0 .. size-1, where `wrap` outside -size .. size-1."""
     if positions.dtype not in ("int32", "int64"):
         raise Refuse(Reason.DTYPE, f"indices of {positions.dtype} are an error in eager")
+    if _are_codes(ctx):
+        return
 
     def is_outside(scalar: Expr) -> Expr:
         wide = cast(scalar, INDEX_DTYPE)
@@ -70,6 +72,29 @@ def refuse_outside(ctx: Context, positions: Value, size: Dim, wrap: bool) -> Non
         return logical_or(call("lt", lowest, lit(wide, 0)), call("ge", wide, lit(wide, size)))
 
     ctx.refuse(positions, is_outside)
+
+
+def _are_codes(ctx: Context) -> bool:
+    """True if the indices are parameters, computed from unsigned bytes: the codes of compressed weights, which a pass over them in each call
+    would read twice."""
+    assert ctx.node is not None
+    pending, read = (
+        [n for n in ctx.node.all_input_nodes if n.meta["val"].dtype in (torch.int32, torch.int64)],
+        set[torch.fx.Node](),
+    )
+    sources: list[torch.fx.Node] = []
+    while pending:
+        node = pending.pop()
+        if node in read:
+            continue
+        read.add(node)
+        if isinstance(value := node.meta.get("val"), torch.Tensor) and value.dtype is torch.uint8:
+            sources.append(node)
+        elif not node.all_input_nodes:
+            return False
+        else:
+            pending += node.all_input_nodes
+    return bool(sources)
 
 
 def _lies_in(index: Index, size: Dim) -> bool:

@@ -231,6 +231,8 @@ class TiledAttention(AttentionParts):
                 scaled = self._scaled(product)
                 self.printer.locals[kernel.product] = lambda _: scaled
                 point = (batch, *self.place(head, first + r), key)
+                if not any(isinstance(e, Call) and e.op == "round" for e in parts([kernel.score])):
+                    return stored([self.read(kernel.score, kernel.score_vars, *point)])
                 # Values that roundings use several times are bound by statements: TVM puts those of `Let`s into every place.
                 return self.printer.evaluate([kernel.score], dict(zip(kernel.score_vars, point, strict=True)), stored)
 
