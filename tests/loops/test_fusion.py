@@ -166,7 +166,7 @@ def _joined(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         (_two_axes, (X,), [("row", 1), ("row", 1)]),
         (_one_axis_twice, (X,), [("row", 3)]),
         (_neighbours, (X,), [("map", 1), ("map", 1)]),
-        (_looked_up, (ROWS, X[0]), [("map", 2), ("map", 1)]),
+        (_looked_up, (ROWS, X[0]), [("map", 2), ("row", 2)]),
         (_between_products, (X[:8],), [("matmul", 1), ("map", 1), ("matmul", 2)]),
         (_joined, (X,), [("row", 3)]),
     ],

@@ -37,6 +37,7 @@ from torch_hybrid_backend.engines.tvm.tir.arithmetic import literal
 from torch_hybrid_backend.engines.tvm.tir.builder import Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import Index, as_index
+from torch_hybrid_backend.loops.ir import Call, parts
 from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, known_less, size_hint
 
 
