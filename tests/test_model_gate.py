@@ -198,7 +198,7 @@ def test_integers_are_not_compared() -> None:
 
 
 def test_without_memory_to_compare_the_call_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What cannot be held beside the plan is not compared."""
+    """What cannot be held beside the plan is not compared, and other errors are not hidden."""
 
     def fails(*_: object) -> None:
         raise error
@@ -211,6 +211,9 @@ def test_without_memory_to_compare_the_call_goes_on(monkeypatch: pytest.MonkeyPa
     error = OperatorRefusedError("aten.mm.default", RuntimeError("not on this device"))
     _, found = _explained(_Robust(), torch.randn(8, 16))
     assert "PyTorch cannot run it as written: aten.mm.default does not take" in found.unchecked
+    error = RuntimeError("something else")
+    with pytest.raises(RuntimeError, match="something else"):
+        _explained(_Robust(), torch.randn(8, 16))
 
 
 def test_without_memory_to_try_layers_all_return(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,7 +190,7 @@ def test_what_is_not_in_question(options: dict[str, object], whole: _Times) -> N
 
 
 def test_without_memory_for_both_the_call_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the precision that was asked for."""
+    """In the precision that was asked for; other errors are not hidden."""
 
     def fails(*_: object, **__: object) -> None:
         raise error
@@ -198,6 +198,9 @@ def test_without_memory_for_both_the_call_goes_on(monkeypatch: pytest.MonkeyPatc
     error: Exception = torch.OutOfMemoryError("DefaultCPUAllocator: can't allocate memory")
     monkeypatch.setattr(speed_gate, "measure", fails)
     assert _explained(_model(), torch.randn(8, 16)).converted == (("bfloat16", 3),)
+    error = RuntimeError("something else")
+    with pytest.raises(RuntimeError, match="something else"):
+        _explained(_model(), torch.randn(8, 16))
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ of the line that it comes from. Nothing was written to the inputs before: AOTAut
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +16,6 @@ from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.errors import HybridError, failures, is_out_of_memory, is_sticky
 from torch_hybrid_backend.graph.source import source_line
-
-_log = logging.getLogger(__name__)
 
 
 def raising_as_written(planned: Callable[..., Any], graph_module: torch.fx.GraphModule) -> Callable[..., Any]:
@@ -32,14 +29,10 @@ def raising_as_written(planned: Callable[..., Any], graph_module: torch.fx.Graph
                 raise
             raised = error
         try:
-            outputs = as_written(graph_module)(*inputs)
-            # The call's error names operators that the user's code does not have.
-            _log.warning(
-                "eager answered, in place of a compiled graph that raised %s: %s", type(raised).__name__, raised
-            )
+            as_written(graph_module)(*inputs)
+            raise raised  # eager has nothing against the call: the fault is ours, and is not hidden
         finally:
             del raised  # it and this frame would keep each other alive
-        return outputs
 
     return call
 

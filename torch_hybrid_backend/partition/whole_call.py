@@ -125,8 +125,7 @@ class PricedCall:
 
     def _price(self, planned: Callable[..., Any], inputs: Sequence[Any], size: int) -> None:
         """Decide, by calls on these inputs, who runs those of this size and what follows from it."""
-        if self._plan is None:
-            return  # eager answered in the place of a first call that failed
+        assert self._plan is not None  # of `planned`'s first call
         calls = {PLAN: lambda: planned(*inputs), EAGER: lambda: self._eager(*inputs)}
         key = f"{self._key} {[inputs[position] for position in self._sizes]}"
         try:
