@@ -145,21 +145,28 @@ class _Search:
     def _written_out(self, e: Expr, between: set[LoopOp]) -> Expr:
         """The expression with what elementwise operations computed written out; they are added to `between`. One that becomes too deep for a
         kernel stays as it is."""
+        found = set[LoopOp]()
+        values: dict[tuple[Buffer, tuple[Index, ...]], Expr] = {}  # each element once: models repeat `x = x + f(x)`
 
-        def inner(load: Load) -> Expr | None:
-            source = self._producer.get(load.buffer)
-            if not isinstance(source, MapOp) or not self._is_written_out(source):
-                return None
-            found.add(source)
-            return rounded(source.value.at(load.index), load.buffer.dtype)
+        def written_out(own: Expr, levels: int) -> Expr:
+            def inner(load: Load) -> Expr | None:
+                source = self._producer.get(load.buffer)
+                if levels == 0 or not isinstance(source, MapOp) or not self._is_written_out(source):
+                    return None
+                place = (load.buffer, load.index)
+                if place not in values:
+                    found.add(source)
+                    value = written_out(source.value.at(load.index), levels - 1)
+                    values[place] = rounded(value, load.buffer.dtype)
+                return values[place]
 
-        written, found = e, set[LoopOp]()
-        while depth(written) <= _MAX_DEPTH:
-            before, written = written, replace_loads(written, inner)
-            if written is before:
-                between |= found
-                return written
-        return e
+            return replace_loads(own, inner)
+
+        written = written_out(e, _MAX_DEPTH)
+        if depth(written) > _MAX_DEPTH:
+            return e
+        between |= found
+        return written
 
     def _is_written_out(self, op: MapOp) -> bool:
         """Whether scores are computed by it, or a mask that costs less to compute than to read."""
