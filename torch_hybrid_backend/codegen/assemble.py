@@ -89,7 +89,9 @@ class RegionKernels:
         kernels = tuple(kernel for variant in chosen for kernel in variant.kernels)
         own = {a.buffer: a.layout for kernel in kernels for a in (*kernel.reads, *kernel.writes)}
         packed = (*self.packed, *(packed for variant in chosen for packed in variant.packed))
-        return replace(self, kernels=kernels, packed=packed, layouts={**self.layouts, **own})
+        made = zip(chosen, self.origins, strict=True)
+        origins = tuple(names for variant, names in made for _ in variant.kernels)
+        return replace(self, kernels=kernels, packed=packed, layouts={**self.layouts, **own}, origins=origins)
 
     def program(self, compiled: Sequence[Artifact]) -> Program:
         """The program, given what each kernel was compiled to."""
@@ -175,6 +177,7 @@ class RegionKernels:
             counts=tuple(dict.fromkeys(c for kernel in self.kernels for c in kernel_counts(kernel))),
             flags=tuple(map(number, self.flags)),
             relied_on=self.relied_on,
+            origins=self.origins,
         )
 
 
