@@ -137,7 +137,12 @@ class Placed:
     def plan(self) -> Plan:
         """The decisions, for reports."""
         plan = make_plan(self.prepared.name, self.prepared.kind, self.partition, list(self.decisions.values()))
-        return dataclasses.replace(plan, covers=self.covers, conversion=self.prepared.conversion)
+        return dataclasses.replace(
+            plan,
+            covers=self.covers,
+            conversion=self.prepared.conversion,
+            unrepeatable=self.prepared.unrepeatable,
+        )
 
     def without(self, region: Region, cause: Exception, *, strict: bool) -> Placed:
         """The same with eager in place of the engine whose compiled region raised `cause`. Raises RegionError under `strict`."""
