@@ -222,6 +222,9 @@ class Plan:
     `cuda_graphs`: the names of the kernels that each CUDA graph launches together, across regions; of sizes known only at run time those of the
     first call. Empty where the setting `cuda_graphs` does not ask for any.
 
+    `unrepeatable`: an operator for which a call cannot be run twice unnoticed, as it draws random numbers or has other effects: the first
+    call's answer may then differ from later ones by rounding. "" if there is none: the first call returns what every later call returns.
+
     `call` is None where whole calls were not priced: the plan runs them. Where eager runs them, every node is eager's, and `regions` tell
     what the plan would have done.
     """
@@ -234,6 +237,7 @@ class Plan:
     covers: tuple[Cost, ...] = ()
     cuda_graphs: tuple[tuple[str, ...], ...] = ()
     conversion: Conversion | None = None
+    unrepeatable: str = ""
     profile: Profile | None = None  # where it was asked for: `explain(..., profile=True)`
 
     def to_json(self) -> str:
@@ -283,7 +287,18 @@ class Plan:
         graphs = tuple(map(tuple, raw["cuda_graphs"]))
         conversion = raw["conversion"] and _conversion(raw["conversion"])
         profile = raw["profile"] and _profile(raw["profile"])
-        return Plan(raw["graph"], raw["kind"], nodes, regions, call, costs(raw["covers"]), graphs, conversion, profile)
+        return Plan(
+            graph=raw["graph"],
+            kind=raw["kind"],
+            nodes=nodes,
+            regions=regions,
+            call=call,
+            covers=costs(raw["covers"]),
+            cuda_graphs=graphs,
+            conversion=conversion,
+            unrepeatable=raw["unrepeatable"],
+            profile=profile,
+        )
 
 
 def _conversion(raw: dict[str, Any]) -> Conversion:
