@@ -13,10 +13,13 @@ from hypothesis import strategies as st
 from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.plan import (
     CallDecision,
+    Ceilings,
     Conversion,
     Cost,
+    KernelTime,
     NodeDecision,
     Plan,
+    Profile,
     Refusal,
     RegionDecision,
     Unconverted,
@@ -54,6 +57,11 @@ _conversions = st.builds(
     Conversion, _texts, _numbers, _counts, _several(st.tuples(_texts, _counts)), _counts, _counts,
     _several(st.builds(Unconverted, _texts, _texts, st.sampled_from(Reason), _texts, _texts)), st.none() | _numbers, _texts,
 )  # fmt: skip
+_kernel_times = st.builds(
+    KernelTime, _texts, _texts, _several(_texts), _several(_texts), _texts, _numbers, _counts, _counts, _texts
+)
+_ceilings = st.builds(Ceilings, _counts, _several(st.tuples(_texts, _numbers)), _numbers)
+_profiles = st.builds(Profile, _numbers, _counts, _several(_kernel_times), _numbers, st.none() | _ceilings)
 _plans = st.builds(
     Plan,
     _texts,
@@ -64,6 +72,7 @@ _plans = st.builds(
     _costs,
     _graphs,
     st.none() | _conversions,
+    st.none() | _profiles,
 )
 
 

@@ -114,6 +114,65 @@ class CallDecision:
 
 
 @dataclass(frozen=True, slots=True)
+class KernelTime:
+    """Time of one kernel in a call, or of one segment that runs in eager.
+
+    `region`: as in `RegionDecision.name`; segments of eager have names too. `kernel`: as in `RegionDecision.kernels`, "a + b" where several
+    compute the same operators one after the other; "eager" for a segment that PyTorch runs. `nodes`: names of the operators that it computes.
+    `modules`: paths of the modules that call these, each once. `source`: the user's line of the first.
+    `microseconds`: of all its runs in one call of the model, the median over the calls that were timed.
+    `flops`, `bytes`: what its operators need at least in that time: floating-point operations (a multiply-add counts two), and bytes of
+    memory, each value that is read or written once. `precision`: what it computes in: "float32".
+    """
+
+    region: str
+    kernel: str
+    nodes: tuple[str, ...]
+    modules: tuple[str, ...]
+    source: str
+    microseconds: float
+    flops: int
+    bytes: int
+    precision: str = ""
+
+    @property
+    def gflops(self) -> float:
+        """Billions of floating-point operations a second."""
+        return self.flops / self.microseconds / 1e3 if self.microseconds else 0.0
+
+    @property
+    def gbytes(self) -> float:
+        """Billions of bytes a second."""
+        return self.bytes / self.microseconds / 1e3 if self.microseconds else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What the machine can do at most with `threads` threads, as measured on it. `gflops`: billions of operations a second, by precision;
+    `gbytes`: billions of bytes a second that are read from memory."""
+
+    threads: int
+    gflops: tuple[tuple[str, float], ...]
+    gbytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Times of a graph's kernels, in the order of a call.
+
+    `call_us`: what one call of the model spends in this graph if nothing is timed inside, the median of `calls` calls. `overhead_us`: what
+    calls spend in this graph outside kernels: they read inputs, start threads, allocate outputs. `kernels` and `overhead_us` add up to about
+    `call_us`. `ceilings`: None where they were not measured.
+    """
+
+    call_us: float
+    calls: int
+    kernels: tuple[KernelTime, ...]
+    overhead_us: float
+    ceilings: Ceilings | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Unconverted:
     """A layer that is computed as written under another precision, or in floating point beside layers that the model quantises, and why.
 
@@ -175,6 +234,7 @@ class Plan:
     covers: tuple[Cost, ...] = ()
     cuda_graphs: tuple[tuple[str, ...], ...] = ()
     conversion: Conversion | None = None
+    profile: Profile | None = None  # where it was asked for: `explain(..., profile=True)`
 
     def to_json(self) -> str:
         """Stable JSON (sorted keys, two spaces)."""
@@ -222,13 +282,21 @@ class Plan:
         call = decided and CallDecision(decided["engine"], costs(decided["costs"]), refusals(decided["refusals"]))
         graphs = tuple(map(tuple, raw["cuda_graphs"]))
         conversion = raw["conversion"] and _conversion(raw["conversion"])
-        return Plan(raw["graph"], raw["kind"], nodes, regions, call, costs(raw["covers"]), graphs, conversion)
+        profile = raw["profile"] and _profile(raw["profile"])
+        return Plan(raw["graph"], raw["kind"], nodes, regions, call, costs(raw["covers"]), graphs, conversion, profile)
 
 
 def _conversion(raw: dict[str, Any]) -> Conversion:
     left = tuple(Unconverted(**{**layer, "code": Reason(layer["code"])}) for layer in raw["left"])
     converted = tuple((name, count) for name, count in raw["converted"])
     return Conversion(**{**raw, "left": left, "converted": converted, "unseen": tuple(raw["unseen"])})
+
+
+def _profile(raw: dict[str, Any]) -> Profile:
+    kernels = (KernelTime(**{**k, "nodes": tuple(k["nodes"]), "modules": tuple(k["modules"])}) for k in raw["kernels"])
+    found = raw["ceilings"]
+    ceilings = found and Ceilings(**{**found, "gflops": tuple((name, rate) for name, rate in found["gflops"])})
+    return Profile(**{**raw, "kernels": tuple(kernels), "ceilings": ceilings})
 
 
 def _plain(value: Any) -> Any:
