@@ -16,7 +16,9 @@ from torch_hybrid_backend.core.plan import (
     Ceilings,
     Conversion,
     Cost,
+    GraphInput,
     KernelTime,
+    ModuleCall,
     NodeDecision,
     Plan,
     Profile,
@@ -43,8 +45,9 @@ _specs = st.builds(TensorSpec, _several(_sizes), st.sampled_from(["float32", "bo
 _refusals = _several(st.builds(Refusal, _texts, st.sampled_from(Reason), _texts))
 _costs = _several(st.builds(Cost, _texts, _numbers, st.sampled_from(["measured", "cached", "estimated"])))
 _nodes = st.builds(
-    NodeDecision, _texts, _texts, _texts, _texts, _texts, st.integers(0, 1 << 60), _refusals, st.none() | _devices
-)
+    NodeDecision, _texts, _texts, _texts, _texts, _texts, st.integers(0, 1 << 60), _refusals, st.none() | _devices,
+    _several(_texts), _several(_specs), _texts,
+)  # fmt: skip
 _regions = st.builds(
     RegionDecision, _texts, _texts, _texts, _several(_texts), _several(_specs), _several(_specs), _costs, _refusals,
     st.none() | _numbers, st.integers(0, 1 << 60), _several(_texts), _texts, _devices, _several(_texts),
@@ -72,7 +75,11 @@ _plans = st.builds(
     _costs,
     _graphs,
     st.none() | _conversions,
+    _texts,
     st.none() | _profiles,
+    _several(st.builds(GraphInput, _texts, st.none() | _specs, st.booleans())),
+    _several(_texts),
+    _several(st.builds(ModuleCall, _texts, _texts, _texts)),
 )
 
 

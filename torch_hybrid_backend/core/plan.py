@@ -60,7 +60,11 @@ def attempts_in_words(attempts: Sequence[Attempt]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class NodeDecision:
-    """Where one operator of the graph runs."""
+    """Where one operator of the graph runs.
+
+    `inputs`: the values that it reads, by the name of the operator or of the graph's input that each is of. `outputs`: the tensors that it
+    returns. `module`: the innermost module that calls it, as `ModuleCall.path`; "" for the outermost, and where that is not known.
+    """
 
     name: str
     operator: str  # "aten.relu.default"
@@ -70,6 +74,29 @@ class NodeDecision:
     flops: int
     refusals: tuple[Refusal, ...]
     device: Device | None  # None: it has tensors on several, as a copy between devices has
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[TensorSpec, ...] = ()
+    module: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphInput:
+    """A value that calls of the graph are given; `spec` is None where it is no tensor. Constants are parameters, buffers, and what is computed
+    of these once."""
+
+    name: str
+    spec: TensorSpec | None
+    is_constant: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleCall:
+    """A module in whose forward operators are called. `path`: from what was compiled, "encoder.layers.0", with "@1" behind it for that module's
+    second call and so on. `parent`: the path of the module that calls it; "" for the outermost, which has no entry of its own."""
+
+    path: str
+    class_name: str
+    parent: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +266,9 @@ class Plan:
     conversion: Conversion | None = None
     unrepeatable: str = ""
     profile: Profile | None = None  # where it was asked for: `explain(..., profile=True)`
+    inputs: tuple[GraphInput, ...] = ()
+    outputs: tuple[str, ...] = ()  # the values that calls return, as in `NodeDecision.inputs`
+    modules: tuple[ModuleCall, ...] = ()
 
     def to_json(self) -> str:
         """Stable JSON (sorted keys, two spaces)."""
@@ -261,7 +291,8 @@ class Plan:
 
         def node(n: dict[str, Any]) -> NodeDecision:
             device = n["device"] and Device.parse(n["device"])
-            return NodeDecision(**{**n, "device": device, "refusals": refusals(n["refusals"])})
+            read = {"inputs": tuple(n["inputs"]), "outputs": tuple(map(spec, n["outputs"]))}
+            return NodeDecision(**{**n, **read, "device": device, "refusals": refusals(n["refusals"])})
 
         nodes = tuple(map(node, raw["nodes"]))
         regions = tuple(
@@ -287,6 +318,8 @@ class Plan:
         graphs = tuple(map(tuple, raw["cuda_graphs"]))
         conversion = raw["conversion"] and _conversion(raw["conversion"])
         profile = raw["profile"] and _profile(raw["profile"])
+        inputs = tuple(GraphInput(**{**i, "spec": i["spec"] and spec(i["spec"])}) for i in raw["inputs"])
+        modules = tuple(ModuleCall(**module) for module in raw["modules"])
         return Plan(
             graph=raw["graph"],
             kind=raw["kind"],
@@ -298,6 +331,9 @@ class Plan:
             conversion=conversion,
             unrepeatable=raw["unrepeatable"],
             profile=profile,
+            inputs=inputs,
+            outputs=tuple(raw["outputs"]),
+            modules=modules,
         )
 
 
