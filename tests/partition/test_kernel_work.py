@@ -7,7 +7,7 @@ import torch
 import torch.fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from torch_hybrid_backend.partition.kernel_work import kernel_work
+from torch_hybrid_backend.partition.kernel_work import eager_work, kernel_work
 
 aten = torch.ops.aten
 FLOAT = 4
@@ -44,6 +44,23 @@ def test_a_value_that_stays_inside_costs_no_bytes(product: torch.fx.Graph) -> No
     (whole,) = kernel_work(product, [{"mm", "sum_1"}])
     assert whole.nodes == ("mm", "relu", "add", "sum_1")
     assert whole.bytes == FLOAT * (4 * 8 + 8 * 16 + 16 + 4)
+
+
+def test_eager_reads_and_writes_memory_in_each_operator(product: torch.fx.Graph) -> None:
+    """What is inside a kernel elsewhere goes through memory; views cost nothing."""
+    work = eager_work(product)
+    x, w, b, y, total = 4 * 8, 8 * 16, 16, 4 * 16, 4
+    assert work.bytes == FLOAT * ((x + w + y) + (y + y) + (y + b + y) + (y + total))
+    assert work.nodes == ("mm", "relu", "add", "sum_1")
+    assert work.flops == 2 * 4 * 8 * 16
+    assert eager_work(_graph(lambda x: aten.view.default(x, [2, 4]), torch.ones(8))).bytes == 0
+
+
+def test_a_view_that_a_kernel_is_for_is_a_copy() -> None:
+    """It reads and writes what it shows."""
+    graph = _graph(lambda x: aten.view.default(x, [2, 4]), torch.ones(8))
+    (work,) = kernel_work(graph, [{"view"}])
+    assert work.bytes == FLOAT * (8 + 8)
 
 
 def test_what_several_kernels_compute_together_counts_once(product: torch.fx.Graph) -> None:

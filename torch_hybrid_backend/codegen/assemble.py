@@ -258,6 +258,12 @@ def _joined(origins: dict[Kernel, frozenset[str]], kernels: Sequence[Kernel]) ->
         found[position] |= names
         for read in kernel.reads:
             place.setdefault(read.buffer, position)
+    # What a backend adds, as a copy of an operand for a product, is for the kernel that reads it.
+    for position in reversed(range(len(kernels))):
+        if not found[position]:
+            written = {write.buffer for write in kernels[position].writes}
+            readers = (k for k, kernel in enumerate(kernels) if any(read.buffer in written for read in kernel.reads))
+            found[position] = next((found[reader] for reader in readers), frozenset())
     return tuple(found)
 
 

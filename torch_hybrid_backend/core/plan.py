@@ -146,7 +146,8 @@ class KernelTime:
 
     `region`: as in `RegionDecision.name`; segments of eager have names too. `kernel`: as in `RegionDecision.kernels`, "a + b" where several
     compute the same operators one after the other; "eager" for a segment that PyTorch runs. `nodes`: names of the operators that it computes.
-    `modules`: paths of the modules that call these, each once. `source`: the user's line of the first.
+    `modules`: paths of the modules that call these, each once, that of the heaviest operator first. `source`: that
+    one's line of the user's.
     `microseconds`: of all its runs in one call of the model, the median over the calls that were timed.
     `flops`, `bytes`: what its operators need at least in that time: floating-point operations (a multiply-add counts two), and bytes of
     memory, each value that is read or written once. `precision`: what it computes in: "float32".
@@ -187,9 +188,10 @@ class Ceilings:
 class Profile:
     """Times of a graph's kernels, in the order of a call.
 
-    `call_us`: what one call of the model spends in this graph if nothing is timed inside, the median of `calls` calls. `overhead_us`: what
-    calls spend in this graph outside kernels: they read inputs, start threads, allocate outputs. `kernels` and `overhead_us` add up to about
-    `call_us`. `ceilings`: None where they were not measured.
+    `call_us`: what one call of the model spends in this graph if nothing is timed inside, the median of `calls` calls. `overhead_us`: what is
+    left of it outside kernels: a call reads inputs, starts threads, allocates outputs. `kernels` and `overhead_us` add up to `call_us`, or to
+    more where other load disturbed the calls whose kernels were timed. `ceilings`: None where they were not measured. `is_nested`: an operator
+    of another graph calls this one, as a loop does its body, and that operator's row includes it.
     """
 
     call_us: float
@@ -197,6 +199,7 @@ class Profile:
     kernels: tuple[KernelTime, ...]
     overhead_us: float
     ceilings: Ceilings | None = None
+    is_nested: bool = False
 
 
 @dataclass(frozen=True, slots=True)

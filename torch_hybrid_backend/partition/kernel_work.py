@@ -5,14 +5,14 @@
     bytes of the first: input and weight of conv, what add reads besides, the result of relu
 
 Each value counts once, however often a kernel reads it; what stays inside a kernel does not count. A view counts with the elements that it
-shows.
+shows, where it is read; one that a kernel is for is a copy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.fx
 from torch.fx import Node
@@ -45,9 +45,17 @@ def kernel_work(graph: torch.fx.Graph, kernels: Sequence[AbstractSet[str]]) -> l
     ]
 
 
+def eager_work(graph: torch.fx.Graph) -> Work:
+    """Work of a region that PyTorch runs, operator by operator: each reads and writes memory."""
+    operators = _operators(graph)
+    works = kernel_work(graph, [{node.name} for node in operators if not _is_free(node)])
+    (whole,) = kernel_work(graph, [{node.name for node in operators}])
+    return replace(whole, bytes=sum(work.bytes for work in works))
+
+
 def _places(graph: torch.fx.Graph, kernels: Sequence[AbstractSet[str]]) -> dict[Node, frozenset[int]]:
     """Kernels that compute each operator: one that none names is computed inside its readers, and in none of these where it is read last."""
-    operators = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+    operators = _operators(graph)
     found = {node: frozenset(k for k, names in enumerate(kernels) if node.name in names) for node in operators}
     none: frozenset[int] = frozenset()
     for node in reversed(operators):
@@ -57,22 +65,26 @@ def _places(graph: torch.fx.Graph, kernels: Sequence[AbstractSet[str]]) -> dict[
     return found
 
 
+def _operators(graph: torch.fx.Graph) -> list[Node]:
+    return [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+
+
 def _work(members: Sequence[Node], names: AbstractSet[str], kernels: Sequence[AbstractSet[str]]) -> Work:
     inside = set(members)
     # What several kernels compute together is shared out.
     flops = {node: node_flops(node) // max(1, sum(node.name in each for each in kernels)) for node in members}
     read: dict[Node, int] = {}
     for node in members:
-        for source in () if _is_free(node) else node.all_input_nodes:
+        for source in () if _is_free(node) and node.name not in names else node.all_input_nodes:
             value = _viewed(source)
             if _producer(value) not in inside:
                 read[value] = max(read.get(value, 0), min(_bytes(source), _bytes(value)))
-    made = [value for node in members if node.name in names and not _is_free(node) for value in _values(node)]
+    made = [value for node in members if node.name in names for value in _values(node)]
     written = sum(_bytes(value) for value in made if any(reader not in inside for reader in _readers(value)))
     heaviest = sorted(members, key=lambda node: -flops[node])  # stable: in graph order where nothing is a product
     return Work(
         tuple(node.name for node in members),
-        tuple(dict.fromkeys(filter(None, (module_call(node).partition("@")[0] for node in members)))),
+        tuple(dict.fromkeys(filter(None, (module_call(node).partition("@")[0] for node in heaviest)))),
         next(filter(None, map(source_line, heaviest)), ""),
         sum(flops.values()),
         sum(read.values()) + written,

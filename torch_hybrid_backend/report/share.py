@@ -11,6 +11,7 @@ from torch_hybrid_backend.core.engine import EAGER
 from torch_hybrid_backend.core.plan import Cost, Plan, Refusal, RegionDecision
 
 _NAMED = 8  # layers that a line names
+_NAMED_INPUTS = 3  # inputs that a title names
 
 DISTURBED = "measured beside other load, so it may be far off"
 _KINDS = {"disturbed": DISTURBED, "cached": "measured earlier"}
@@ -154,8 +155,13 @@ def cuda_graphs_in_words(plan: Plan) -> tuple[str, ...]:
 
 
 def _names_in_words(kernels: Sequence[str]) -> str:
-    counts = Counter(re.sub(r"_[0-9a-f]{16}$", "", name) for name in kernels)
+    counts = Counter(map(without_digits, kernels))
     return ", ".join(f"{count} {name}" if count > 1 else name for name, count in counts.items())
+
+
+def without_digits(kernel: str) -> str:
+    """A kernel's name without the digits that tell it apart from others of its name."""
+    return re.sub(r"_[0-9a-f]{16}$", "", kernel)
 
 
 def regions_title(plan: Plan) -> str:
@@ -184,4 +190,13 @@ def summary(plan: Plan) -> str:
         parts.append(part if share.fraction is None else f"{part} ({share.fraction:.1%} of flops)")
     total = flops_in_words(sum(node.flops for node in plan.nodes))
     size = f"{counted(len(plan.nodes), 'operator')}, {total}, {counted(len(plan.regions), 'region')}"
-    return f"{plan.graph} ({plan.kind}): {size}; " + (", ".join(parts) or "nothing to run")
+    return f"{title(plan)}: {size}; " + (", ".join(parts) or "nothing to run")
+
+
+def title(plan: Plan) -> str:
+    """Model, shapes and use of the graph, for example "ResNet (inference, 1x3x224x224 float32)"."""
+    kind = plan.kind if plan.kind == "inference" else f"training, {plan.kind}"
+    given = [value.spec for value in plan.inputs if not value.is_constant and value.spec is not None]
+    shapes = [f"{'x'.join(map(str, spec.shape)) or 'scalar'} {spec.dtype}" for spec in given[:_NAMED_INPUTS]]
+    more = [f"{len(given) - _NAMED_INPUTS} more inputs"] if len(given) > _NAMED_INPUTS else []
+    return f"{plan.graph} ({', '.join([kind, *shapes, *more])})"
