@@ -58,7 +58,7 @@ def test_kernels_of_disturbed_calls_are_marked() -> None:
     lines = list(profile_in_words(dataclasses.replace(PLAN, profile=slow)))
     (line,) = [line for line in lines if "more than a call" in line]
     assert line == (
-        "  the kernels take 91% more than a call of which nothing is timed inside: measured beside other load, so it may be far off"
+        "  the kernels take 91% more than a call that is timed as a whole: other load, or the timing itself, made them longer"
     )
 
 

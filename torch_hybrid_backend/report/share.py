@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch_hybrid_backend.core.engine import EAGER
-from torch_hybrid_backend.core.plan import Cost, Plan, Refusal, RegionDecision
+from torch_hybrid_backend.core.plan import Cost, GraphBreak, Plan, Refusal, RegionDecision
 
 _NAMED = 8  # layers that a line names
 _NAMED_INPUTS = 3  # inputs that a title names
@@ -162,6 +162,13 @@ def _names_in_words(kernels: Sequence[str]) -> str:
 def without_digits(kernel: str) -> str:
     """A kernel's name without the digits that tell it apart from others of its name."""
     return re.sub(r"_[0-9a-f]{16}$", "", kernel)
+
+
+def graph_break_in_words(found: GraphBreak) -> tuple[str, ...]:
+    """The user's line, why it is left to Python, and what to change."""
+    rest = "; the rest of the function runs in Python" if found.is_last else ""
+    why = f"{found.reason}: {found.explanation}" if found.explanation else found.reason
+    return found.source, f"{why.rstrip('.')}{rest}", *(f"change: {hint}" for hint in found.hints)
 
 
 def regions_title(plan: Plan) -> str:

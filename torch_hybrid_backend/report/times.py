@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch_hybrid_backend.core.engine import EAGER
 from torch_hybrid_backend.core.plan import Ceilings, KernelTime, Plan, Profile
-from torch_hybrid_backend.report.share import DISTURBED, counted, time_in_words, without_digits
+from torch_hybrid_backend.report.share import counted, time_in_words, without_digits
 
 _MOST_ROWS = 10
 _NAMED = 3  # modules or operators of a kernel
@@ -28,7 +28,8 @@ def profile_in_words(plan: Plan) -> Iterable[str]:
     yield from _table([("time", "share", "GFLOP/s", "GB/s", "kernel"), *_rows(plan, profile)])
     spent = sum(kernel.microseconds for kernel in profile.kernels)
     if spent > (1 + _SLACK) * profile.call_us:
-        yield f"  the kernels take {spent / profile.call_us - 1:.0%} more than a call of which nothing is timed inside: {DISTURBED}"
+        more = f"{spent / profile.call_us - 1:.0%}"
+        yield f"  the kernels take {more} more than a call that is timed as a whole: other load, or the timing itself, made them longer"
     if profile.ceilings is not None:
         yield f"  {_ceilings_in_words(profile.ceilings)}"
     shares = module_shares(profile)
@@ -110,8 +111,6 @@ def _table(rows: Sequence[_Cells]) -> Iterable[str]:
 
 
 def _ceilings_in_words(ceilings: Ceilings) -> str:
-    rates = ", ".join(f"{rate:.0f} GFLOP/s in {precision}" for precision, rate in ceilings.gflops)
-    return (
-        f"% of what this machine can do with {counted(ceilings.threads, 'thread')}: {rates}, {ceilings.gbytes:.0f} GB/s from memory"
-        " (from caches more)"
-    )
+    rates = [f"{rate:.0f} GFLOP/s in {precision}" for precision, rate in ceilings.gflops]
+    shown = ", ".join([*rates, f"{ceilings.gbytes:.0f} GB/s from memory (from caches more)"])
+    return f"% of what this machine can do with {counted(ceilings.threads, 'thread')}: {shown}"
