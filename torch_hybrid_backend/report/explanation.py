@@ -10,8 +10,9 @@ from pathlib import Path
 
 from torch_hybrid_backend.core.engine import CompiledRegion, KernelText
 from torch_hybrid_backend.core.plan import GraphBreak, Plan
+from torch_hybrid_backend.core.units import time_in_words
 from torch_hybrid_backend.report.html import render_html
-from torch_hybrid_backend.report.share import counted, graph_break_in_words, time_in_words
+from torch_hybrid_backend.report.share import counted, graph_break_in_words
 from torch_hybrid_backend.report.text import render_text
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch_hybrid_backend.core.engine import EAGER
 from torch_hybrid_backend.core.plan import Ceilings, KernelTime, Plan, Profile
-from torch_hybrid_backend.report.share import counted, time_in_words, without_digits
+from torch_hybrid_backend.core.units import time_in_words
+from torch_hybrid_backend.report.share import counted, without_digits
 
 _MOST_ROWS = 10
 _NAMED = 3  # modules or operators of a kernel
