@@ -267,6 +267,7 @@ def profile_calls(call: Callable[[], object], graphs: Sequence[Timeable], sessio
     spent: list[int] = []
     for _ in range(_WARMUP_CALLS):
         call()
+    load = OtherLoad()
     with contextlib.ExitStack() as stack:
         for graph, watch in zip(graphs, watches, strict=True):
             stack.enter_context(graph.watched(watch))
@@ -279,11 +280,12 @@ def profile_calls(call: Callable[[], object], graphs: Sequence[Timeable], sessio
                     spent.append(time.perf_counter_ns() - start)
                 for watch in watches:
                     watch.end_call()
+    is_disturbed = load.is_felt()
     profiles = [graph.profile(watch) for graph, watch in zip(graphs, watches, strict=True)]
     precisions = {kernel.precision for found in profiles if found for kernel in found.kernels if kernel.flops}
     ceilings = _ceilings(precisions, session)
     for graph, found in zip(graphs, profiles, strict=True):
-        graph.tell(found and dataclasses.replace(found, ceilings=ceilings))
+        graph.tell(found and dataclasses.replace(found, ceilings=ceilings, is_disturbed=is_disturbed))
     return statistics.median(spent) / 1e3
 
 

@@ -65,7 +65,7 @@ _kernel_times = st.builds(
 )
 _ceilings = st.builds(Ceilings, _counts, _several(st.tuples(_texts, _numbers)), _numbers)
 _profiles = st.builds(
-    Profile, _numbers, _counts, _several(_kernel_times), _numbers, st.none() | _ceilings, st.booleans()
+    Profile, _numbers, _counts, _several(_kernel_times), _numbers, st.none() | _ceilings, st.booleans(), st.booleans()
 )
 _plans = st.builds(
     Plan,

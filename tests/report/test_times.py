@@ -46,6 +46,13 @@ def test_a_profile_is_part_of_the_text() -> None:
     assert '"call_us": 2500.0' in explanation.to_json()
 
 
+def test_times_beside_other_load_are_marked() -> None:
+    """In the words that `explain` has everywhere."""
+    disturbed = dataclasses.replace(PLAN, profile=dataclasses.replace(PROFILE, is_disturbed=True))
+    first, *_ = profile_in_words(disturbed)
+    assert first == "time: 2.00 ms a call (median of 48 calls; measured beside other load, so it may be far off)"
+
+
 def test_without_a_profile_nothing_is_told() -> None:
     """Plans that nobody timed."""
     assert list(profile_in_words(PLAN)) == []

@@ -191,7 +191,7 @@ class Profile:
     `call_us`: what one call of the model spends in this graph if nothing is timed inside, the median of `calls` calls. `overhead_us`: what is
     left of it outside kernels: a call reads inputs, starts threads, allocates outputs. `kernels` and `overhead_us` add up to `call_us`, or to
     more where other load disturbed the calls whose kernels were timed. `ceilings`: None where they were not measured. `is_nested`: an operator
-    of another graph calls this one, as a loop does its body, and that operator's row includes it.
+    of another graph calls this one, as a loop does its body, and that operator's row includes it. `is_disturbed`: other load held the cores.
     """
 
     call_us: float
@@ -200,6 +200,7 @@ class Profile:
     overhead_us: float
     ceilings: Ceilings | None = None
     is_nested: bool = False
+    is_disturbed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch_hybrid_backend.core.engine import EAGER
 from torch_hybrid_backend.core.plan import Ceilings, KernelTime, Plan, Profile
 from torch_hybrid_backend.core.units import time_in_words
-from torch_hybrid_backend.report.share import counted, without_digits
+from torch_hybrid_backend.report.share import DISTURBED, counted, without_digits
 
 _MOST_ROWS = 10
-_NAMED = 3  # modules or operators of a kernel
+_NAMED = 3  # operators of a segment of eager
 _MOST_MODULES = 12
 _WHOLE_SHARE = 0.9  # a module with so much of the time is shown by its parts
 _SLACK = 0.05  # kernels that add up to more than a call by less are noise
@@ -25,7 +25,8 @@ def profile_in_words(plan: Plan) -> Iterable[str]:
     if profile is None:
         return
     where = ", all of it inside a row of the graph that calls this one" if profile.is_nested else ""
-    yield f"time: {time_in_words(profile.call_us)} a call (median of {counted(profile.calls, 'call')}){where}"
+    load = f"; {DISTURBED}" if profile.is_disturbed else ""
+    yield f"time: {time_in_words(profile.call_us)} a call (median of {counted(profile.calls, 'call')}{load}){where}"
     yield from _table([("time", "share", "GFLOP/s", "GB/s", "kernel"), *_rows(plan, profile)])
     spent = sum(kernel.microseconds for kernel in profile.kernels)
     if spent > (1 + _SLACK) * profile.call_us:
@@ -85,11 +86,13 @@ def _row(kernel: KernelTime, profile: Profile, operators: Mapping[str, str]) -> 
     elif not kernel.region:
         name = f"eager: {name}"
     where = kernel.source.partition(" in ")[0]
+    first, *others = kernel.modules or ("",)
+    module = f" of {first}{f' and {len(others)} more' if others else ''}" if first else ""
     return (
         *_spent(kernel.microseconds, profile),
         _of(kernel.gflops, most),
         _of(kernel.gbytes, ceilings.gbytes if ceilings is not None else None),
-        f"{name}{f' of {_listed(kernel.modules)}' if kernel.modules else ''}{f' [{where}]' if where else ''}",
+        f"{name}{module}{f' [{where}]' if where else ''}",
     )
 
 
