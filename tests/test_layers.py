@@ -77,6 +77,7 @@ WIRING = {
     "hybrid_graph",
     "model_gate",
     "prepared",
+    "profiling",
     "ready",
     "refused_forms",
     "speed_gate",
