@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.process import WorkerError, WorkerProcess, wait_until_quiet
-from benchmarks.worker import State
+from torch_hybrid_backend.bench.process import WorkerError, WorkerProcess, wait_until_quiet
+from torch_hybrid_backend.bench.worker import State
 
 
 @dataclass(frozen=True, slots=True)
