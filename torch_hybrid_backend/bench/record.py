@@ -83,7 +83,8 @@ class Group:
             found.append("The model is in training mode: to measure inference, have the factory return model.eval().")
         disturbed = [title(each["peer"]) for each in self.measured if each["other_load"] > FELT]
         if disturbed:
-            found.append(f"{', '.join(disturbed)}: {DISTURBED}. Measure again when nothing else runs on the machine.")
+            which = "; ".join(disturbed) if len(disturbed) < len(self.measured) else "all runtimes"
+            found.append(f"{which}: {DISTURBED}. Measure again when nothing else runs on the machine.")
         return found
 
 
