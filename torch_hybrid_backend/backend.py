@@ -48,7 +48,7 @@ from torch_hybrid_backend.partition.whole_call import PricedCall
 from torch_hybrid_backend.prepared import copy_of, hindrance
 from torch_hybrid_backend.quantization.ranges import left_in_float
 from torch_hybrid_backend.refused_forms import refused_operator
-from torch_hybrid_backend.report import Explanation
+from torch_hybrid_backend.report import Explanation, about_call
 from torch_hybrid_backend.session import open_session
 
 log = logging.getLogger(__name__)
@@ -281,9 +281,9 @@ def explain(
     The model is compiled anew (earlier compilations of it stay valid) and called once, in the caller's grad mode; under grad mode
     only the forward graph is compiled by the call, as nothing calls backward. `options` and `dynamic` as for `torch.compile`: Dynamo
     makes sizes symbolic that it has seen vary, also in earlier compilations of the same code, unless `dynamic=False`. A model whose graphs
-    hold collectives is explained by all ranks or by none: the call is a call. The result prints as text; `to_json()` and `to_html()` give
-    the other forms, `write_kernels(folder)` the text of every kernel. Under the setting `background` it says how many graphs are still
-    being compiled, and its `updated()` what became of them.
+    hold collectives is explained by all ranks or by none: the call is a call. The result prints as text; `to_json()`, `to_html()` and
+    `to_model_explorer()` give the other forms, `write_kernels(folder)` the text of every kernel. Under the setting `background` it says how
+    many graphs are still being compiled, and its `updated()` what became of them.
 
         with torch.no_grad():
             print(torch_hybrid_backend.explain(model, x))
@@ -301,12 +301,13 @@ def explain(
         on_background=in_background.append,
     )
     torch.compile(model, backend=backend, dynamic=dynamic)(*args, **kwargs)
+    about = about_call(model, args, kwargs)
     why = left_in_float(model) if isinstance(model, torch.nn.Module) else {}
 
     def now() -> Explanation:
         compiling = sum(graph.compiling for graph in in_background)
         told = tuple(with_reasons(plan, why) for plan in plans)
-        return Explanation(told, tuple(regions), compiling, now if in_background else None)
+        return Explanation(told, tuple(regions), compiling, now if in_background else None, about)
 
     return now()
 

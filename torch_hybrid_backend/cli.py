@@ -3,6 +3,7 @@
     hybrid explain my_models:make            # my_models.make() returns (model, args) or (model, args, kwargs)
     hybrid explain script.py:make --json
     hybrid explain script.py:make --html plan.html
+    hybrid explain script.py:make --model-explorer plan.json
     hybrid explain script.py:make --kernels FOLDER
     hybrid doctor
     hybrid cache
@@ -78,7 +79,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     form = explain.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print the plans as JSON")
-    form.add_argument("--html", type=Path, metavar="FILE", help="write a picture of the plans to FILE")
+    form.add_argument("--html", type=Path, metavar="FILE", help="write a page to FILE that draws the plans")
+    form.add_argument(
+        "--model-explorer", type=Path, metavar="FILE", help="write graphs for Model Explorer to FILE (.json)"
+    )
     explain.add_argument("--kernels", type=Path, metavar="FOLDER", help="write the text of every kernel into FOLDER")
     commands.add_parser("doctor", help="show which engines can run here, and what the others lack")
     cache = commands.add_parser("cache", help="show what the cache of compiled kernels and timings takes of the disk")
@@ -106,15 +110,21 @@ def _explain(parsed: argparse.Namespace, explain: Explain, out: TextIO) -> int:
     except failures(OSError) as error:
         raise ConfigError(f"cannot write the kernels: {error}") from error
     if parsed.html is not None:
-        try:
-            parsed.html.write_text(explanation.to_html())
-        except failures(OSError) as error:
-            raise ConfigError(f"cannot write the picture: {error}") from error
+        _write(parsed.html, explanation.to_html())
+    elif parsed.model_explorer is not None:
+        _write(parsed.model_explorer, explanation.to_model_explorer())
     else:
         out.write((explanation.to_json() if parsed.json else str(explanation)) + "\n")
     if parsed.kernels is not None:
         sys.stderr.write(f"hybrid: {counted(len(kernels), 'kernel')} written to {parsed.kernels}\n")
     return 0
+
+
+def _write(path: Path, picture: str) -> None:
+    try:
+        path.write_text(picture, encoding="utf-8")
+    except failures(OSError) as error:
+        raise ConfigError(f"cannot write the picture: {error}") from error
 
 
 def _parts(target: str) -> tuple[str, str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from torch_hybrid_backend.core.engine import CompiledRegion, KernelText
 from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.report.html import render_html
+from torch_hybrid_backend.report.model_explorer import render_model_explorer
 from torch_hybrid_backend.report.text import render_text
 
 
@@ -23,7 +24,7 @@ class Explanation:
     """The plans of every graph one call compiled, in the order of compilation. Prints as text.
 
     `compiled`: of each graph, what its regions were compiled to, by name and in order. `compiling`: how many graphs, which have no plan yet,
-    were being compiled off the call, and run in eager meanwhile.
+    were being compiled off the call, and run in eager meanwhile. `about`: the model, the machine, versions and date, as the page shows them.
     """
 
     plans: tuple[Plan, ...]
@@ -31,6 +32,7 @@ class Explanation:
 
     compiling: int = 0
     now: Callable[[], Explanation] | None = field(default=None, compare=False, repr=False)
+    about: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __str__(self) -> str:
         meanwhile = ["a graph: eager meanwhile: compiling"] * self.compiling
@@ -45,8 +47,12 @@ class Explanation:
         return render_json(self.plans)
 
     def to_html(self) -> str:
-        """As a self-contained HTML page."""
-        return render_html(self.plans)
+        """As a self-contained HTML page: the model as a graph of modules, the time of each, tables."""
+        return render_html(self.plans, self.about)
+
+    def to_model_explorer(self) -> str:
+        """As JSON that Model Explorer (`pip install ai-edge-model-explorer`) opens: a file whose name ends with ".json"."""
+        return render_model_explorer(self.plans, self.about)
 
     def write_kernels(self, folder: Path) -> list[Path]:
         """Write the text of every kernel into `folder`, which is made where it is missing: a Triton program as a Python file that runs alone,

@@ -161,6 +161,11 @@ def flops_in_words(flops: int) -> str:
     return f"{flops} FLOP"
 
 
+def tensor_in_words(shape: Sequence[object], dtype: str) -> str:
+    """For example "1x64x56x56 float32"."""
+    return f"{'x'.join(map(str, shape)) or 'scalar'} {dtype}"
+
+
 def counted(number: int, noun: str) -> str:
     """For example "1 kernel", "2 kernels"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
