@@ -118,6 +118,19 @@ def test_explain_writes_kernels(script: Path, tmp_path: Path, capsys: pytest.Cap
     assert "cannot write the kernels" in capsys.readouterr().err
 
 
+def test_explain_times_kernels_on_request(script: Path) -> None:
+    """`--profile` asks for it; without it the model is called once."""
+    asked: list[object] = []
+
+    def explain(model: torch.nn.Module, *args: torch.Tensor, **settings: object) -> Explanation:
+        asked.append(settings)
+        return Explanation((PLAN,))
+
+    for flags in ([], ["--profile"], ["--profile", "--json"]):
+        assert cli.main(["explain", f"{script}:make", *flags], explain=explain, out=io.StringIO()) == 0
+    assert asked == [{}, {"profile": True}, {"profile": True}]
+
+
 @pytest.mark.parametrize(
     ("target", "message"),
     [

@@ -68,7 +68,7 @@ ALLOWED: dict[str, set[str]] = {
     "codegen": {"core", "sizes", "loops", *_UTILITIES},
     "engines": {"background", "core", "sizes", "graph", "loops", "codegen", *_UTILITIES},
     "runtime": {"core", "sizes", *_UTILITIES},
-    "quantization": {"core", "errors", "graph"},
+    "quantization": {"config", "core", "errors", "graph", "progress"},
 }
 WIRING = {
     "awaited_builds",
@@ -77,6 +77,8 @@ WIRING = {
     "hybrid_graph",
     "model_gate",
     "prepared",
+    "profiling",
+    "ready",
     "refused_forms",
     "speed_gate",
     "stages",

@@ -1,6 +1,7 @@
 """The command `hybrid`.
 
     hybrid explain my_models:make            # my_models.make() returns (model, args) or (model, args, kwargs)
+    hybrid explain script.py:make --profile  # with the time of each kernel
     hybrid explain script.py:make --json
     hybrid explain script.py:make --html plan.html
     hybrid explain script.py:make --model-explorer plan.json
@@ -83,6 +84,9 @@ def _parser() -> argparse.ArgumentParser:
     form.add_argument(
         "--model-explorer", type=Path, metavar="FILE", help="write graphs for Model Explorer to FILE (.json)"
     )
+    explain.add_argument(
+        "--profile", action="store_true", help="call the model for two seconds more and show the time of each kernel"
+    )
     explain.add_argument("--kernels", type=Path, metavar="FOLDER", help="write the text of every kernel into FOLDER")
     commands.add_parser("doctor", help="show which engines can run here, and what the others lack")
     cache = commands.add_parser("cache", help="show what the cache of compiled kernels and timings takes of the disk")
@@ -99,7 +103,8 @@ def _explain(parsed: argparse.Namespace, explain: Explain, out: TextIO) -> int:
     try:
         model, args, kwargs = _made(parsed.target, _factory(place, name)())
         with torch.no_grad():
-            explanation = explain(model, *args, **kwargs)
+            profiled = {"profile": True} if parsed.profile else {}
+            explanation = explain(model, *args, **kwargs, **profiled)
         if explanation.compiling:  # HYBRID_BACKGROUND=1: nothing else is called meanwhile
             wait_for_builds()
             explanation = explanation.updated()

@@ -24,6 +24,10 @@ class ConfigError(HybridError, ValueError):
     """A setting or option is unknown or has an illegal value."""
 
 
+class ArgumentError(HybridError, ValueError):
+    """A function of this package was given an argument that it cannot use."""
+
+
 class QuantizationError(HybridError, ValueError):
     """A model cannot be quantised as asked: its calibration data, an exclusion, or a file of ranges is at fault."""
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from torch_hybrid_backend.core.captured import CapturedGraph
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.engine import CompiledRegion, Pending
-from torch_hybrid_backend.core.plan import Plan
+from torch_hybrid_backend.core.plan import Plan, Profile
 from torch_hybrid_backend.core.region import Region, Segment
 from torch_hybrid_backend.eager_graph import EagerGraph
 from torch_hybrid_backend.errors import HybridError, RefusedValuesError, failures, is_out_of_memory, is_sticky
@@ -30,6 +32,7 @@ from torch_hybrid_backend.partition.deviation import any_telling
 from torch_hybrid_backend.partition.placement import Pricing
 from torch_hybrid_backend.partition.reference import replay_of
 from torch_hybrid_backend.prepared import Prepared, copy_of, prepare
+from torch_hybrid_backend.progress import Progress
 from torch_hybrid_backend.runtime.constant_pool import ConstantPool
 from torch_hybrid_backend.runtime.native.ops import give_back_freed_memory
 from torch_hybrid_backend.runtime.python_executor import PythonExecutor, checked
@@ -41,6 +44,7 @@ from torch_hybrid_backend.stages import (
     Installed,
     Placed,
     Run,
+    TimedRun,
     compile_divided,
     compile_graph,
     divide,
@@ -82,9 +86,12 @@ class HybridGraph:
         on_regions: OnRegions | None = None,
         *,
         meanwhile: Meanwhile | None = None,
+        working: Callable[[], AbstractContextManager[None]] = nullcontext,
+        on_graph: Callable[[HybridGraph], None] | None = None,
     ) -> None:
         """`deadline`: for the kernels of this graph and of others that are compiled with it; None: of `config`, for this one. `meanwhile`: it
-        is compiled in its first call, by the builder (`background`), and so are the bodies of its control flow, with eager in their places."""
+        is compiled in its first call, by the builder (`background`), and so are the bodies of its control flow, with eager in their places.
+        `working`: entered for the first call. `on_graph`: gets this graph, and those of the bodies of its control flow."""
         start = time.perf_counter()
         self._name = name
         self._config = config
@@ -95,6 +102,8 @@ class HybridGraph:
         self._lock = ForkLock()
         names = [node.name for node in captured.graph_module.graph.find_nodes(op="placeholder")]
         self._meanwhile = meanwhile
+        self._working = working
+        self._on_graph = on_graph
         self._static = frozenset(k for k, each in enumerate(names) if each in captured.static_inputs)
         self._to_judge: Compiled | None = None  # what is chosen from once more if a later call is off
         self._judgements = 0
@@ -103,6 +112,8 @@ class HybridGraph:
         divided = divide(prepared, session, config, self._pricing())
         # Replaced as a whole: whoever is interrupted, or comes from another thread, finds one stage or the next.
         self._state: Divided | Compiled | Installed = self._compiled(divided) if meanwhile is None else divided
+        if on_graph is not None:
+            on_graph(self)
         log.info(
             "%s graph: %s in %.2f s",
             captured.kind,
@@ -120,6 +131,32 @@ class HybridGraph:
         """Whether the next call runs a plan, and waits for nothing."""
         return isinstance(self._state, Installed)
 
+    @property
+    def placed(self) -> Placed:
+        """Who runs what, once the first call has chosen."""
+        return self._installed().placed
+
+    @contextlib.contextmanager
+    def timed_by(self, make: Callable[[TimedRun], Run]) -> Iterator[None]:
+        """Have what `make` makes of the plan's executor run the graph's calls meanwhile."""
+        before = self._state
+        executor = before.executor if isinstance(before, Installed) else None
+        if not isinstance(before, Installed) or executor is None:
+            yield
+            return
+        self._state = timed = Installed(before.placed, make(executor))
+        try:
+            yield
+        finally:
+            with self._lock:
+                if self._state is timed:
+                    self._state = before
+
+    def tell(self, profile: Profile | None) -> None:
+        """Tell the plan anew, with times."""
+        if self._on_plan is not None and isinstance(self._state, Installed):
+            self._on_plan(dataclasses.replace(self._state.plan, profile=profile))
+
     def copied(self, inputs: Sequence[Any]) -> list[Any]:
         """The inputs of a call for the builder to keep: copies, but for the parameters and buffers of an inference graph, which stay live."""
         return copies_of(inputs, lambda position, _: self._is_inference and position in self._static)
@@ -127,7 +164,7 @@ class HybridGraph:
     def __call__(self, inputs: list[Any]) -> list[Any]:
         state = self._state
         if not isinstance(state, Installed):
-            with self._lock:
+            with self._lock, self._working():
                 if self._state is state:
                     outputs = self._first_call(state, inputs)
                     if not _is_repeatable_here(state.prepared):
@@ -217,7 +254,8 @@ class HybridGraph:
             return fastest(placed, outputs, inputs, self._config, self._pricing(), place_anew)
 
         placed, outputs = faster(*self._placed(compiled, inputs))
-        placed, outputs = judged(placed, outputs, inputs, self._config, place_anew, faster)
+        with Progress("checking the outputs"):
+            placed, outputs = judged(placed, outputs, inputs, self._config, place_anew, faster)
         hoisted = placed.prepared.hoisted  # what the gates tell of a graph changes `prepared`, not this
         compiled, pending = next(each for each in tried if each[0].prepared.hoisted is hoisted)
         # It would hold what was built for as long as the plan lives.
@@ -356,6 +394,7 @@ class HybridGraph:
                 self._deadline,
                 self._on_regions,
                 meanwhile=meanwhile,
+                on_graph=self._on_graph,
             )
             return graph if meanwhile is None or written is None else meanwhile(title, written, graph)
         except HybridError as error:

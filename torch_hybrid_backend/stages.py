@@ -49,6 +49,7 @@ from torch_hybrid_backend.partition.regions import Partition
 from torch_hybrid_backend.partition.wrapped_region import checked, reported
 from torch_hybrid_backend.passes.decompose import decompose
 from torch_hybrid_backend.prepared import Prepared
+from torch_hybrid_backend.progress import Progress, stepping
 from torch_hybrid_backend.runtime.constant_pool import release_unused
 from torch_hybrid_backend.runtime.executor import CompiledSegment, Executor, build_executor
 from torch_hybrid_backend.runtime.plan_layout import StaticLayoutError
@@ -62,6 +63,7 @@ COVER_TIMINGS = "covers"  # their kind in the cache of timings
 
 Run = Callable[[Sequence[Any]], list[Any]]
 PricingOn = Callable[[Device], Pricing]
+TimedRun = Executor | SymbolicExecutor | PythonExecutor
 # An engine's compilation of a region, done or under way, why it does not accept it, or what stopped it.
 Candidate = CompiledRegion | PendingRegion | Refused | Exception
 
@@ -136,7 +138,12 @@ class Placed:
     def plan(self) -> Plan:
         """The decisions, for reports."""
         plan = make_plan(self.prepared.name, self.prepared.kind, self.partition, list(self.decisions.values()))
-        return dataclasses.replace(plan, covers=self.covers, conversion=self.prepared.conversion)
+        return dataclasses.replace(
+            plan,
+            covers=self.covers,
+            conversion=self.prepared.conversion,
+            unrepeatable=self.prepared.unrepeatable,
+        )
 
     def without(self, region: Region, cause: Exception, *, strict: bool) -> Placed:
         """The same with eager in place of the engine whose compiled region raised `cause`. Raises RegionError under `strict`."""
@@ -174,6 +181,16 @@ class Installed:
 
     placed: Placed
     run: Run | PythonExecutor
+
+    @property
+    def executor(self) -> TimedRun | None:
+        """What runs the plan, under what stands in for it in some calls; None if it has none."""
+        run: Any = self.run
+        while not isinstance(run, TimedRun):
+            run = getattr(run, "run", None) or getattr(run, "plan", None)
+            if run is None:
+                return None
+        return run
 
     @property
     def plan(self) -> Plan:
@@ -302,7 +319,8 @@ def place(compiled: Compiled, inputs: Sequence[Any], config: Config, pricing_on:
             candidate, config, pricing_on, tried, begun, math.inf if best is None else best[0], times_eager=not alone
         )
         try:
-            found = trial.executor(compiled.prepared).run(inputs, trial.run)
+            with Progress("checking and timing regions", len(candidate.cover.partition.graph.segments)) as progress:
+                found = trial.executor(compiled.prepared).run(inputs, stepping(progress, trial.run))
         except _TooDearError:
             costs.append(Cost(candidate.order, trial.spent_us, "more than"))
             continue

@@ -64,7 +64,9 @@ _kernel_times = st.builds(
     KernelTime, _texts, _texts, _several(_texts), _several(_texts), _texts, _numbers, _counts, _counts, _texts
 )
 _ceilings = st.builds(Ceilings, _counts, _several(st.tuples(_texts, _numbers)), _numbers)
-_profiles = st.builds(Profile, _numbers, _counts, _several(_kernel_times), _numbers, st.none() | _ceilings)
+_profiles = st.builds(
+    Profile, _numbers, _counts, _several(_kernel_times), _numbers, st.none() | _ceilings, st.booleans()
+)
 _plans = st.builds(
     Plan,
     _texts,
@@ -75,6 +77,7 @@ _plans = st.builds(
     _costs,
     _graphs,
     st.none() | _conversions,
+    _texts,
     st.none() | _profiles,
     _several(st.builds(GraphInput, _texts, st.none() | _specs, st.booleans())),
     _several(_texts),

@@ -12,8 +12,8 @@ from torch_hybrid_backend.report import render_model_explorer
 
 def test_every_operator_is_a_node_in_its_module() -> None:
     """Edges begin at nodes, layers are modules with their classes, engines have colours, kernels are attributes."""
-    first, second = json.loads(render_model_explorer([profiled(graph_of_blocks(2)), EMPTY], {"model": "Net"}))
-    assert (first["id"], second["id"]) == ("Net graph (inference) #1", "Net graph (backward) #2")
+    first, second = json.loads(render_model_explorer([profiled(graph_of_blocks(2)), EMPTY]))
+    assert (first["id"], second["id"]) == ("1 graph (inference, 8x8 float32)", "2 graph (training, backward)")
     nodes = {node["id"]: node for node in first["nodes"]}
     assert len(nodes) == len(first["nodes"]) == 2 * 4 + 2 + 2
     assert {edge["sourceNodeId"] for node in nodes.values() for edge in node["incomingEdges"]} <= nodes.keys()

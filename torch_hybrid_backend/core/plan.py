@@ -148,7 +148,8 @@ class KernelTime:
 
     `region`: as in `RegionDecision.name`; segments of eager have names too. `kernel`: as in `RegionDecision.kernels`, "a + b" where several
     compute the same operators one after the other; "eager" for a segment that PyTorch runs. `nodes`: names of the operators that it computes.
-    `modules`: paths of the modules that call these, each once. `source`: the user's line of the first.
+    `modules`: paths of the modules that call these, each once, that of the heaviest operator first. `source`: that
+    one's line of the user's.
     `microseconds`: of all its runs in one call of the model, the median over the calls that were timed.
     `flops`, `bytes`: what its operators need at least in that time: floating-point operations (a multiply-add counts two), and bytes of
     memory, each value that is read or written once. `precision`: what it computes in: "float32".
@@ -189,9 +190,10 @@ class Ceilings:
 class Profile:
     """Times of a graph's kernels, in the order of a call.
 
-    `call_us`: what one call of the model spends in this graph if nothing is timed inside, the median of `calls` calls. `overhead_us`: what
-    calls spend in this graph outside kernels: they read inputs, start threads, allocate outputs. `kernels` and `overhead_us` add up to about
-    `call_us`. `ceilings`: None where they were not measured.
+    `call_us`: what one call of the model spends in this graph if nothing is timed inside, the median of `calls` calls. `overhead_us`: what is
+    left of it outside kernels: a call reads inputs, starts threads, allocates outputs. `kernels` and `overhead_us` add up to `call_us`, or to
+    more where other load disturbed the calls whose kernels were timed. `ceilings`: None where they were not measured. `is_nested`: an operator
+    of another graph calls this one, as a loop does its body, and that operator's row includes it.
     """
 
     call_us: float
@@ -199,6 +201,7 @@ class Profile:
     kernels: tuple[KernelTime, ...]
     overhead_us: float
     ceilings: Ceilings | None = None
+    is_nested: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +254,9 @@ class Plan:
     `cuda_graphs`: the names of the kernels that each CUDA graph launches together, across regions; of sizes known only at run time those of the
     first call. Empty where the setting `cuda_graphs` does not ask for any.
 
+    `unrepeatable`: an operator for which a call cannot be run twice unnoticed, as it draws random numbers or has other effects: the first
+    call's answer may then differ from later ones by rounding. "" if there is none: the first call returns what every later call returns.
+
     `call` is None where whole calls were not priced: the plan runs them. Where eager runs them, every node is eager's, and `regions` tell
     what the plan would have done.
     """
@@ -263,6 +269,7 @@ class Plan:
     covers: tuple[Cost, ...] = ()
     cuda_graphs: tuple[tuple[str, ...], ...] = ()
     conversion: Conversion | None = None
+    unrepeatable: str = ""
     profile: Profile | None = None  # where it was asked for: `explain(..., profile=True)`
     inputs: tuple[GraphInput, ...] = ()
     outputs: tuple[str, ...] = ()  # the values that calls return, as in `NodeDecision.inputs`
@@ -327,6 +334,7 @@ class Plan:
             covers=costs(raw["covers"]),
             cuda_graphs=graphs,
             conversion=conversion,
+            unrepeatable=raw["unrepeatable"],
             profile=profile,
             inputs=inputs,
             outputs=tuple(raw["outputs"]),

@@ -14,25 +14,28 @@ Illegal: calls that cannot be repeated unnoticed, for they write to inputs, draw
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.core.engine import EAGER
-from torch_hybrid_backend.core.plan import CallDecision, Plan, Refusal
+from torch_hybrid_backend.core.plan import CallDecision, Plan, Profile, Refusal
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.errors import failures, is_sticky
 from torch_hybrid_backend.fork_lock import ForkLock
 from torch_hybrid_backend.measure import Rounds
 from torch_hybrid_backend.partition.accuracy import difference
 from torch_hybrid_backend.partition.placement import Pricing, cheapest, priced
+from torch_hybrid_backend.progress import Progress
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +52,7 @@ class PricedCall:
     eager: Dynamo's graph. nodes: the same run node by node, which `eager` is compared with; None: it is not compared. planned: the same
     compiled; its first call hands the plan to `take_plan`. key: what verdicts are kept under.
     sizes: positions of the inputs that are sizes known only at run time. budget_s: seconds that timing may take, at most. on_plan: gets the
-    plan with what was decided.
+    plan with what was decided. working: entered while the plan is made and priced.
 
     Without such sizes the loser is let go of. With them both stay: eager, where it has won, runs calls up to that size, and for the time
     being those less than twice as large; larger ones are priced, until the plan wins one and runs all that are larger than what eager won.
@@ -64,6 +67,7 @@ class PricedCall:
         budget_s: float,
         pricing: Callable[[], Pricing],
         on_plan: Callable[[Plan], None] | None = None,
+        working: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._eager = eager
         self._nodes = nodes
@@ -72,8 +76,10 @@ class PricedCall:
         self._budget_s = budget_s
         self._pricing = pricing
         self._on_plan = on_plan
+        self._working = working
         self._lock = ForkLock()
         self._plan: Plan | None = None
+        self._profile: Profile | None = None  # of eager's calls
         self._decision: CallDecision | None = None
         self._planned: Callable[..., Any] | None = None
         self._settled: Callable[..., Any] | None = None  # who runs calls of every size
@@ -91,6 +97,22 @@ class PricedCall:
         self._plan = plan
         if self._decision is not None or not self._is_open:
             self._tell()
+
+    @contextlib.contextmanager
+    def eager_timed_by(self, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+        """Have what `make` makes of eager run its calls meanwhile."""
+        eager, settled = self._eager, self._settled
+        self._eager = make(eager)
+        if settled is eager:
+            self._settled = self._eager
+        try:
+            yield
+        finally:
+            self._eager, self._settled = eager, settled
+
+    def take_profile(self, profile: Profile | None) -> None:
+        """Times of eager's calls, which are told with the plan when it is told next."""
+        self._profile = profile
 
     def waits(self, *inputs: Any) -> bool:
         """Whether a call on these inputs would compile or time anything before it returns."""
@@ -113,10 +135,11 @@ class PricedCall:
             return self._eager(*inputs)
         if not self._is_open:
             return planned(*inputs)
-        planned(*inputs)  # its first call makes the plan
-        with self._lock:
-            if self._is_open and self._is_far(size):  # no other thread has priced meanwhile
-                self._price(planned, inputs, size)
+        with self._working():
+            planned(*inputs)  # its first call makes the plan
+            with self._lock:
+                if self._is_open and self._is_far(size):  # no other thread has priced meanwhile
+                    self._price(planned, inputs, size)
         return self._call(*inputs)  # by the one that was chosen, as later calls are
 
     def _is_far(self, size: int) -> bool:
@@ -129,12 +152,12 @@ class PricedCall:
         calls = {PLAN: lambda: planned(*inputs), EAGER: lambda: self._eager(*inputs)}
         key = f"{self._key} {[inputs[position] for position in self._sizes]}"
         try:
-            why = self._fault(inputs)
-            if why:
-                _log.info("calls run as planned: %s", why)
-                self._decision = CallDecision(PLAN, (), (Refusal(EAGER, Reason.ACCURACY, why),))
-            else:
+            with Progress("timing whole calls"):
                 self._decision = price_call(key, self._plan, calls, self._budget_s, self._pricing())
+                # Eager is compared where it has won: most calls are the plan's, and two calls more would be a large part of warm starts.
+                if self._decision.engine == EAGER and (why := self._fault(inputs)):
+                    _log.info("calls run as planned: %s", why)
+                    self._decision = CallDecision(PLAN, (), (Refusal(EAGER, Reason.ACCURACY, why),))
             engine = self._decision.engine
         except failures(Exception) as error:  # no memory for both, say: what has worked goes on
             if is_sticky(error):
@@ -160,7 +183,8 @@ class PricedCall:
     def _tell(self) -> None:
         plan, decision = self._plan, self._decision
         if plan is not None and self._on_plan is not None:
-            self._on_plan(plan if decision is None else with_call(plan, decision))
+            plan = plan if decision is None else with_call(plan, decision)
+            self._on_plan(plan if self._profile is None else dataclasses.replace(plan, profile=self._profile))
 
 
 def price_call(

@@ -11,12 +11,25 @@ from torch_hybrid_backend.core.engine import CompiledRegion, KernelText
 from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.report.html import render_html
 from torch_hybrid_backend.report.model_explorer import render_model_explorer
+from torch_hybrid_backend.report.share import counted, time_in_words
 from torch_hybrid_backend.report.text import render_text
 
 
-def render_json(plans: Sequence[Plan]) -> str:
+def render_json(plans: Sequence[Plan], call_us: float | None = None) -> str:
     """The plans as a JSON object `{"plans": [...]}`, stable; `Plan.from_json` reads one element of it."""
-    return json.dumps({"plans": [json.loads(plan.to_json()) for plan in plans]}, indent=2, sort_keys=True)
+    told = {"plans": [json.loads(plan.to_json()) for plan in plans]}
+    return json.dumps(told if call_us is None else {**told, "call_us": call_us}, indent=2, sort_keys=True)
+
+
+def _call_in_words(call_us: float, plans: Sequence[Plan]) -> str:
+    """What a call of the model takes, and how much of it outside of its graphs."""
+    profiles = [plan.profile for plan in plans if plan.profile is not None and not plan.profile.is_nested]
+    inside = sum(profile.call_us for profile in profiles)
+    outside = max(0.0, call_us - inside)
+    return (
+        f"a call of the model takes {time_in_words(call_us)}: {time_in_words(inside)} in {counted(len(profiles), 'graph')}, "
+        f"{time_in_words(outside)} outside (guards of Dynamo, AOTAutograd's wrapper, Python between graphs)"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +37,8 @@ class Explanation:
     """The plans of every graph one call compiled, in the order of compilation. Prints as text.
 
     `compiled`: of each graph, what its regions were compiled to, by name and in order. `compiling`: how many graphs, which have no plan yet,
-    were being compiled off the call, and run in eager meanwhile. `about`: the model, the machine, versions and date, as the page shows them.
+    were being compiled off the call, and run in eager meanwhile. `call_us`: the median microseconds of a call of the model, where it was
+    profiled. `about`: the model, the machine, versions and date, as the page shows them.
     """
 
     plans: tuple[Plan, ...]
@@ -32,19 +46,21 @@ class Explanation:
 
     compiling: int = 0
     now: Callable[[], Explanation] | None = field(default=None, compare=False, repr=False)
+    call_us: float | None = None
     about: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __str__(self) -> str:
+        measured = [_call_in_words(self.call_us, self.plans)] if self.call_us is not None else []
         meanwhile = ["a graph: eager meanwhile: compiling"] * self.compiling
-        return "\n\n".join([*([render_text(self.plans)] if self.plans or not meanwhile else []), *meanwhile])
+        return "\n\n".join([*measured, *([render_text(self.plans)] if self.plans or not meanwhile else []), *meanwhile])
 
     def updated(self) -> Explanation:
         """The same as it is now: what was being compiled may have got its plan. `torch_hybrid_backend.wait_for_builds` waits for that."""
         return self if self.now is None else self.now()
 
     def to_json(self) -> str:
-        """As a JSON object with the key `plans`."""
-        return render_json(self.plans)
+        """As a JSON object with the key `plans`, and `call_us` where the model was profiled."""
+        return render_json(self.plans, self.call_us)
 
     def to_html(self) -> str:
         """As a self-contained HTML page: the model as a graph of modules, the time of each, tables."""
@@ -52,7 +68,7 @@ class Explanation:
 
     def to_model_explorer(self) -> str:
         """As JSON that Model Explorer (`pip install ai-edge-model-explorer`) opens: a file whose name ends with ".json"."""
-        return render_model_explorer(self.plans, self.about)
+        return render_model_explorer(self.plans)
 
     def write_kernels(self, folder: Path) -> list[Path]:
         """Write the text of every kernel into `folder`, which is made where it is missing: a Triton program as a Python file that runs alone,

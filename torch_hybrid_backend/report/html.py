@@ -29,6 +29,8 @@ from torch_hybrid_backend.report.share import (
     refused_operators,
     regions_title,
     summary,
+    title,
+    without_digits,
 )
 
 
@@ -42,7 +44,7 @@ def render_html(plans: Sequence[Plan], about: Mapping[str, str] | None = None) -
         or "<p>no graph was compiled</p>",
         "shown": "" if plans else "hidden",
         "several": "" if len(plans) > 1 else "hidden",
-        "choices": "".join(f'<option value="{n}">{escape(_title(plan))}</option>' for n, plan in enumerate(plans)),
+        "choices": "".join(f'<option value="{n}">{escape(title(plan))}</option>' for n, plan in enumerate(plans)),
         "tables": "\n".join(_section(number, _tables(plan)) for number, plan in enumerate(plans)),
         # A text of the user's may hold "</script>".
         "data": json.dumps({"graphs": [picture(plan) for plan in plans]}, separators=(",", ":")).replace(
@@ -65,10 +67,6 @@ def _template() -> str:
     return re.sub(r"\{\{([\w.]+\.js)\}\}", lambda found: text(found[1]), page) + "\n"
 
 
-def _title(plan: Plan) -> str:
-    return f"{plan.graph} ({plan.kind})"
-
-
 def _section(number: int, lines: Iterable[str]) -> str:
     return f'<section data-graph="{number}">\n' + "\n".join(lines) + "\n</section>"
 
@@ -86,7 +84,7 @@ def _tables(plan: Plan) -> Iterable[str]:
             ("kernel", "time (us)", "share", "GFLOP/s", "GB/s", "modules", "region", "source"),
             (
                 (
-                    row.kernel,
+                    without_digits(row.kernel),
                     round(row.microseconds, 1),
                     f"{row.microseconds / plan.profile.call_us:.1%}" if plan.profile.call_us else "",
                     round(row.gflops, 1),

@@ -12,21 +12,18 @@ from typing import Any
 from torch_hybrid_backend.core.engine import EAGER
 from torch_hybrid_backend.core.plan import ModuleCall, Plan
 from torch_hybrid_backend.report.picture import picture
+from torch_hybrid_backend.report.share import title
 
 # Light tints of the colours of the page: labels stay dark.
 _COLOURS = ("#c2dcec", "#f9e4bd", "#bfe6dc", "#f2dde9", "#d9edf9", "#f4d6bf")
 _EAGER = "#e2e3e5"
 
 
-def render_model_explorer(plans: Sequence[Plan], about: Mapping[str, str] | None = None) -> str:
-    """A list of graphs, one for each plan, named after `about["model"]`."""
+def render_model_explorer(plans: Sequence[Plan]) -> str:
+    """A list of graphs, one for each plan."""
     names = sorted({node.engine for plan in plans for node in plan.nodes} - {EAGER})
     colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)} | {EAGER: _EAGER}
-    model = (about or {}).get("model", "")
-    titles = [
-        " ".join(filter(None, [model, f"{plan.graph} ({plan.kind})", f"#{i}"])) for i, plan in enumerate(plans, 1)
-    ]
-    return json.dumps([_graph(title, plan, colours) for title, plan in zip(titles, plans, strict=True)])
+    return json.dumps([_graph(f"{number} {title(plan)}", plan, colours) for number, plan in enumerate(plans, 1)])
 
 
 def _graph(name: str, plan: Plan, colours: Mapping[str, str]) -> dict[str, Any]:

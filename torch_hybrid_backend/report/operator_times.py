@@ -50,24 +50,31 @@ def operator_times(plan: Plan) -> OperatorTimes:
 
 def _measured(plan: Plan, profile: Profile, work: Mapping[str, float]) -> OperatorTimes:
     by_name = {node.name: node for node in plan.nodes}
+    by_module: dict[str, list[NodeDecision]] = defaultdict(list)
+    for node in plan.nodes:
+        by_module[_path(node)].append(node)
     times = dict.fromkeys(by_name, 0.0)
     kernels: dict[str, list[KernelTime]] = defaultdict(list)
     other = profile.overhead_us
     for row in profile.kernels:
-        nodes = [by_name[name] for name in row.nodes if name in by_name]
-        # Where eager won the whole call, rows name operators of Dynamo's graph, which the plan does not have: their modules are the same.
-        is_one_kernel = bool(nodes) and row.kernel != EAGER
-        nodes = nodes or [node for node in plan.nodes if node.module.partition("@")[0] in (row.modules or ("",))]
+        module = row.modules[0] if row.modules else ""  # that of the heaviest operator
+        # Where eager runs the whole call, rows have no region and name operators of Dynamo's graph: the plan's have the same modules.
+        nodes = [by_name[name] for name in row.nodes if name in by_name] if row.region else by_module[module]
         if not nodes:
             other += row.microseconds
-        elif is_one_kernel:
-            times[max(nodes, key=lambda node: work[node.name]).name] += row.microseconds
+        elif row.region and row.kernel != EAGER:
+            heaviest = max([node for node in nodes if _path(node) == module] or nodes, key=lambda node: work[node.name])
+            times[heaviest.name] += row.microseconds
         else:
             for name, part in _divided(row.microseconds, nodes, work).items():
                 times[name] += part
         for node in nodes:
             kernels[node.name].append(row)
     return OperatorTimes("measured", times, other, kernels)
+
+
+def _path(node: NodeDecision) -> str:
+    return node.module.partition("@")[0]
 
 
 def _divided(microseconds: float, nodes: Sequence[NodeDecision], work: Mapping[str, float]) -> dict[str, float]:

@@ -15,6 +15,8 @@ from torch_hybrid_backend.report.share import (
     flops_in_words,
     kernels_in_words,
     tensor_in_words,
+    title,
+    without_digits,
 )
 
 
@@ -33,7 +35,7 @@ def picture(plan: Plan) -> Mapping[str, Any]:
         for node in plan.nodes
     ]
     return {
-        "title": plan.graph,
+        "title": title(plan),
         "timing": times.kind,
         "other_us": round(times.other_us, 3),
         "nodes": nodes,
@@ -47,7 +49,7 @@ def picture(plan: Plan) -> Mapping[str, Any]:
         "modules": [[call.path, call.class_name, call.parent] for call in plan.modules],
         "regions": {region.name: _region(region) for region in plan.regions},
         "kernels": [
-            {"name": row.kernel, "us": round(row.microseconds, 3), "nodes": len(row.nodes)}
+            {"name": without_digits(row.kernel), "us": round(row.microseconds, 3), "nodes": len(row.nodes)}
             | _filled(
                 rate=f"{row.gflops:.1f} GFLOP/s, {row.gbytes:.1f} GB/s" if row.flops else f"{row.gbytes:.1f} GB/s"
             )

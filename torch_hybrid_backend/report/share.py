@@ -11,6 +11,10 @@ from torch_hybrid_backend.core.engine import EAGER
 from torch_hybrid_backend.core.plan import Cost, Plan, Refusal, RegionDecision
 
 _NAMED = 8  # layers that a line names
+_NAMED_INPUTS = 3  # inputs that a title names
+
+DISTURBED = "measured beside other load, so it may be far off"
+_KINDS = {"disturbed": DISTURBED, "cached": "measured earlier"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +79,15 @@ def costs_in_words(costs: Sequence[Cost]) -> str:
     """For example "tvm 12.0 us, eager 31.5 us (measured)", or "not timed"."""
     if not costs:
         return "not timed"
-    prices = ", ".join(f"{cost.engine} {cost.microseconds:.1f} us" for cost in costs)
-    return f"{prices} ({costs[0].kind})"
+    prices = ", ".join(f"{cost.engine} {time_in_words(cost.microseconds)}" for cost in costs)
+    return f"{prices} ({_KINDS.get(costs[0].kind, costs[0].kind)})"
+
+
+def time_in_words(microseconds: float) -> str:
+    """For example "31.5 us", "8.40 ms", "1.25 s"."""
+    if microseconds < 1e3:
+        return f"{microseconds:.1f} us"
+    return f"{microseconds / 1e3:.3g} ms" if microseconds < 1e6 else f"{microseconds / 1e6:.3g} s"
 
 
 def call_in_words(plan: Plan) -> tuple[str, ...]:
@@ -93,8 +104,8 @@ def covers_in_words(plan: Plan) -> tuple[str, ...]:
         return ()
     kinds = {"more than": "given up at "}
     return tuple(
-        f"partition for {cost.engine}: {kinds.get(cost.kind, '')}{cost.microseconds:.1f} us"
-        f"{' (cached)' if cost.kind == 'cached' else ''}"
+        f"partition for {cost.engine}: {kinds.get(cost.kind, '')}{time_in_words(cost.microseconds)}"
+        f"{' (measured earlier)' if cost.kind == 'cached' else ''}"
         for cost in plan.covers
     )
 
@@ -144,8 +155,13 @@ def cuda_graphs_in_words(plan: Plan) -> tuple[str, ...]:
 
 
 def _names_in_words(kernels: Sequence[str]) -> str:
-    counts = Counter(re.sub(r"_[0-9a-f]{16}$", "", name) for name in kernels)
+    counts = Counter(map(without_digits, kernels))
     return ", ".join(f"{count} {name}" if count > 1 else name for name, count in counts.items())
+
+
+def without_digits(kernel: str) -> str:
+    """A kernel's name without the digits that tell it apart from others of its name."""
+    return re.sub(r"_[0-9a-f]{16}$", "", kernel)
 
 
 def regions_title(plan: Plan) -> str:
@@ -179,4 +195,13 @@ def summary(plan: Plan) -> str:
         parts.append(part if share.fraction is None else f"{part} ({share.fraction:.1%} of flops)")
     total = flops_in_words(sum(node.flops for node in plan.nodes))
     size = f"{counted(len(plan.nodes), 'operator')}, {total}, {counted(len(plan.regions), 'region')}"
-    return f"{plan.graph} ({plan.kind}): {size}; " + (", ".join(parts) or "nothing to run")
+    return f"{title(plan)}: {size}; " + (", ".join(parts) or "nothing to run")
+
+
+def title(plan: Plan) -> str:
+    """Model, shapes and use of the graph, for example "ResNet (inference, 1x3x224x224 float32)"."""
+    kind = plan.kind if plan.kind == "inference" else f"training, {plan.kind}"
+    given = [value.spec for value in plan.inputs if not value.is_constant and value.spec is not None]
+    shapes = [tensor_in_words(spec.shape, spec.dtype) for spec in given[:_NAMED_INPUTS]]
+    more = [f"{len(given) - _NAMED_INPUTS} more inputs"] if len(given) > _NAMED_INPUTS else []
+    return f"{plan.graph} ({', '.join([kind, *shapes, *more])})"

@@ -22,13 +22,16 @@ from torch_hybrid_backend.report.share import (
     regions_title,
     summary,
 )
+from torch_hybrid_backend.report.times import profile_in_words
 
 
 def render_text(plans: Sequence[Plan]) -> str:
     """Each plan's summary, regions, operators by kind and refusals; ends without a newline."""
     if not plans:
         return "no graph was compiled"
-    return "\n\n".join("\n".join(_plan(plan)) for plan in plans)
+    several = len(plans) > 1
+    numbered = (f"graph {k} of {len(plans)}: " if several else "" for k in range(1, len(plans) + 1))
+    return "\n\n".join(number + "\n".join(_plan(plan)) for number, plan in zip(numbered, plans, strict=True))
 
 
 def _plan(plan: Plan) -> Iterable[str]:
@@ -37,7 +40,11 @@ def _plan(plan: Plan) -> Iterable[str]:
         yield f"{'    ' if number else '  '}{line}"
     for number, line in enumerate(conversion_in_words(plan)):
         yield f"{'    ' if number else '  '}{line}"
+    if plan.unrepeatable:
+        yield f"  first call: its answer may differ from later ones by rounding, as {plan.unrepeatable} cannot be run twice unnoticed"
     for line in covers_in_words(plan):
+        yield f"  {line}"
+    for line in profile_in_words(plan):
         yield f"  {line}"
     if plan.regions:
         yield f"  {regions_title(plan)}:"
