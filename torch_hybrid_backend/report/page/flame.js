@@ -23,7 +23,7 @@ function drawFlame(graph, tree, view, on) {
   const part = svg.selectAll("g").data(seen).join("g").attr("transform", (d) => `translate(${d.x0},${d.y0})`);
   part.attr("class", (d) => `part${d.data.item && d.data.item === view.selected ? " selected" : ""}`);
   const fill = (d) => {
-    if (!d.data.item) return css("--line");
+    if (!d.data.item || !d.depth) return css("--line");
     if (view.colour === "time") return heat(d.value / view.most);
     return d3.interpolateRgb(css("--panel"), view.colours.get(mainEngine(d.data.item)) || EAGER_COLOUR)(0.5 - 0.05 * Math.min(d.depth, 5));
   };

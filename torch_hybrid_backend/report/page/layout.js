@@ -34,8 +34,9 @@ function linesOf(item, graph) {
   if (item.kind === "output") return [item.label, ""];
   const time = graph.timing !== "work" && item.us >= 0.05 ? timeInWords(item.us) : "";
   if (item.kind === "operator") {
+    const fused = graph.timing === "measured" && item.node.kernels && !time;
     const what = item.named ? shortName(item.node.op) : "";
-    return [shortened(item.label, 34), [shortened(what, 26), time].filter(Boolean).join(" · ")];
+    return [shortened(item.label, 34), [shortened(what, 26), fused ? "fused" : time].filter(Boolean).join(" · ")];
   }
   return [shortened(item.label, 34), [shortened(item.className, 30), `${item.count} ops`, time].filter(Boolean).join(" · ")];
 }

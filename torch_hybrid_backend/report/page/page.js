@@ -3,7 +3,7 @@
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const view = { number: 0, colour: "engine", views: false, direction: "", selected: null, colours: engineColours(data.graphs), total: 0 };
-const READABLE = 0.55; // of the size of a text of 12 pixels
+const READABLE = 0.5; // of the size of a text of 12 pixels
 let graph = null;
 let tree = null;
 const svg = d3.select("#graph");
@@ -181,7 +181,8 @@ if (wanted.get("color")) {
   view.colour = wanted.get("color");
   document.querySelector(`[name=colour][value=${CSS.escape(view.colour)}]`).checked = true;
 }
-if (data.graphs.length) show(Math.min(Number(wanted.get("graph") || 0), data.graphs.length - 1));
+const largest = d3.greatestIndex(data.graphs, (each) => each.nodes.length);
+if (data.graphs.length) show(Math.min(Number(wanted.get("graph") ?? largest), data.graphs.length - 1));
 if (wanted.has("unfold")) d3.select("#unfold").dispatch("click");
 if (wanted.get("select")) {
   const item = tree.boxes.get(wanted.get("select")) || tree.operators.get(wanted.get("select"));
