@@ -27,6 +27,7 @@ from torch_hybrid_backend.runtime.plan_layout import StepOrigin
 def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The fewest calls, short kernels for the machine's ceilings, and no region or call that eager wins."""
     monkeypatch.setattr(profiling, "_BUDGET_S", 0.0)
+    monkeypatch.setattr(profiling, "_CEILINGS", "ceilings-of-tests")
     monkeypatch.setattr(ceilings, "_FMA_STEPS", 50)
     monkeypatch.setattr(ceilings, "_MEMORY_BYTES", 1 << 16)
     for module in (placement, whole_call):  # whatever else the machine does meanwhile

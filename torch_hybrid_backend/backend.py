@@ -29,13 +29,14 @@ from torch_hybrid_backend.background import InBackground, copies_of, wait_for_bu
 from torch_hybrid_backend.bisection import applied_in_capture, is_running
 from torch_hybrid_backend.capture.aot import capture
 from torch_hybrid_backend.capture.cache.aot_cache import AotCache
+from torch_hybrid_backend.capture.graph_breaks import telling_graph_breaks
 from torch_hybrid_backend.capture.model_name import model_name
 from torch_hybrid_backend.config import Config, apply_log_level
 from torch_hybrid_backend.core.captured import CapturedGraph
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.engine import CompiledRegion
-from torch_hybrid_backend.core.plan import Plan, Unconverted
+from torch_hybrid_backend.core.plan import GraphBreak, Plan, Unconverted
 from torch_hybrid_backend.core.precision import AS_WRITTEN
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.eager_graph import EagerGraph, with_right_text
@@ -307,7 +308,7 @@ def explain(
     profile: bool = False,
     **kwargs: Any,
 ) -> Explanation:
-    """The plans of every graph that `model(*args, **kwargs)` compiles, in order.
+    """The plans of every graph that `model(*args, **kwargs)` compiles, in order, and where Dynamo leaves the model to Python.
 
     The model is compiled anew (earlier compilations of it stay valid) and called once, in the caller's grad mode; under grad mode
     only the forward graph is compiled by the call, as nothing calls backward. `options` and `dynamic` as for `torch.compile`: Dynamo
@@ -316,7 +317,7 @@ def explain(
     `to_model_explorer()` give the other forms, `write_kernels(folder)` the text of every kernel. Under the setting `background` it says how
     many graphs are still being compiled, and its `updated()` what became of them.
 
-    `profile`: call the model some ten to two hundred times more, for two seconds or so, and tell the time of each kernel (`docs/profile.md`).
+    `profile`: call the model for two seconds more, ten times at least, and tell the time of each kernel (`docs/profile.md`).
 
         with torch.no_grad():
             print(torch_hybrid_backend.explain(model, x))
@@ -326,7 +327,8 @@ def explain(
     # Dynamo recognises a compilation by its backend object: a new partial is a new compilation.
     backend: Callable[..., Any] = functools.partial(compile_for_dynamo, config=config, **told.hooks)  # type: ignore[arg-type]
     compiled = torch.compile(model, backend=backend, dynamic=dynamic)
-    compiled(*args, **kwargs)
+    with telling_graph_breaks(told.take_graph_break):
+        compiled(*args, **kwargs)
     if profile:
         wait_for_builds()
         told.profile(lambda: compiled(*args, **kwargs), open_session(with_instructions(config)))
@@ -380,6 +382,7 @@ class _Told:
         self._in_background: list[InBackground] = []
         self._graphs: list[Timeable] = []
         self._call_us: float | None = None
+        self._graph_breaks: dict[GraphBreak, None] = {}
 
     @property
     def hooks(self) -> dict[str, Callable[..., None]]:
@@ -396,13 +399,17 @@ class _Told:
         self._plans.clear()
         self._call_us = profile_calls(call, self._graphs, session)
 
+    def take_graph_break(self, found: GraphBreak) -> None:
+        """One that Dynamo met, maybe not for the first time."""
+        self._graph_breaks[found] = None
+
     def of(self, model: object, about: Mapping[str, str]) -> Explanation:
         """The plans so far, with what a quantised model knows of its layers."""
         why = left_in_float(model) if isinstance(model, torch.nn.Module) else {}
         compiling = sum(graph.compiling for graph in self._in_background)
         plans = tuple(with_reasons(plan, why) for plan in self._plans)
         now = functools.partial(self.of, model, about) if self._in_background else None
-        return Explanation(plans, tuple(self._regions), compiling, now, self._call_us, about)
+        return Explanation(plans, tuple(self._regions), compiling, now, self._call_us, tuple(self._graph_breaks), about)
 
 
 # What graphs that are compiled meanwhile are told to.

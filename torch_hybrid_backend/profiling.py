@@ -192,12 +192,14 @@ class _Clocked(torch.fx.Interpreter):
 
     def run_node(self, n: torch.fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(n)
+        if not callable(n.target) and n.op != "call_method":
+            return getattr(self, n.op)(n.target, args, kwargs)
+        name = n.target if isinstance(n.target, str) else getattr(n.target, "__name__", str(n.target))
+        call, *given = (n.target, *args) if callable(n.target) else (getattr(args[0], n.target), *args[1:])
         start = time.perf_counter_ns()
-        outputs = getattr(self, n.op)(n.target, args, kwargs)
+        outputs = call(*given, **kwargs)
         spent = time.perf_counter_ns() - start
-        if n.op.startswith("call"):
-            name = n.target if isinstance(n.target, str) else getattr(n.target, "__name__", str(n.target))
-            self.times.append(StepTime((StepOrigin("", f"{n.name} {name}"),), spent))
+        self.times.append(StepTime((StepOrigin("", f"{n.name} {name}"),), spent))
         return outputs
 
 

@@ -8,10 +8,11 @@ import re
 from html.parser import HTMLParser
 
 from tests.report.plans_for_tests import CONVERTED, EMPTY, NOT_USED, PLAN, USED, graph_of_blocks, profiled
+from torch_hybrid_backend.core.plan import Ceilings, GraphBreak
 from torch_hybrid_backend.report import render_html
 from torch_hybrid_backend.report.picture import picture
 
-_VOID = {"meta", "input"}
+_VOID = {"meta", "input", "br"}
 
 
 class _Balance(HTMLParser):
@@ -65,6 +66,30 @@ def test_kernels_that_were_timed_are_a_table() -> None:
     assert "Kernels by time" not in render_html([PLAN])
 
 
+def test_graph_breaks_and_ceilings_are_told() -> None:
+    """Where Dynamo leaves the model to Python, why, and what to change; what the machine can do where kernels were timed."""
+    found = GraphBreak("model.py:12: print(x)", "a call of <print>", "", ("use torch.compiler.disable",))
+    plan = profiled(graph_of_blocks(1))
+    assert plan.profile is not None
+    measured = dataclasses.replace(plan.profile, ceilings=Ceilings(2, (("float32", 150.0),), 20.0))
+    text = " ".join(_text_of(render_html([dataclasses.replace(plan, profile=measured)], graph_breaks=[found])))
+    for shown in (
+        "1 graph break",
+        "model.py:12",
+        "a call of <print>",
+        "change: use torch",
+        "2 threads: 150 GFLOP/s in float32",
+    ):
+        assert shown in text
+    assert "graph break" not in " ".join(_text_of(render_html([plan])))
+
+
+def _text_of(page: str) -> list[str]:
+    parser = _Balance()
+    parser.feed(page)
+    return parser.text
+
+
 def test_a_text_of_the_users_ends_no_script() -> None:
     """Source lines hold what they like."""
     evil = dataclasses.replace(
@@ -79,7 +104,7 @@ def test_a_plan_that_is_not_used_is_said_to_be() -> None:
     """As in the text."""
     page = render_html([NOT_USED])
     for shown in (
-        "whole call: eager; plan 70.0 us",
+        "a whole call: plan 70.0 us",
         "not_profitable: a call takes 70.0 us",
         "the plan, which is not used",
     ):

@@ -37,7 +37,7 @@ def test_a_profile_is_part_of_the_text() -> None:
     inside = dataclasses.replace(PROFILED, profile=dataclasses.replace(PROFILE, is_nested=True, call_us=700.0))
     explanation = Explanation((PROFILED, inside), call_us=2500.0)
     first, _, *_ = str(explanation).splitlines()
-    assert first.startswith("a call of the model takes 2.5 ms: 2 ms in 1 graph, 500.0 us outside")
+    assert first.startswith("a call of the model takes 2.50 ms: 2.00 ms in 1 graph, 500.0 us outside")
     assert (
         "  time: 700.0 us a call (median of 48 calls), all of it inside a row of the graph that calls this one"
         in str(explanation)
@@ -58,7 +58,7 @@ def test_kernels_of_disturbed_calls_are_marked() -> None:
     lines = list(profile_in_words(dataclasses.replace(PLAN, profile=slow)))
     (line,) = [line for line in lines if "more than a call" in line]
     assert line == (
-        "  the kernels take 91% more than a call of which nothing is timed inside: measured beside other load, so it may be far off"
+        "  the kernels take 91% more than a call that is timed as a whole: other load, or the timing itself, made them longer"
     )
 
 

@@ -245,6 +245,21 @@ class Conversion:
 
 
 @dataclass(frozen=True, slots=True)
+class GraphBreak:
+    """A line of the user's that Dynamo leaves to Python: one graph ends before it, another begins after it.
+
+    `source`: "model.py:12: print(x)". `reason`, `explanation`, `hints`: Dynamo's. `is_last`: the rest of the function, or all of it, runs in
+    Python.
+    """
+
+    source: str
+    reason: str
+    explanation: str
+    hints: tuple[str, ...]
+    is_last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """All decisions for one graph. `kind` is "inference", "forward" or "backward".
 

@@ -11,6 +11,9 @@ import torch
 from torch.fx import Node
 
 _FRAME = re.compile(r'File "(?P<path>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]+)\n?(?P<code>[^\n]*)')
+_RESUMED = re.compile(
+    r"^torch_dynamo_resume_in_(.+)_at_\d+$"
+)  # what Dynamo calls the rest of a function after a graph break
 _TORCH_FOLDER, _OWN_FOLDER = str(Path(torch.__file__).parent), str(Path(__file__).parent.parent)
 
 
@@ -56,5 +59,6 @@ def _source_line(trace: str) -> str:
     own = [frame for frame in frames if not frame["path"].startswith((_TORCH_FOLDER, _OWN_FOLDER))]
     frame = (own or frames)[-1]
     code = frame["code"].strip()
-    where = f"{Path(frame['path']).name}:{frame['line']} in {frame['function'].strip()}"
+    function = _RESUMED.sub(r"\1", frame["function"].strip())
+    where = f"{Path(frame['path']).name}:{frame['line']} in {function}"
     return f"{where}: {code}" if code else where

@@ -29,6 +29,7 @@ from torch_hybrid_backend.core.plan import Attempt, Cost, Refusal, RegionDecisio
 from torch_hybrid_backend.core.program import OperatorCall
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.core.units import time_in_words
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.errors import failures, is_sticky
 from torch_hybrid_backend.generators import Replay
@@ -327,7 +328,7 @@ def _tried(
 def _lost(region: Region, engine: str, winner: str, costs: Sequence[Cost]) -> Refusal:
     spent = {cost.engine: cost.microseconds for cost in costs}
     if engine in spent:
-        why = f"it takes {spent[engine]:.1f} us, {winner} {spent[winner]:.1f} us"
+        why = f"it takes {time_in_words(spent[engine])}, {winner} {time_in_words(spent[winner])}"
     else:
         why = f"{winner} comes before it, and nothing is known of what they cost on {region.device}"
     _log.info("region %s goes to %s, not %s: %s", region.name, winner, engine, why)

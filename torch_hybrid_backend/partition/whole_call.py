@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.core.engine import EAGER
 from torch_hybrid_backend.core.plan import CallDecision, Plan, Profile, Refusal
+from torch_hybrid_backend.core.units import time_in_words
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.errors import failures, is_sticky
 from torch_hybrid_backend.fork_lock import ForkLock
@@ -197,7 +198,7 @@ def price_call(
     planned, eager = (cost.microseconds for cost in costs)
     if cheapest(costs).engine == PLAN:
         return CallDecision(PLAN, costs, ())
-    why = f"a call takes {planned:.1f} us, in eager {eager:.1f} us"
+    why = f"a call takes {time_in_words(planned)}, in eager {time_in_words(eager)}"
     _log.info("calls run in eager, not as planned: %s", why)
     return CallDecision(EAGER, costs, (Refusal(PLAN, Reason.NOT_PROFITABLE, why),))
 

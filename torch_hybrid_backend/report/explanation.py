@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch_hybrid_backend.core.engine import CompiledRegion, KernelText
-from torch_hybrid_backend.core.plan import Plan
+from torch_hybrid_backend.core.plan import GraphBreak, Plan
+from torch_hybrid_backend.core.units import time_in_words
 from torch_hybrid_backend.report.html import render_html
 from torch_hybrid_backend.report.model_explorer import render_model_explorer
-from torch_hybrid_backend.report.share import counted, time_in_words
+from torch_hybrid_backend.report.share import counted, graph_break_in_words
 from torch_hybrid_backend.report.text import render_text
 
 
-def render_json(plans: Sequence[Plan], call_us: float | None = None) -> str:
+def render_json(plans: Sequence[Plan]) -> str:
     """The plans as a JSON object `{"plans": [...]}`, stable; `Plan.from_json` reads one element of it."""
-    told = {"plans": [json.loads(plan.to_json()) for plan in plans]}
-    return json.dumps(told if call_us is None else {**told, "call_us": call_us}, indent=2, sort_keys=True)
+    return _json({"plans": _plain(plans)})
+
+
+def _plain(plans: Sequence[Plan]) -> list[object]:
+    return [json.loads(plan.to_json()) for plan in plans]
+
+
+def _json(told: Mapping[str, object]) -> str:
+    return json.dumps(told, indent=2, sort_keys=True)
+
+
+def _breaks_in_words(breaks: Sequence[GraphBreak]) -> str:
+    lines = [f"{counted(len(breaks), 'graph break')}, where Dynamo leaves the model to Python:"]
+    for where, *told in map(graph_break_in_words, breaks):
+        lines += [f"  {where}", *(f"    {line}" for line in told)]
+    return "\n".join(lines)
 
 
 def _call_in_words(call_us: float, plans: Sequence[Plan]) -> str:
@@ -38,7 +54,8 @@ class Explanation:
 
     `compiled`: of each graph, what its regions were compiled to, by name and in order. `compiling`: how many graphs, which have no plan yet,
     were being compiled off the call, and run in eager meanwhile. `call_us`: the median microseconds of a call of the model, where it was
-    profiled. `about`: the model, the machine, versions and date, as the page shows them.
+    profiled. `graph_breaks`: where Dynamo leaves the model to Python. `about`: the model, the machine, versions and date, as the page shows
+    them.
     """
 
     plans: tuple[Plan, ...]
@@ -47,24 +64,29 @@ class Explanation:
     compiling: int = 0
     now: Callable[[], Explanation] | None = field(default=None, compare=False, repr=False)
     call_us: float | None = None
+    graph_breaks: tuple[GraphBreak, ...] = ()
     about: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __str__(self) -> str:
         measured = [_call_in_words(self.call_us, self.plans)] if self.call_us is not None else []
         meanwhile = ["a graph: eager meanwhile: compiling"] * self.compiling
-        return "\n\n".join([*measured, *([render_text(self.plans)] if self.plans or not meanwhile else []), *meanwhile])
+        breaks = [_breaks_in_words(self.graph_breaks)] if self.graph_breaks else []
+        return "\n\n".join(
+            [*measured, *breaks, *([render_text(self.plans)] if self.plans or not meanwhile else []), *meanwhile]
+        )
 
     def updated(self) -> Explanation:
         """The same as it is now: what was being compiled may have got its plan. `torch_hybrid_backend.wait_for_builds` waits for that."""
         return self if self.now is None else self.now()
 
     def to_json(self) -> str:
-        """As a JSON object with the key `plans`, and `call_us` where the model was profiled."""
-        return render_json(self.plans, self.call_us)
+        """As a JSON object: `plans`, `graph_breaks`, and `call_us`, which is null where the model was not profiled."""
+        breaks = [dataclasses.asdict(found) for found in self.graph_breaks]
+        return _json({"plans": _plain(self.plans), "graph_breaks": breaks, "call_us": self.call_us})
 
     def to_html(self) -> str:
         """As a self-contained HTML page: the model as a graph of modules, the time of each, tables."""
-        return render_html(self.plans, self.about)
+        return render_html(self.plans, self.about, self.graph_breaks)
 
     def to_model_explorer(self) -> str:
         """As JSON that Model Explorer (`pip install ai-edge-model-explorer`) opens: a file whose name ends with ".json"."""

@@ -14,16 +14,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
 
-from torch_hybrid_backend.core.plan import Attempt, Plan, attempts_in_words
+from torch_hybrid_backend.core.plan import Attempt, GraphBreak, Plan, attempts_in_words
+from torch_hybrid_backend.core.units import flops_in_words
 from torch_hybrid_backend.report.picture import picture
 from torch_hybrid_backend.report.share import (
     call_in_words,
     conversion_in_words,
     costs_in_words,
+    counted,
     covers_in_words,
     cuda_graphs_in_words,
     engine_in_words,
-    flops_in_words,
+    graph_break_in_words,
     operator_kinds,
     precision_in_words,
     refused_operators,
@@ -32,9 +34,12 @@ from torch_hybrid_backend.report.share import (
     title,
     without_digits,
 )
+from torch_hybrid_backend.report.times import ceilings_in_words
 
 
-def render_html(plans: Sequence[Plan], about: Mapping[str, str] | None = None) -> str:
+def render_html(
+    plans: Sequence[Plan], about: Mapping[str, str] | None = None, graph_breaks: Sequence[GraphBreak] = ()
+) -> str:
     """A page with one graph per plan, of which it shows one at a time. `about`: what stands on top of it, by name; "model" is the title."""
     facts = dict(about or {})
     parts = {
@@ -42,6 +47,7 @@ def render_html(plans: Sequence[Plan], about: Mapping[str, str] | None = None) -
         "about": "".join(f'<span title="{escape(name)}">{escape(value)}</span>' for name, value in facts.items()),
         "graphs": "\n".join(_section(number, _head(plan)) for number, plan in enumerate(plans))
         or "<p>no graph was compiled</p>",
+        "breaks": "\n".join(_graph_breaks(graph_breaks)),
         "shown": "" if plans else "hidden",
         "several": "" if len(plans) > 1 else "hidden",
         "choices": "".join(f'<option value="{n}">{escape(title(plan))}</option>' for n, plan in enumerate(plans)),
@@ -67,13 +73,23 @@ def _template() -> str:
     return re.sub(r"\{\{([\w.]+\.js)\}\}", lambda found: text(found[1]), page) + "\n"
 
 
+def _graph_breaks(found: Sequence[GraphBreak]) -> Iterable[str]:
+    if found:
+        yield f"<details><summary>{counted(len(found), 'graph break')}, where Dynamo leaves the model to Python</summary><ul>"
+        for where, *told in map(graph_break_in_words, found):
+            yield f"<li>{escape(where)}<br>{'<br>'.join(map(escape, told))}</li>"
+        yield "</ul></details>"
+
+
 def _section(number: int, lines: Iterable[str]) -> str:
     return f'<section data-graph="{number}">\n' + "\n".join(lines) + "\n</section>"
 
 
 def _head(plan: Plan) -> Iterable[str]:
     yield f'<p class="line">{escape(summary(plan))}</p>'
-    for line in (*call_in_words(plan), *conversion_in_words(plan), *covers_in_words(plan), *cuda_graphs_in_words(plan)):
+    ceilings = plan.profile and plan.profile.ceilings
+    lines = (*call_in_words(plan), *conversion_in_words(plan), *covers_in_words(plan), *cuda_graphs_in_words(plan))
+    for line in (*lines, *([ceilings_in_words(ceilings)] if ceilings else [])):
         yield f'<p class="line">{escape(line)}</p>'
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 from torch_hybrid_backend.core.plan import NodeDecision, Plan, Refusal, RegionDecision
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.core.units import flops_in_words
 from torch_hybrid_backend.report.operator_times import operator_times
 from torch_hybrid_backend.report.share import (
     costs_in_words,
     counted,
     engine_in_words,
-    flops_in_words,
     kernels_in_words,
     tensor_in_words,
     title,

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch_hybrid_backend.core.engine import EAGER
 from torch_hybrid_backend.core.plan import Ceilings, KernelTime, Plan, Profile
-from torch_hybrid_backend.report.share import DISTURBED, counted, time_in_words, without_digits
+from torch_hybrid_backend.core.units import time_in_words
+from torch_hybrid_backend.report.share import counted, without_digits
 
 _MOST_ROWS = 10
 _NAMED = 3  # modules or operators of a kernel
@@ -28,9 +29,10 @@ def profile_in_words(plan: Plan) -> Iterable[str]:
     yield from _table([("time", "share", "GFLOP/s", "GB/s", "kernel"), *_rows(plan, profile)])
     spent = sum(kernel.microseconds for kernel in profile.kernels)
     if spent > (1 + _SLACK) * profile.call_us:
-        yield f"  the kernels take {spent / profile.call_us - 1:.0%} more than a call of which nothing is timed inside: {DISTURBED}"
+        more = f"{spent / profile.call_us - 1:.0%}"
+        yield f"  the kernels take {more} more than a call that is timed as a whole: other load, or the timing itself, made them longer"
     if profile.ceilings is not None:
-        yield f"  {_ceilings_in_words(profile.ceilings)}"
+        yield f"  % of what {ceilings_in_words(profile.ceilings)}"
     shares = module_shares(profile)
     if shares:
         shown = ", ".join(f"{path} {share:.1%}" for path, share in shares[:_MOST_MODULES])
@@ -109,9 +111,8 @@ def _table(rows: Sequence[_Cells]) -> Iterable[str]:
         yield f"  {'  '.join(cell.rjust(width) for cell, width in zip(row, widths, strict=False))}  {row[4]}"
 
 
-def _ceilings_in_words(ceilings: Ceilings) -> str:
-    rates = ", ".join(f"{rate:.0f} GFLOP/s in {precision}" for precision, rate in ceilings.gflops)
-    return (
-        f"% of what this machine can do with {counted(ceilings.threads, 'thread')}: {rates}, {ceilings.gbytes:.0f} GB/s from memory"
-        " (from caches more)"
-    )
+def ceilings_in_words(ceilings: Ceilings) -> str:
+    """For example "this machine can do with 2 threads: 150 GFLOP/s in float32, 20 GB/s from memory (from caches more)"."""
+    rates = [f"{rate:.0f} GFLOP/s in {precision}" for precision, rate in ceilings.gflops]
+    shown = ", ".join([*rates, f"{ceilings.gbytes:.0f} GB/s from memory (from caches more)"])
+    return f"this machine can do with {counted(ceilings.threads, 'thread')}: {shown}"
