@@ -79,12 +79,20 @@ def test_explain_a_script_that_imports_what_lies_beside_it(script: Path) -> None
 
 
 def test_explain_as_json_and_html(script: Path, tmp_path: Path) -> None:
-    """--json prints the plans; --html writes the picture to a file."""
+    """--json prints the plans; --html writes the page to a file, --model-explorer graphs for Model Explorer."""
     status, text = _run("explain", f"{script}:make", "--json")
     assert status == 0
     assert json.loads(text)["plans"][0]["graph"] == "graph"
     assert _run("explain", f"{script}:make", "--html", str(tmp_path / "plan.html")) == (0, "")
     assert (tmp_path / "plan.html").read_text().startswith("<!doctype html>")
+    assert _run("explain", f"{script}:make", "--model-explorer", str(tmp_path / "plan.json")) == (0, "")
+    assert json.loads((tmp_path / "plan.json").read_text())[0]["nodes"]
+
+
+def test_a_picture_that_cannot_be_written(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One clear line."""
+    assert _run("explain", f"{script}:make", "--html", str(tmp_path / "missing" / "plan.html"))[0] == 1
+    assert "cannot write the picture" in capsys.readouterr().err
 
 
 class _Region(CompiledRegionBase):

@@ -58,7 +58,7 @@ ALLOWED: dict[str, set[str]] = {
     "timing_cache": {"core", "errors", "store"},
     "services": {"config", "core", "measure", "progress", "store", "timing_cache"},
     "bisection": {"core", "errors"},
-    "report": {"core", "errors"},
+    "report": {"core", "errors", "machine"},
     "factory": {"errors"},
     "bench": {
         "backend",

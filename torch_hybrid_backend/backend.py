@@ -55,7 +55,7 @@ from torch_hybrid_backend.progress import Progress
 from torch_hybrid_backend.quantization.ranges import left_in_float
 from torch_hybrid_backend.ready import Ready
 from torch_hybrid_backend.refused_forms import refused_operator
-from torch_hybrid_backend.report import Explanation
+from torch_hybrid_backend.report import Explanation, about_call
 from torch_hybrid_backend.session import Session, open_session
 
 log = logging.getLogger(__name__)
@@ -313,9 +313,9 @@ def explain(
     The model is compiled anew (earlier compilations of it stay valid) and called once, in the caller's grad mode; under grad mode
     only the forward graph is compiled by the call, as nothing calls backward. `options` and `dynamic` as for `torch.compile`: Dynamo
     makes sizes symbolic that it has seen vary, also in earlier compilations of the same code, unless `dynamic=False`. A model whose graphs
-    hold collectives is explained by all ranks or by none: the call is a call. The result prints as text; `to_json()` and `to_html()` give
-    the other forms, `write_kernels(folder)` the text of every kernel. Under the setting `background` it says how many graphs are still
-    being compiled, and its `updated()` what became of them.
+    hold collectives is explained by all ranks or by none: the call is a call. The result prints as text; `to_json()`, `to_html()` and
+    `to_model_explorer()` give the other forms, `write_kernels(folder)` the text of every kernel. Under the setting `background` it says how
+    many graphs are still being compiled, and its `updated()` what became of them.
 
     `profile`: call the model for two seconds more, ten times at least, and tell the time of each kernel (`docs/profile.md`).
 
@@ -332,7 +332,7 @@ def explain(
     if profile:
         wait_for_builds()
         told.profile(lambda: compiled(*args, **kwargs), open_session(with_instructions(config)))
-    return told.of(model)
+    return told.of(model, about_call(model, args, kwargs))
 
 
 def warmup(model: Callable[..., Any], *inputs: Any) -> Explanation:
@@ -364,7 +364,8 @@ def warmup(model: Callable[..., Any], *inputs: Any) -> Explanation:
     finally:
         _listening.reset(before)
     wait_for_builds()
-    return told.of(getattr(model, "_orig_mod", model))
+    model = getattr(model, "_orig_mod", model)
+    return told.of(model, about_call(model, inputs, {}))
 
 
 def _is_compiled(model: object) -> bool:
@@ -402,13 +403,13 @@ class _Told:
         """One that Dynamo met, maybe not for the first time."""
         self._graph_breaks[found] = None
 
-    def of(self, model: object) -> Explanation:
+    def of(self, model: object, about: Mapping[str, str]) -> Explanation:
         """The plans so far, with what a quantised model knows of its layers."""
         why = left_in_float(model) if isinstance(model, torch.nn.Module) else {}
         compiling = sum(graph.compiling for graph in self._in_background)
         plans = tuple(with_reasons(plan, why) for plan in self._plans)
-        now = functools.partial(self.of, model) if self._in_background else None
-        return Explanation(plans, tuple(self._regions), compiling, now, self._call_us, tuple(self._graph_breaks))
+        now = functools.partial(self.of, model, about) if self._in_background else None
+        return Explanation(plans, tuple(self._regions), compiling, now, self._call_us, tuple(self._graph_breaks), about)
 
 
 # What graphs that are compiled meanwhile are told to.

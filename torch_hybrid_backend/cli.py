@@ -4,6 +4,7 @@
     hybrid explain script.py:make --profile  # with the time of each kernel
     hybrid explain script.py:make --json
     hybrid explain script.py:make --html plan.html
+    hybrid explain script.py:make --model-explorer plan.json
     hybrid explain script.py:make --kernels FOLDER
     hybrid bench script.py:make --batch 1,8 --html bench.html
     hybrid doctor
@@ -83,7 +84,10 @@ def parser() -> argparse.ArgumentParser:
     )
     form = explain.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print the plans as JSON")
-    form.add_argument("--html", type=Path, metavar="FILE", help="write a picture of the plans to FILE")
+    form.add_argument("--html", type=Path, metavar="FILE", help="write a page to FILE that draws the plans")
+    form.add_argument(
+        "--model-explorer", type=Path, metavar="FILE", help="write graphs for Model Explorer to FILE (.json)"
+    )
     explain.add_argument(
         "--profile", action="store_true", help="call the model for two seconds more and show the time of each kernel"
     )
@@ -112,15 +116,21 @@ def _explain(parsed: argparse.Namespace, explain: Explain, out: TextIO) -> int:
     except failures(OSError) as error:
         raise ConfigError(f"cannot write the kernels: {error}") from error
     if parsed.html is not None:
-        try:
-            parsed.html.write_text(explanation.to_html())
-        except failures(OSError) as error:
-            raise ConfigError(f"cannot write the picture: {error}") from error
+        _write(parsed.html, explanation.to_html())
+    elif parsed.model_explorer is not None:
+        _write(parsed.model_explorer, explanation.to_model_explorer())
     else:
         out.write((explanation.to_json() if parsed.json else str(explanation)) + "\n")
     if parsed.kernels is not None:
         sys.stderr.write(f"hybrid: {counted(len(kernels), 'kernel')} written to {parsed.kernels}\n")
     return 0
+
+
+def _write(path: Path, picture: str) -> None:
+    try:
+        path.write_text(picture, encoding="utf-8")
+    except failures(OSError) as error:
+        raise ConfigError(f"cannot write the picture: {error}") from error
 
 
 def _all_engines(config: Config) -> Sequence[Engine]:

@@ -46,7 +46,7 @@ _refusals = _several(st.builds(Refusal, _texts, st.sampled_from(Reason), _texts)
 _costs = _several(st.builds(Cost, _texts, _numbers, st.sampled_from(["measured", "cached", "estimated"])))
 _nodes = st.builds(
     NodeDecision, _texts, _texts, _texts, _texts, _texts, st.integers(0, 1 << 60), _refusals, st.none() | _devices,
-    _several(_texts), _several(_specs), _texts,
+    _several(_texts), _several(_specs), _texts, st.booleans(),
 )  # fmt: skip
 _regions = st.builds(
     RegionDecision, _texts, _texts, _texts, _several(_texts), _several(_specs), _several(_specs), _costs, _refusals,

@@ -44,6 +44,7 @@ def test_values_of_operators() -> None:
     assert given == GraphInput(given.name, spec, is_constant=False)
     assert (mul.inputs, add.inputs) == ((given.name,), (given.name, mul.name))
     assert sort.outputs == (spec, TensorSpec((4, 8), "int64", (8, 1), CPU))
+    assert [node.is_view for node in plan.nodes[:4]] == [False, False, False, True]
     assert (item.inputs, item.outputs, plan.outputs) == ((sort.name,), (spec,), (item.name,))
 
 

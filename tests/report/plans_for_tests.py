@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.plan import (
     CallDecision,
     Conversion,
     Cost,
+    GraphInput,
+    KernelTime,
+    ModuleCall,
     NodeDecision,
     Plan,
+    Profile,
     Refusal,
     RegionDecision,
     Unconverted,
@@ -74,3 +79,68 @@ CONVERTED = dataclasses.replace(
 )
 _UNCHECKED = Conversion("bf16", 0.02, 2, (), 0, 0, unchecked="verify=off")
 NOT_COMPARED = dataclasses.replace(PLAN, conversion=_UNCHECKED, regions=())
+
+
+def _operator(
+    name: str, operator: str, inputs: tuple[str, ...], module: str, engine: str = "tvm", **facts: Any
+) -> NodeDecision:
+    region = "r0" if engine == "tvm" else ""
+    refusals = () if region else (_NO_LOWERING,)
+    facts = {"flops": 0, "outputs": (_SPEC,)} | facts
+    return NodeDecision(
+        name, operator, engine, region, _LINE, refusals=refusals, device=CPU, inputs=inputs, module=module, **facts
+    )
+
+
+def graph_of_blocks(blocks: int) -> Plan:
+    """A plan that tells its graph: `blocks` equal blocks of four operators, one a view, in `layers`; then a sort in eager."""
+    nodes, modules, last = [], [ModuleCall("layers", "Sequential", "")], "x"
+    for i in range(blocks):
+        path = f"layers.{i}"
+        modules += [ModuleCall(path, "Block", "layers"), ModuleCall(f"{path}.linear", "Linear", path)]
+        nodes += [
+            _operator(f"t_{i}", "aten.t.default", (f"weight_{i}",), f"{path}.linear", is_view=True),
+            _operator(f"mm_{i}", "aten.mm.default", (last, f"t_{i}"), f"{path}.linear", flops=1024),
+            _operator(f"relu_{i}", "aten.relu.default", (f"mm_{i}",), path),
+            _operator(f"add_{i}", "aten.add.Tensor", (last, f"relu_{i}"), path),
+        ]
+        last = f"add_{i}"
+    region = tuple(node.name for node in nodes)
+    nodes += [
+        _operator("sort", "aten.sort.default", (last,), "", "eager", outputs=(_SPEC, _SPEC)),
+        _operator("getitem", "getitem", ("sort",), "", "eager", is_view=True),
+    ]
+    costs = (Cost("tvm", 100.0 * blocks, "measured"), Cost("eager", 250.0 * blocks, "measured"))
+    return Plan(
+        "graph",
+        "inference",
+        tuple(nodes),
+        (dataclasses.replace(PLAN.regions[0], node_names=region, costs=costs, kernels=("matmul_relu_add",) * blocks),),
+        inputs=(
+            GraphInput("x", _SPEC, is_constant=False),
+            *(GraphInput(f"weight_{i}", _SPEC, is_constant=True) for i in range(blocks)),
+        ),
+        outputs=("getitem",),
+        modules=tuple(modules),
+    )
+
+
+def profiled(plan: Plan) -> Plan:
+    """The plan with times: a kernel for the product, the activation and the sum of each block, one segment of eager, 20 us beside them."""
+    nodes = {node.name: node for node in plan.nodes}
+    kernels = [
+        KernelTime(
+            "r0",
+            "matmul_relu_add",
+            (f"t_{i}", f"mm_{i}", f"relu_{i}", f"add_{i}"),
+            (f"layers.{i}.linear",),
+            _LINE,
+            50.0,
+            1024,
+            768,
+        )
+        for i in range(sum(name.startswith("mm_") for name in nodes))
+    ]
+    kernels.append(KernelTime("r1", "eager", ("sort", "getitem"), (), _SORT_LINE, 80.0, 0, 768))
+    call_us = sum(kernel.microseconds for kernel in kernels) + 20.0
+    return dataclasses.replace(plan, profile=Profile(call_us, 10, tuple(kernels), 20.0))

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import re
 from html.parser import HTMLParser
 
-from tests.report.plans_for_tests import CONVERTED, EMPTY, NOT_USED, PLAN, USED
+from tests.report.plans_for_tests import CONVERTED, EMPTY, NOT_USED, PLAN, USED, graph_of_blocks, profiled
+from torch_hybrid_backend.core.plan import Ceilings, GraphBreak
 from torch_hybrid_backend.report import render_html
+from torch_hybrid_backend.report.picture import picture
 
-_VOID = {"meta"}
+_VOID = {"meta", "input", "br"}
 
 
 class _Balance(HTMLParser):
-    """Collects element classes, and fails on tags that do not match."""
+    """Collects elements and text, and fails on tags that do not match."""
 
     def __init__(self) -> None:
         super().__init__()
         self.open: list[str] = []
-        self.classes: list[str] = []
         self.text: list[str] = []
+        self.tags: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         if tag not in _VOID:
             self.open.append(tag)
-        self.classes.append(dict(attrs).get("class") or "")
+        self.tags.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
@@ -31,17 +36,68 @@ class _Balance(HTMLParser):
         self.text.append(data)
 
 
-def test_every_operator_is_a_cell_in_well_formed_html() -> None:
-    """One cell per operator, one frame per run of a region, the tables of the text, all text escaped."""
-    page = render_html([PLAN, EMPTY])
+def test_well_formed_html_with_the_data_of_each_plan() -> None:
+    """A section of lines and one of tables for each plan, the graphs as JSON for the scripts, what stands on top, all text escaped."""
+    about = {"model": "A <Net>", "machine": "EPYC, 2 threads", "date": "2026-11-28"}
+    page = render_html([PLAN, EMPTY], about)
     parser = _Balance()
     parser.feed(page)
     assert parser.open == []
-    assert parser.classes.count("cell") == len(PLAN.nodes)
-    assert parser.classes.count("segment") == 3
+    assert parser.tags.count("section") == 4
+    assert parser.tags.count("option") == 2
     text = " ".join(parser.text)
-    for shown in ("tvm 12.3 us, eager 31.5 us (measured)", "deadline", "belongs to <is> & stays"):
+    for shown in (
+        "A <Net>",
+        "EPYC, 2 threads",
+        "tvm 12.3 us, eager 31.5 us (measured)",
+        "deadline",
+        "belongs to <is> & stays",
+    ):
         assert shown in text
+    data = page.partition('<script type="application/json" id="data">')[2].partition("</script>")[0]
+    assert json.loads(data) == {"graphs": [picture(PLAN), picture(EMPTY)]}
+
+
+def test_kernels_that_were_timed_are_a_table() -> None:
+    """By time, the longest first."""
+    page = render_html([profiled(graph_of_blocks(2))])
+    assert page.index("<td>eager</td>") < page.index("<td>matmul_relu_add</td>")
+    assert "Kernels by time" in page
+    assert "Kernels by time" not in render_html([PLAN])
+
+
+def test_graph_breaks_and_ceilings_are_told() -> None:
+    """Where Dynamo leaves the model to Python, why, and what to change; what the machine can do where kernels were timed."""
+    found = GraphBreak("model.py:12: print(x)", "a call of <print>", "", ("use torch.compiler.disable",))
+    plan = profiled(graph_of_blocks(1))
+    assert plan.profile is not None
+    measured = dataclasses.replace(plan.profile, ceilings=Ceilings(2, (("float32", 150.0),), 20.0))
+    text = " ".join(_text_of(render_html([dataclasses.replace(plan, profile=measured)], graph_breaks=[found])))
+    for shown in (
+        "1 graph break",
+        "model.py:12",
+        "a call of <print>",
+        "change: use torch",
+        "2 threads: 150 GFLOP/s in float32",
+    ):
+        assert shown in text
+    assert "graph break" not in " ".join(_text_of(render_html([plan])))
+
+
+def _text_of(page: str) -> list[str]:
+    parser = _Balance()
+    parser.feed(page)
+    return parser.text
+
+
+def test_a_text_of_the_users_ends_no_script() -> None:
+    """Source lines hold what they like."""
+    evil = dataclasses.replace(
+        PLAN.nodes[0], source="model.py:1 in f: x = '</script><script>alert(1)</script>{{title}}'"
+    )
+    page = render_html([dataclasses.replace(PLAN, nodes=(evil,))])
+    assert page.count("<script>") == render_html([PLAN]).count("<script>")
+    assert "{{title}}" in page
 
 
 def test_a_plan_that_is_not_used_is_said_to_be() -> None:
@@ -71,10 +127,17 @@ def test_reduced_precision_is_shown() -> None:
 
 
 def test_the_page_loads_nothing() -> None:
-    """Self-contained: no script, no address."""
+    """Self-contained: no address is loaded from, and the browser is told to refuse it."""
     page = render_html([PLAN])
-    assert "<script" not in page
-    assert "http" not in page
+    assert not re.search(r"<(script|link|img|iframe)[^>]*\b(src|href)=", page)
+    assert "default-src 'none'" in page
+
+
+def test_two_thousand_operators_are_less_than_three_megabytes() -> None:
+    """A page that can be sent to others."""
+    plan = profiled(graph_of_blocks(500))
+    assert len(plan.nodes) > 2000
+    assert len(render_html([plan])) < 3_000_000
 
 
 def test_no_plans() -> None:

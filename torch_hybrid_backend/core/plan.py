@@ -64,6 +64,7 @@ class NodeDecision:
 
     `inputs`: the values that it reads, by the name of the operator or of the graph's input that each is of. `outputs`: the tensors that it
     returns. `module`: the innermost module that calls it, as `ModuleCall.path`; "" for the outermost, and where that is not known.
+    `is_view`: it computes nothing; it is another view of its input's memory, or an item of a tuple.
     """
 
     name: str
@@ -77,6 +78,7 @@ class NodeDecision:
     inputs: tuple[str, ...] = ()
     outputs: tuple[TensorSpec, ...] = ()
     module: str = ""
+    is_view: bool = False
 
 
 @dataclass(frozen=True, slots=True)

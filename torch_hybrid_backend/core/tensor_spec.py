@@ -11,7 +11,7 @@ import torch
 
 from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.sizes.forms import from_sympy
-from torch_hybrid_backend.sizes.size import MAX_INTEGER, MAX_SIZE, Dim, Interval, evaluate, symbol, symbols
+from torch_hybrid_backend.sizes.size import MAX_INTEGER, MAX_SIZE, Dim, Interval, evaluate, size_hint, symbol, symbols
 
 
 def dim(value: int | torch.SymInt) -> Dim:
@@ -111,3 +111,8 @@ class TensorSpec:
     @property
     def size_bytes(self) -> int:
         return self.span * self.torch_dtype.itemsize
+
+    @property
+    def typical_bytes(self) -> int:
+        """Bytes of its elements; sizes known only at run time count as in the call that was traced."""
+        return math.prod(map(size_hint, self.shape)) * self.torch_dtype.itemsize

@@ -14,7 +14,7 @@ from torch_hybrid_backend.core.plan import GraphInput, ModuleCall, NodeDecision,
 from torch_hybrid_backend.core.region import Segment
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Refused, Verdict
-from torch_hybrid_backend.graph.schema import is_item
+from torch_hybrid_backend.graph.schema import is_item, is_view
 from torch_hybrid_backend.graph.source import module_call, module_stack, source_line
 
 
@@ -36,6 +36,7 @@ def node_decision(
         inputs=tuple(source.name for source in node.all_input_nodes),
         outputs=tuple(_specs(node.meta.get("val"))),
         module=module_call(node),
+        is_view=is_view(node) or is_item(node),
     )
 
 

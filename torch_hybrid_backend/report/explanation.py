@@ -12,6 +12,7 @@ from torch_hybrid_backend.core.engine import CompiledRegion, KernelText
 from torch_hybrid_backend.core.plan import GraphBreak, Plan
 from torch_hybrid_backend.core.units import time_in_words
 from torch_hybrid_backend.report.html import render_html
+from torch_hybrid_backend.report.model_explorer import render_model_explorer
 from torch_hybrid_backend.report.share import counted, graph_break_in_words
 from torch_hybrid_backend.report.text import render_text
 
@@ -53,7 +54,8 @@ class Explanation:
 
     `compiled`: of each graph, what its regions were compiled to, by name and in order. `compiling`: how many graphs, which have no plan yet,
     were being compiled off the call, and run in eager meanwhile. `call_us`: the median microseconds of a call of the model, where it was
-    profiled. `graph_breaks`: where Dynamo leaves the model to Python.
+    profiled. `graph_breaks`: where Dynamo leaves the model to Python. `about`: the model, the machine, versions and date, as the page shows
+    them.
     """
 
     plans: tuple[Plan, ...]
@@ -63,6 +65,7 @@ class Explanation:
     now: Callable[[], Explanation] | None = field(default=None, compare=False, repr=False)
     call_us: float | None = None
     graph_breaks: tuple[GraphBreak, ...] = ()
+    about: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __str__(self) -> str:
         measured = [_call_in_words(self.call_us, self.plans)] if self.call_us is not None else []
@@ -82,8 +85,12 @@ class Explanation:
         return _json({"plans": _plain(self.plans), "graph_breaks": breaks, "call_us": self.call_us})
 
     def to_html(self) -> str:
-        """As a self-contained HTML page."""
-        return render_html(self.plans)
+        """As a self-contained HTML page: the model as a graph of modules, the time of each, tables."""
+        return render_html(self.plans, self.about, self.graph_breaks)
+
+    def to_model_explorer(self) -> str:
+        """As JSON that Model Explorer (`pip install ai-edge-model-explorer`) opens: a file whose name ends with ".json"."""
+        return render_model_explorer(self.plans)
 
     def write_kernels(self, folder: Path) -> list[Path]:
         """Write the text of every kernel into `folder`, which is made where it is missing: a Triton program as a Python file that runs alone,

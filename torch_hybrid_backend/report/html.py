@@ -1,88 +1,125 @@
-"""Plans as a picture: one self-contained HTML page, no script, nothing loaded from elsewhere.
+"""Plans as a picture: one self-contained HTML page that loads nothing from elsewhere.
 
-Each graph is a strip of cells, one per operator in graph order, coloured by engine and framed by region; under it the
-tables that the text has. Pointing at a cell shows the operator, its region and the user's line.
+The page holds the graphs of the plans as JSON (`report/picture.py`) and draws them with the scripts of report/page/: `tree.js` makes boxes of
+modules, `layout.js` places them with dagre, `draw.js` and `flame.js` draw with d3, `details.js` fills the panel, `page.js` handles the user.
+Tables are HTML and can be read without scripts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from itertools import groupby
+from importlib import resources
 
-from torch_hybrid_backend.core.engine import EAGER
-from torch_hybrid_backend.core.plan import Attempt, NodeDecision, Plan, attempts_in_words
+from torch_hybrid_backend.core.plan import Attempt, GraphBreak, Plan, attempts_in_words
 from torch_hybrid_backend.core.units import flops_in_words
+from torch_hybrid_backend.report.picture import picture
 from torch_hybrid_backend.report.share import (
     call_in_words,
     conversion_in_words,
     costs_in_words,
+    counted,
+    covers_in_words,
     cuda_graphs_in_words,
     engine_in_words,
+    graph_break_in_words,
     operator_kinds,
     precision_in_words,
     refused_operators,
     regions_title,
-    shares,
     summary,
+    title,
+    without_digits,
 )
-
-# Distinct for colour-blind readers (Okabe and Ito); an engine's place in the sorted names picks its colour, eager is
-# grey.
-_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
-_EAGER = "#b0b0b0"
-
-_STYLE = """
-body { font: 14px/1.5 system-ui, sans-serif; margin: 2em; color: #222; }
-table { border-collapse: collapse; margin: 1em 0; }
-th, td { border-bottom: 1px solid #ddd; padding: .2em .8em; text-align: left; vertical-align: top; }
-td.n { text-align: right; }
-.strip { display: flex; flex-wrap: wrap; gap: 4px; margin: 1em 0; }
-.segment { border: 1px solid #666; border-radius: 3px; padding: 2px; display: flex; flex-wrap: wrap; max-width: 100%; }
-.segment b { font-size: 11px; margin: 0 4px; }
-.cell { width: 10px; height: 16px; margin: 1px; }
-.bar { display: flex; height: 18px; width: 100%; max-width: 60em; }
-.key { display: inline-block; width: 1em; height: 1em; vertical-align: -.15em; margin: 0 .3em 0 1em; }
-"""
+from torch_hybrid_backend.report.times import ceilings_in_words
 
 
-def render_html(plans: Sequence[Plan]) -> str:
-    """A page with one section per plan."""
-    names = sorted({node.engine for plan in plans for node in plan.nodes} - {EAGER})
-    colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)} | {EAGER: _EAGER}
-    legend = "".join(f'<span class="key" style="background:{c}"></span>{escape(n)}' for n, c in colours.items())
-    sections = "\n".join("\n".join(_section(plan, colours)) for plan in plans) or "<p>no graph was compiled</p>"
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Plan</title>'
-        f"<style>{_STYLE}</style></head>\n<body><h1>Where the operators run</h1><p>{legend}</p>\n{sections}\n</body></html>\n"
-    )
+def render_html(
+    plans: Sequence[Plan], about: Mapping[str, str] | None = None, graph_breaks: Sequence[GraphBreak] = ()
+) -> str:
+    """A page with one graph per plan, of which it shows one at a time. `about`: what stands on top of it, by name; "model" is the title."""
+    facts = dict(about or {})
+    parts = {
+        "title": escape(facts.pop("model", "Plans")),
+        "about": "".join(f'<span title="{escape(name)}">{escape(value)}</span>' for name, value in facts.items()),
+        "graphs": "\n".join(_section(number, _head(plan)) for number, plan in enumerate(plans))
+        or "<p>no graph was compiled</p>",
+        "breaks": "\n".join(_graph_breaks(graph_breaks)),
+        "shown": "" if plans else "hidden",
+        "several": "" if len(plans) > 1 else "hidden",
+        "choices": "".join(f'<option value="{n}">{escape(title(plan))}</option>' for n, plan in enumerate(plans)),
+        "tables": "\n".join(_section(number, _tables(plan)) for number, plan in enumerate(plans)),
+        # A text of the user's may hold "</script>".
+        "data": json.dumps({"graphs": [picture(plan) for plan in plans]}, separators=(",", ":")).replace(
+            "<", "\\u003c"
+        ),
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _template())
 
 
-def _section(plan: Plan, colours: dict[str, str]) -> Iterable[str]:
-    yield f"<section><h2>{escape(plan.graph)} ({escape(plan.kind)})</h2><p>{escape(summary(plan))}</p>"
-    for line in (*call_in_words(plan), *conversion_in_words(plan)):
-        yield f"<p>{escape(line)}</p>"
-    parts = [share for share in shares(plan) if share.fraction]
-    if parts:
-        cells = "".join(
-            f'<div style="background:{colours[share.engine]};width:{share.fraction:.2%}" '
-            f'title="{escape(share.engine)}: {share.fraction:.1%} of flops"></div>'
-            for share in parts
+@functools.cache
+def _template() -> str:
+    """The page with its style and scripts in it."""
+    folder = resources.files("torch_hybrid_backend.report")
+
+    def text(name: str) -> str:
+        place = "vendored" if name.endswith(".min.js") else "page"
+        return (folder / place / name).read_text(encoding="utf-8").strip()
+
+    page = text("page.html").replace("{{style}}", text("page.css"))
+    return re.sub(r"\{\{([\w.]+\.js)\}\}", lambda found: text(found[1]), page) + "\n"
+
+
+def _graph_breaks(found: Sequence[GraphBreak]) -> Iterable[str]:
+    if found:
+        yield f"<details><summary>{counted(len(found), 'graph break')}, where Dynamo leaves the model to Python</summary><ul>"
+        for where, *told in map(graph_break_in_words, found):
+            yield f"<li>{escape(where)}<br>{'<br>'.join(map(escape, told))}</li>"
+        yield "</ul></details>"
+
+
+def _section(number: int, lines: Iterable[str]) -> str:
+    return f'<section data-graph="{number}">\n' + "\n".join(lines) + "\n</section>"
+
+
+def _head(plan: Plan) -> Iterable[str]:
+    yield f'<p class="line">{escape(summary(plan))}</p>'
+    ceilings = plan.profile and plan.profile.ceilings
+    lines = (*call_in_words(plan), *conversion_in_words(plan), *covers_in_words(plan), *cuda_graphs_in_words(plan))
+    for line in (*lines, *([ceilings_in_words(ceilings)] if ceilings else [])):
+        yield f'<p class="line">{escape(line)}</p>'
+
+
+def _tables(plan: Plan) -> Iterable[str]:
+    if plan.profile is not None:
+        yield _table(
+            "Kernels by time",
+            ("kernel", "time (us)", "share", "GFLOP/s", "GB/s", "modules", "region", "source"),
+            (
+                (
+                    without_digits(row.kernel),
+                    round(row.microseconds, 1),
+                    f"{row.microseconds / plan.profile.call_us:.1%}" if plan.profile.call_us else "",
+                    round(row.gflops, 1),
+                    round(row.gbytes, 1),
+                    ", ".join(row.modules),
+                    row.region,
+                    row.source,
+                )
+                for row in sorted(plan.profile.kernels, key=lambda row: -row.microseconds)
+            ),
         )
-        yield f'<div class="bar">{cells}</div>'
-    yield '<div class="strip">'
-    for region, nodes in groupby(plan.nodes, key=lambda node: node.region):
-        label = f"<b>{escape(region)}</b>" if region else ""
-        yield f'<div class="segment">{label}{"".join(_cell(node, colours) for node in nodes)}</div>'
-    yield "</div>"
-    if plan.regions:
-        yield f"<p>{escape(regions_title(plan))}</p>"
+    yield _table("Operators inside and outside regions", ("operator", "in regions", "in eager"), operator_kinds(plan))
     yield _table(
+        regions_title(plan).capitalize(),
         (
             "region",
             "engine",
             "operators",
-            "flops",
+            "work",
             "kernels",
             "calls",
             "cost",
@@ -108,45 +145,40 @@ def _section(plan: Plan, colours: dict[str, str]) -> Iterable[str]:
             for decision in plan.regions
         ),
     )
-    for line in cuda_graphs_in_words(plan):
-        yield f"<p>{escape(line)}</p>"
-    yield _table(("operator", "in regions", "in eager"), operator_kinds(plan))
     yield _table(
-        ("refused operator", "times", "engine", "code", "why", "source"),
+        "Operators that an engine refused",
+        ("operator", "times", "engine", "code", "why", "source"),
         (
             (item.operator, item.count, item.refusal.engine, item.refusal.code, item.refusal.why, item.source)
             for item in refused_operators(plan)
         ),
     )
     yield _table(
+        "Layers as written",
         ("layer as written", "operator", "code", "why", "source"),
         (
             (layer.site or layer.name, layer.operator, layer.code, layer.why, layer.source)
             for layer in (plan.conversion.left if plan.conversion is not None else ())
         ),
     )
-    yield "</section>"
 
 
 def _with(attempts: Sequence[Attempt]) -> list[str]:
     return [f"with {attempts_in_words(attempts)}"] if attempts else []
 
 
-def _cell(node: NodeDecision, colours: dict[str, str]) -> str:
-    facts = [f"{node.name}: {node.operator}", node.engine, node.source]
-    facts += [f"not {r.engine}: {r.code}: {r.why}" for r in node.refusals]
-    title = escape("\n".join(filter(None, facts)))
-    return f'<div class="cell" style="background:{colours[node.engine]}" title="{title}"></div>'
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    lines = ["<tr>" + "".join(_data(value) for value in row) + "</tr>" for row in rows]
-    if not lines:
+def _table(title: str, heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table that folds, and is sorted by a click on a head; "" without rows. Columns in which nothing stands are left out."""
+    cells = [tuple(row) for row in rows]
+    if not cells:
         return ""
-    head = "".join(f"<th>{escape(name)}</th>" for name in heads)
-    return f"<table><tr>{head}</tr>\n" + "\n".join(lines) + "</table>"
+    used = [i for i in range(len(heads)) if any(row[i] != "" for row in cells)]
+    head = "".join(f"<th>{escape(heads[i])}</th>" for i in used)
+    body = "\n".join("<tr>" + "".join(_data(row[i]) for i in used) + "</tr>" for row in cells)
+    table = f'<table class="sorts"><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table>'
+    return f'<details open><summary>{escape(title)}</summary><div class="tables">{table}</div></details>'
 
 
 def _data(value: object) -> str:
-    kind = ' class="n"' if isinstance(value, int) else ""
+    kind = ' class="n"' if isinstance(value, int | float) else ""
     return f"<td{kind}>{escape(str(value))}</td>"

@@ -172,6 +172,11 @@ def regions_title(plan: Plan) -> str:
     return "regions, each run by one engine" if used else "regions of the plan, which is not used"
 
 
+def tensor_in_words(shape: Sequence[object], dtype: str) -> str:
+    """For example "1x64x56x56 float32"."""
+    return f"{'x'.join(map(str, shape)) or 'scalar'} {dtype}"
+
+
 def counted(number: int, noun: str) -> str:
     """For example "1 kernel", "2 kernels"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
@@ -192,6 +197,6 @@ def title(plan: Plan) -> str:
     """Model, shapes and use of the graph, for example "ResNet (inference, 1x3x224x224 float32)"."""
     kind = plan.kind if plan.kind == "inference" else f"training, {plan.kind}"
     given = [value.spec for value in plan.inputs if not value.is_constant and value.spec is not None]
-    shapes = [f"{'x'.join(map(str, spec.shape)) or 'scalar'} {spec.dtype}" for spec in given[:_NAMED_INPUTS]]
+    shapes = [tensor_in_words(spec.shape, spec.dtype) for spec in given[:_NAMED_INPUTS]]
     more = [f"{len(given) - _NAMED_INPUTS} more inputs"] if len(given) > _NAMED_INPUTS else []
     return f"{plan.graph} ({', '.join([kind, *shapes, *more])})"

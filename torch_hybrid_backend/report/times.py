@@ -33,7 +33,7 @@ def profile_in_words(plan: Plan) -> Iterable[str]:
         more = f"{spent / profile.call_us - 1:.0%}"
         yield f"  the kernels take {more} more than a call that is timed as a whole: other load, or the timing itself, made them longer"
     if profile.ceilings is not None:
-        yield f"  {_ceilings_in_words(profile.ceilings)}"
+        yield f"  % of what {ceilings_in_words(profile.ceilings)}"
     shares = module_shares(profile)
     if shares:
         shown = ", ".join(f"{path} {share:.1%}" for path, share in shares[:_MOST_MODULES])
@@ -114,7 +114,8 @@ def _table(rows: Sequence[_Cells]) -> Iterable[str]:
         yield f"  {'  '.join(cell.rjust(width) for cell, width in zip(row, widths, strict=False))}  {row[4]}"
 
 
-def _ceilings_in_words(ceilings: Ceilings) -> str:
+def ceilings_in_words(ceilings: Ceilings) -> str:
+    """For example "this machine can do with 2 threads: 150 GFLOP/s in float32, 20 GB/s from memory (from caches more)"."""
     rates = [f"{rate:.0f} GFLOP/s in {precision}" for precision, rate in ceilings.gflops]
     shown = ", ".join([*rates, f"{ceilings.gbytes:.0f} GB/s from memory (from caches more)"])
-    return f"% of what this machine can do with {counted(ceilings.threads, 'thread')}: {shown}"
+    return f"this machine can do with {counted(ceilings.threads, 'thread')}: {shown}"

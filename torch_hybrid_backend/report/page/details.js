@@ -1,0 +1,85 @@
+// The panel beside the graph: all that is known of what was clicked.
+"use strict";
+
+function details(item) {
+  const panel = d3.select("#details");
+  panel.selectChildren().remove();
+  if (!item) {
+    slowest(panel, tree.root);
+    panel.append("p").attr("class", "hint").text("Click a box to see its kernel, time, shapes and source line. Click + to unfold a module.");
+    panel.append("p").attr("class", "hint").text("Keys: Tab and Enter to walk and unfold, / to search, f to fit, + and − to zoom, Esc to let go.");
+    return;
+  }
+  panel.append("h3").text(item.label || graph.title);
+  if (item.className) panel.append("p").attr("class", "class").text(item.className);
+  const facts = item.children ? factsOfBox(item) : factsOfOperator(item);
+  const list = panel.append("dl");
+  for (const [name, value] of facts) {
+    if (value === undefined || value === "" || (Array.isArray(value) && !value.length)) continue;
+    list.append("dt").text(name);
+    for (const each of Array.isArray(value) ? value : [value]) list.append("dd").text(each);
+  }
+  if (item.children) slowest(panel, item);
+}
+
+function timeOf(item) {
+  if (graph.timing === "work" || !item.us) return "";
+  const share = ((100 * item.us) / view.total).toFixed(1);
+  return `${timeInWords(item.us)}, ${share}% of the call${graph.timing === "estimated" ? " (estimated from its region)" : ""}`;
+}
+
+function factsOfBox(item) {
+  const engines = Object.entries(item.engines).map(([engine, part]) => `${engine}: ${part.count} operators${part.us && graph.timing !== "work" ? ", " + timeInWords(part.us) : ""}`);
+  const path = item.kind === "module" ? item.id : "";
+  return [["Module", path], ["Time", timeOf(item)], ["Operators", String(item.count)], ["Engines", engines], ["Refused by an engine", item.refused ? `${item.refused} operators` : ""]];
+}
+
+function factsOfOperator(item) {
+  const node = item.node;
+  if (item.kind === "input") return [["Input of the graph", node.name], ["Value", node.out], ["Size", bytesInWords(node.bytes)]];
+  if (item.kind === "output") return [["Outputs of the graph", node.in]];
+  const region = graph.regions[node.region];
+  const given = node.in.map((name) => {
+    const from = tree.operators.get(name)?.node.out ?? graph.constants[name];
+    return from && from.length ? `${name}: ${from.join(", ")}` : name;
+  });
+  const kernels = (node.kernels || []).map((index) => {
+    const kernel = graph.kernels[index];
+    const shared = kernel.nodes > 1 ? `, fused with ${kernel.nodes - 1} other operators` : "";
+    return `${kernel.name}: ${timeInWords(kernel.us)}${kernel.rate ? ", " + kernel.rate : ""}${shared}`;
+  });
+  return [
+    ["Operator", node.op],
+    ["Name", node.name],
+    ["Module", node.module],
+    ["Engine", node.engine + (node.device ? ` on ${node.device}` : "")],
+    ["Time", timeOf(item)],
+    ["Kernel", kernels],
+    ["Refused", node.refused],
+    ["Source", node.source],
+    ["Inputs", given],
+    ["Output", node.out.length ? [...node.out, bytesInWords(node.bytes)] : []],
+    ["Work", node.work],
+    ["Region", region ? `${node.region}: ${region.about}` : "runs outside any region"],
+    ["Region's cost", region ? region.cost : ""],
+    ["Region not run by", region ? region.refused : []],
+    ["Kernels of the region", region && !kernels.length ? shortened(region.kernels, 600) : ""],
+  ];
+}
+
+// What to look at first inside a box.
+function slowest(panel, box) {
+  if (!box.us || graph.timing === "work") return;
+  const found = [];
+  const collect = (item) => (item.children ? item.children.forEach(collect) : found.push(item));
+  collect(box);
+  found.sort((a, b) => b.us - a.us);
+  panel.append("h4").text("Slowest operators");
+  const list = panel.append("div").attr("class", "slowest");
+  for (const item of found.slice(0, 8).filter((each) => each.us)) {
+    const line = list.append("button").attr("title", item.node.module).on("click", () => select(item));
+    line.append("b").text(timeInWords(item.us));
+    line.append("span").text(shortName(item.node.op));
+    line.append("small").text(item.node.module);
+  }
+}
