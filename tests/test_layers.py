@@ -73,6 +73,7 @@ ALLOWED: dict[str, set[str]] = {
         "processes",
         "progress",
         "report",
+        "temporary_folder",
     },
     "compression": {"errors", "runtime"},
     "capture": {"core", "sizes", "graph", *_UTILITIES},

@@ -29,6 +29,14 @@ def test_answers_as_written_are_eagers_but_for_rounding() -> None:
     assert "shapes [(2,)], eager's are [(3,)]" in compare(_reference(torch.ones(3)), [torch.ones(2)])[0]
 
 
+def test_gradients_are_judged_together() -> None:
+    """One that is zero but for rounding, as that of a bias before a normalisation, tells nothing by itself."""
+    gradients = [torch.ones(100), torch.full((4,), 1e-9)]
+    off = [gradients[0] + 1e-6, -gradients[1]]
+    assert compare(_reference(*gradients), off)[2] == pytest.approx(2.0)
+    assert compare(_reference(*gradients), off, together=True)[2] == pytest.approx(1e-6, rel=0.1)
+
+
 def test_answers_in_another_precision_are_nearer_than_zeros() -> None:
     """How near is for the reader."""
     assert compare(_reference(torch.ones(3)), [torch.ones(3) * 1.1], "int8")[0] == ""

@@ -15,7 +15,6 @@ import difflib
 import json
 import math
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -32,6 +31,7 @@ from torch_hybrid_backend.config import shows_progress
 from torch_hybrid_backend.errors import ArgumentError, HybridError, failures
 from torch_hybrid_backend.factory import Factory
 from torch_hybrid_backend.progress import Progress
+from torch_hybrid_backend.temporary_folder import TemporaryFolder
 
 _STOPPED = 130  # what shells report after an interrupt
 _TRAINED_IN = (FLOAT32, "bf16")
@@ -110,12 +110,12 @@ def run(parsed: argparse.Namespace, out: TextIO, known: Mapping[str, Peer] | Non
         {"seconds": parsed.seconds, "rounds": parsed.rounds, "hybrid": machine.hybrid_settings()},
     )
     status = 0
-    with tempfile.TemporaryDirectory(prefix="hybrid-bench-", ignore_cleanup_errors=True) as folder:
+    with TemporaryFolder() as folder:
         works = [
             FactoryModel(
                 factory=factory,
                 threads=threads,
-                folder=Path(folder, f"{batch}-{precision}"),
+                folder=folder / f"{batch}-{precision}",
                 batch=batch,
                 precision=precision,
                 training=parsed.train,
@@ -124,7 +124,7 @@ def run(parsed: argparse.Namespace, out: TextIO, known: Mapping[str, Peer] | Non
             for precision in precisions
         ]
         try:
-            _measure(record, works, peers, effort, parsed.log or Path(folder, "log"))
+            _measure(record, works, peers, effort, parsed.log or folder / "log")
         except KeyboardInterrupt:
             sys.stderr.write("hybrid: stopped\n")
             status = _STOPPED

@@ -201,7 +201,9 @@ class Prepare:
         steady_s = _seconds(call) + _seconds(call)
         result = _checked(state.prepared)
         del model
-        error, largest, rms = ("", None, None) if reference["is_random"] else compare(reference, result, precision)
+        error, largest, rms = "", None, None
+        if not reference["is_random"]:
+            error, largest, rms = compare(reference, result, precision, together=work.training)
         state.preparing_mib = _peak_mib()
         _forget_peak()
         return Ready(error, import_s, max(0.0, second_s - steady_s), largest, rms, first_call_s)
@@ -215,24 +217,32 @@ def _are_alike(a: Sequence[float], b: Sequence[float]) -> bool:
 
 
 def compare(
-    reference: dict[str, Any], result: list[torch.Tensor], precision: str = FLOAT32
+    reference: dict[str, Any], result: list[torch.Tensor], precision: str = FLOAT32, *, together: bool = False
 ) -> tuple[str, float | None, float | None]:
     """What is wrong with the result, or ""; how far it is from eager: `max_error` and `rms_error` of `Ready`.
 
-    As written the result must be eager's but for rounding, in another precision only closer to it than zeros are.
+    As written the result must be eager's but for rounding, in another precision only closer to it than zeros are. together: `rms_error` is that
+    of all outputs as one, as for gradients, of which some are zero but for rounding.
     """
     expected, exact = reference["expected"], reference["exact"]
     if [value.shape for value in expected] != [value.shape for value in result]:
         return f"wrong answer: shapes {_shapes(result)}, eager's are {_shapes(expected)}", None, None
     pairs = zip(expected, result, strict=True)
     largest = max((_wide(a) - _wide(b)).abs().max().item() if a.numel() else 0.0 for a, b in pairs) if expected else 0.0
-    rms, error = relative_error(expected, result), ""
+    rms, error = (
+        relative_error(_joined(expected), _joined(result)) if together else relative_error(expected, result),
+        "",
+    )
     if precision != FLOAT32:
         if rms is not None and rms >= _WORST_RMS_ERROR:
             error = f"wrong answer: off by {rms:.2g} times eager's root mean square"
     elif not _is_same(expected, result, exact):
         error = f"wrong answer: up to {largest:.2g} from eager's"
     return error, largest, rms
+
+
+def _joined(values: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([value.flatten().double() for value in values])
 
 
 def _is_same(expected: list[torch.Tensor], result: list[torch.Tensor], exact: list[torch.Tensor] | None) -> bool:
