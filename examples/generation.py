@@ -1,6 +1,6 @@
 """Generate text with a static cache: tokens per second, eager beside hybrid.
 
-pip install 'torch-hybrid-backend[examples]'
+pip install transformers
 python examples/generation.py                              # a Llama of 100 million parameters
 python examples/generation.py --precision int4-weights     # weights in 4 bits: a token reads a seventh of the bytes
 """

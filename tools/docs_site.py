@@ -24,6 +24,8 @@ PAGES = {
 _SOURCES = {page: source for source, page in PAGES.items()}
 _LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<target>(?!\w+:|#)[^)\s#]+)(?P<anchor>#[^)\s]*)?\)")
 _PICTURES = "pictures"
+# The settings have a page of their own.
+_OPTIONS = {"torch_hybrid_backend.config.Config": "\n    options: { members: false }"}
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -45,16 +47,17 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Return a page's text with its links as they lead on the site, and with the names of the package where it asks for them."""
-    names = "\n\n".join(f"::: {name}" for name in public_names())
+    names = "\n\n".join(f"::: {name}{_OPTIONS.get(name, '')}" for name in public_names())
     return with_links_of_the_site(markdown, page.file.src_uri).replace("<!-- api -->", names)
 
 
 def public_names() -> list[str]:
-    """Return where each name that the package exports is defined, without importing it."""
+    """Return where each name that the package exports is defined, functions before classes, without importing the package."""
     package = ROOT / "torch_hybrid_backend" / "__init__.py"
     for node in ast.parse(package.read_text()).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "_HOMES":
-            return [f"torch_hybrid_backend.{home}.{name}" for name, home in ast.literal_eval(node.value).items()]
+            homes = ast.literal_eval(node.value)
+            return [f"torch_hybrid_backend.{homes[name]}.{name}" for name in sorted(homes, key=str.swapcase)]
     raise ValueError(f"{package} has no _HOMES")
 
 

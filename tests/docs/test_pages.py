@@ -34,6 +34,7 @@ SLOW = {
     "docs/guides/generation.md",
     "docs/guides/quantisation.md",
     "docs/guides/servers.md",
+    "docs/guides/troubleshooting.md",
     "docs/guides/training.md",
 }
 _FENCE = re.compile(r"^[ \t]*```(python|shell)\b", re.MULTILINE)
