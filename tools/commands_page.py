@@ -30,7 +30,7 @@ def _section(command: argparse.ArgumentParser, meaning: str) -> str:
     rows = [f"| `{_name(action)}` | {_meaning(command, action)} |" for action in arguments]
     table = ["", "| argument | meaning |", "|---|---|", *rows] if rows else []
     return "\n".join(
-        [f"## `{command.prog}`", "", f"{meaning[:1].upper()}{meaning[1:]}.", "", "```", usage, "```", *table]
+        [f"## `{command.prog}`", "", f"{meaning[:1].upper()}{meaning[1:]}.", "", "```text", usage, "```", *table]
     )
 
 

@@ -33,7 +33,7 @@ def test_a_section_has_usage_and_arguments(monkeypatch: pytest.MonkeyPatch) -> N
             "",
             "Run it.",
             "",
-            "```",
+            "```text",
             "tool run [-h] [--seconds SECONDS] [--fast] target",
             "```",
             "",
