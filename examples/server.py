@@ -97,7 +97,7 @@ app = FastAPI(lifespan=lifespan)
 
 
 class Request(BaseModel):
-    """What a client sends."""
+    """A client's request."""
 
     texts: list[str] = Field(min_length=1, max_length=64)
 

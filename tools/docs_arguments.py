@@ -1,4 +1,4 @@
-"""What `make docs-site` adds to mkdocstrings: the way in which docstrings here describe arguments."""
+"""Addition of `make docs-site` to mkdocstrings: the way in which docstrings here describe arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `make docs-site` adds to MkDocs: pages from outside docs/, links to sources, the public names, arguments as docstrings here have them.
+"""Additions of `make docs-site` to MkDocs: pages from outside docs/, links to sources, public names, arguments as docstrings here have them.
 
 MkDocs calls the functions `on_...` (mkdocs.yml, `hooks`). A page reads alike in the repository and on the site: a link to another page leads
 there, a link to any other file becomes its path, as the site has no sources, and pictures are copied.

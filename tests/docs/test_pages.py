@@ -1,4 +1,4 @@
-"""What the pages show runs: Python blocks in order in one namespace, and the commands `hybrid ...` of shell blocks.
+"""The code on the pages runs: Python blocks in order in one namespace, and the commands `hybrid ...` of shell blocks.
 
 A block whose first line is `# name.py` is written to that file too, for commands and blocks that follow. What a page does not show but needs
 (a model, data) stands in a comment: `<!-- invisible-code-block: python`. Each page runs in a folder of its own.

@@ -52,7 +52,7 @@ def test_generation() -> None:
 
 @pytest.fixture
 def address(tmp_path: Path) -> Iterator[str]:
-    """Where the server answers; it is ended as a terminal ends it, and has to end well."""
+    """The address of the server, which is ended as a terminal ends it, and has to end well."""
     pytest.importorskip("fastapi", reason="the example needs FastAPI and uvicorn: pip install fastapi uvicorn")
     log = tmp_path / "log"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TORCH_LOGS": "recompiles"}
