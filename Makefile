@@ -111,7 +111,7 @@ lint: $(VENV)/.installed
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(if $(CXX_SOURCES),$(VENV)/bin/clang-format --dry-run -Werror $(CXX_SOURCES))
-	$(VENV)/bin/codespell $(wildcard *.md *.toml *.py Makefile) .ci csrc docs benchmarks tests tools torch_hybrid_backend
+	$(VENV)/bin/codespell $(wildcard *.md *.toml *.py Makefile) .ci csrc docs examples benchmarks tests tools torch_hybrid_backend
 
 format: $(VENV)/.installed
 	$(PY) -m ruff check --fix .
