@@ -8,6 +8,7 @@
 #   make bench-gpu   kernels and models on this machine's GPU: nine minutes; needs torch and Triton, no .venv   (ARGS="--resume" goes on; ARGS=--tensorrt)
 #   make ecosystem   models of other libraries beside eager, over an hour; writes docs/ecosystem.md
 #   make docs    renew the generated tables of the README and of docs/, and the tables and pictures beside recorded results
+#   make docs-site   the documentation as a site, in build/site: open build/site/index.html
 #   make clean   remove what was built; make distclean removes .venv as well
 
 PYTHON ?= python3
@@ -18,12 +19,13 @@ ARGS ?=
 CXX_SOURCES := $(shell find csrc -name '*.cc' -o -name '*.cpp' -o -name '*.h')
 FULL_OUT ?= build/test-full
 GPU_OUT ?= build/bench-gpu
+DOCS := $(VENV)/docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full test-tensorrt tensorrt-operators lint format bench bench-gpu ecosystem docs clean distclean
+.PHONY: help setup demo test test-full test-tensorrt tensorrt-operators lint format bench bench-gpu ecosystem docs docs-site clean distclean
 
 help:
-	@sed -n '2,12s/^# *//p' Makefile
+	@sed -n '2,13s/^# *//p' Makefile
 
 setup: $(VENV)/.built
 
@@ -75,7 +77,7 @@ $(VENV)/ecosystem: constraints.txt | $(VENV)/.installed
 	mv $@.new $@
 
 # An interrupted run goes on where it stopped; delete the folder to start anew.
-test-full: $(VENV)/.built $(VENV)/torchvision $(VENV)/ecosystem
+test-full: $(VENV)/.built $(VENV)/torchvision $(VENV)/ecosystem $(DOCS)/.installed
 	$(PY) -m pytest -m full
 	$(PY) -m tests.operators.run --out $(FULL_OUT)/operators $(ARGS); status=$$?; \
 	$(PY) -m tests.operators.report $(FULL_OUT)/operators; exit $$status
@@ -109,7 +111,7 @@ lint: $(VENV)/.installed
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(if $(CXX_SOURCES),$(VENV)/bin/clang-format --dry-run -Werror $(CXX_SOURCES))
-	$(VENV)/bin/codespell $(wildcard *.md *.toml *.py Makefile) .ci csrc docs benchmarks tests tools torch_hybrid_backend
+	$(VENV)/bin/codespell $(wildcard *.md *.toml *.py Makefile) .ci csrc docs examples benchmarks tests tools torch_hybrid_backend
 
 format: $(VENV)/.installed
 	$(PY) -m ruff check --fix .
@@ -149,10 +151,22 @@ ecosystem: $(VENV)/.built $(VENV)/torchvision $(VENV)/ecosystem
 
 docs: $(VENV)/.built $(VENV)/.bench
 	$(PY) -m tools.settings_table docs/settings.md
+	$(PY) -m tools.commands_page docs/commands.md
 	$(PY) -m benchmarks.table README.md docs/benchmarks.md docs/precision.md
 	$(PY) -m benchmarks.picture
 	$(PY) -m benchmarks.operators.tables
 	$(PY) -m tests.ecosystem.report
+
+# What builds the site, in an environment apart: it reads the sources, and imports none of them.
+DOCS_EXTRA = $$($(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+$(DOCS)/.installed: constraints.txt pyproject.toml
+	rm -rf $(DOCS)
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt $(DOCS_EXTRA)
+	touch $@
+
+docs-site: $(DOCS)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict $(ARGS)
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis $(VENV)/.installed $(VENV)/.built $(VENV)/.bench

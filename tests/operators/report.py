@@ -62,7 +62,7 @@ TRITON_INTRODUCTION = """\
 
 Generated; do not edit. `make test-full` renews it, or these commands:
 
-```
+```shell
 TRITON_INTERPRET=1 python -m tests.operators.run --modes triton --limit 2 --out DIR
 python -m tests.operators.report DIR
 ```

@@ -70,7 +70,7 @@ def compress(
     Alone it leaves ordinary parameters, of which `save_compressed` makes a smaller file.
     clusters: each weight gets so many values at most, 2 to 256, by k-means, one of them 0 where elements are pruned. It is kept as a table of
     these values, a parameter, and four bits for each element, up to 16 clusters (else eight), a buffer (`SharedWeight`).
-    exclude: names of parameters that stay as they are, such as "classifier.weight"; "*" stands for anything ("*.0.*"); the name of a
+    exclude: names of parameters that stay as they are, such as "classifier.weight"; `*` stands for anything (`*.0.*`); the name of a
     module stands for all below it.
 
     Weights are the parameters of float64, float32, bfloat16 or float16, of at least two dimensions and 1,024 elements. Those that a model
