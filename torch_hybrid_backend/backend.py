@@ -12,17 +12,19 @@ torch.compile(model, backend="hybrid")
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.fx
 from torch._dynamo.exc import ShortenTraceback
 
+from torch_hybrid_backend.arguments import check_model
 from torch_hybrid_backend.background import InBackground, copies_of
 from torch_hybrid_backend.bisection import applied_in_capture, is_running
 from torch_hybrid_backend.capture.aot import capture
@@ -33,10 +35,10 @@ from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.plan import Plan, Unconverted
-from torch_hybrid_backend.core.precision import AS_WRITTEN
+from torch_hybrid_backend.core.precision import AS_WRITTEN, PRECISIONS
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.eager_graph import EagerGraph, with_right_text
-from torch_hybrid_backend.errors import delivered
+from torch_hybrid_backend.errors import ConfigError, delivered
 from torch_hybrid_backend.errors_as_written import as_written, raising_as_written
 from torch_hybrid_backend.garbage import collector_paused
 from torch_hybrid_backend.graph.devices import is_on_host
@@ -54,6 +56,37 @@ from torch_hybrid_backend.session import open_session
 log = logging.getLogger(__name__)
 
 
+class _Unwrapped(ShortenTraceback):
+    """An error on its way through Dynamo, which takes any other for a fault of its backend's, with forty lines of a report around it."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(str(error), first_useful_frame=None)
+        self._error = error
+
+    def remove_dynamo_frames(self) -> BaseException:  # type: ignore[override]
+        """What Dynamo raises at its end."""
+        return self._error
+
+
+class _UnwrappedConfigError(_Unwrapped, ConfigError):
+    """The same of settings: a ConfigError also for who calls the backend directly."""
+
+
+@contextlib.contextmanager
+def _errors_unwrapped() -> Iterator[None]:
+    """Bring errors that are no fault of a compilation to Dynamo's caller as they are: those that were delivered from outside, and settings."""
+    try:
+        yield
+    except ConfigError as error:
+        raise _UnwrappedConfigError(error.with_traceback(None)) from None
+    except Exception as error:
+        found = delivered(error)
+        if found is None:
+            raise
+        raise _Unwrapped(found) from found
+
+
+@_errors_unwrapped()
 def hybrid(
     gm: torch.fx.GraphModule,
     example_inputs: Sequence[Any],
@@ -69,29 +102,12 @@ def hybrid(
     return compile_for_dynamo(gm, example_inputs, Config.from_env(os.environ).with_options(options, mode))
 
 
-class _Delivered(ShortenTraceback):
-    """An error that was delivered from outside, on its way through Dynamo, which takes any other for a fault of its backend's."""
-
-    def __init__(self, error: BaseException) -> None:
-        super().__init__(str(error), first_useful_frame=None)
-        self._error = error
-
-    def remove_dynamo_frames(self) -> BaseException:  # type: ignore[override]
-        """What Dynamo raises at its end."""
-        return self._error
-
-
+@_errors_unwrapped()
 def compile_for_dynamo(
     gm: torch.fx.GraphModule, example_inputs: Sequence[Any], config: Config, **told: Callable[..., None]
 ) -> Callable[..., Any]:
     """`compile_graph`, called by Dynamo."""
-    try:
-        return compile_graph(gm, example_inputs, config, **told)
-    except Exception as error:
-        found = delivered(error)
-        if found is None:
-            raise
-        raise _Delivered(found) from found
+    return compile_graph(gm, example_inputs, config, **told)
 
 
 @collector_paused()
@@ -244,6 +260,11 @@ _WITHOUT: Mapping[str, Mapping[str, str]] = {
 }
 
 
+def _parts(precision: str) -> tuple[str, ...]:
+    """What of a precision needs instructions."""
+    return tuple(part for part, without in _WITHOUT.items() if precision in without)
+
+
 def with_instructions(config: Config) -> Config:
     """`config` in a precision that this machine has instructions for. One WARNING in a process where it lacks those of what was asked for."""
     precision, lacks = config.precision, []
@@ -254,8 +275,12 @@ def with_instructions(config: Config) -> Config:
     if not lacks:
         return config
     instead = precision if precision == AS_WRITTEN else f"in {precision}"
+    fast = [
+        name for name in PRECISIONS if name != AS_WRITTEN and all(not lacking_instructions(p) for p in _parts(name))
+    ]
     _warn_once(
-        f"this machine has no instructions for {' and '.join(lacks)}: with precision={config.precision} graphs are computed {instead}"
+        f"this machine has no instructions for {' and '.join(lacks)}: with precision={config.precision} graphs are computed {instead}; "
+        f"use one of {', '.join(fast)}, which run fast here"
     )
     return dataclasses.replace(config, precision=precision)
 
@@ -288,6 +313,7 @@ def explain(
         with torch.no_grad():
             print(torch_hybrid_backend.explain(model, x))
     """
+    check_model(model, "explain")
     config = Config.from_env(os.environ).with_options(options, None)
     plans: list[Plan] = []
     regions: list[Mapping[str, CompiledRegion]] = []

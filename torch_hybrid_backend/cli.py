@@ -5,6 +5,7 @@
     hybrid explain script.py:make --html plan.html
     hybrid explain script.py:make --kernels FOLDER
     hybrid doctor
+    hybrid --version
     hybrid cache
     hybrid cache --clear
     hybrid cache --forget-failures
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +37,8 @@ from torch_hybrid_backend.builds.failures import Failures
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.engine import Engine
 from torch_hybrid_backend.core.verdict import Refused
-from torch_hybrid_backend.errors import CacheError, ConfigError, HybridError, failures
+from torch_hybrid_backend.errors import CacheError, ConfigError, HybridError, did_you_mean, failures
+from torch_hybrid_backend.machine import unsupported
 from torch_hybrid_backend.report import Explanation
 from torch_hybrid_backend.report.share import counted
 from torch_hybrid_backend.runtime.native.ops import CALLS_PER_ROUND, watches_writes
@@ -58,7 +61,7 @@ def main(
     """
     out = out or sys.stdout
     try:
-        parsed = _parser().parse_args(arguments)
+        parsed = _parsed(sys.argv[1:] if arguments is None else arguments)
         if parsed.command == "explain":
             return _explain(parsed, explain or torch_hybrid_backend.explain, out)
         if parsed.command == "cache":
@@ -69,8 +72,10 @@ def main(
         return 1
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    """The arguments, parsed; a wrong command ends the program with the nearest right one."""
     parser = argparse.ArgumentParser(prog="hybrid", description="Plans and state of torch.compile(backend='hybrid').")
+    parser.add_argument("--version", action="version", version=f"hybrid {torch_hybrid_backend.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     explain = commands.add_parser("explain", help="compile a model, call it once and show where its operators run")
     explain.add_argument(
@@ -85,7 +90,11 @@ def _parser() -> argparse.ArgumentParser:
     what = cache.add_mutually_exclusive_group()
     what.add_argument("--clear", action="store_true", help="remove it all; what is needed again is made again")
     what.add_argument("--forget-failures", action="store_true", help="have builds that failed within a day tried again")
-    return parser
+    given = next((argument for argument in arguments if not argument.startswith("-")), None)
+    if given is not None and given not in commands.choices:
+        hint = did_you_mean(given, commands.choices)
+        parser.error(f"there is no command {given!r}. {hint}The commands are: {', '.join(commands.choices)}")
+    return parser.parse_args(arguments)
 
 
 def _explain(parsed: argparse.Namespace, explain: Explain, out: TextIO) -> int:
@@ -155,10 +164,25 @@ def _factory(place: str, name: str) -> Callable[[], object]:
             module = importlib.import_module(place)
         except ModuleNotFoundError as error:
             raise ConfigError(f"cannot import {place}: {error}") from error
-    factory: Callable[[], object] | None = getattr(module, name, None)
-    if not callable(factory):
-        raise ConfigError(f"{place} has no callable named {name!r}")
-    return factory
+    found: object = getattr(module, name, None)
+    if isinstance(found, torch.nn.Module):
+        raise ConfigError(
+            f"{place}:{name} is a model, but explain needs its inputs too: write a function that returns both, "
+            f"`def make(): return {name}, (example_input,)`, and name that"
+        )
+    if not callable(found):
+        hint = did_you_mean(name, [each for each in vars(module) if callable(getattr(module, each))])
+        raise ConfigError(f"{place} has no callable named {name!r}. {hint}".rstrip(" ."))
+    try:
+        inspect.signature(found).bind()
+    except ValueError:  # what is built in does not tell its arguments
+        pass
+    except TypeError as error:
+        raise ConfigError(
+            f"{place}:{name} is called without arguments, which it does not allow ({error}); it must be a function that makes the model "
+            "and its inputs and returns (model, args)"
+        ) from error
+    return found
 
 
 def _all_engines(config: Config) -> Sequence[Engine]:
@@ -184,6 +208,7 @@ def _doctor(engines: Engines, out: TextIO) -> int:
     lines.append(f"  {'python':<10} {sys.version.split()[0]}")
     lines.append(f"  {'torch':<10} {torch.__version__}")
     lines.append("machine:")
+    lines.append(f"  {'system':<10} {unsupported() or 'Linux on x86-64, which is supported'}")
     lines.append(f"  {'threads':<10} {torch.get_num_threads()} for kernels, {config.compile_threads} for compilation")
     lines.append(f"  {'processor':<10} {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} CPUs")
     lines.append(f"  {'gpu':<10} {_gpus()}")
