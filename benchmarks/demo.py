@@ -24,7 +24,9 @@ import torch_hybrid_backend
 from benchmarks.machine import cpu_name
 from benchmarks.models import ZOO, minilm_directory, tensors
 from torch_hybrid_backend.measure import measure
+from torch_hybrid_backend.other_load import OtherLoad
 from torch_hybrid_backend.report import summary
+from torch_hybrid_backend.report.share import DISTURBED
 
 _QUESTION = "How do I make my neural network answer faster on a server without a graphics card?"
 _SENTENCES = (
@@ -75,6 +77,7 @@ class Row:
     hybrid_ms: float
     compile_s: float
     max_error: float
+    is_disturbed: bool
 
 
 def _say(text: str) -> None:
@@ -90,8 +93,9 @@ def _compare(case: str, model: nn.Module, compiled: Callable[..., object], input
     result, expected = tensors(compiled(*inputs)), tensors(model(*inputs))
     error = max((a - b).abs().max().item() for a, b in zip(expected, result, strict=True))
     _say(f"  {case}: compiled in {compile_s:.1f} s, largest error {error:.1e}; timing ...")
+    load = OtherLoad()
     eager, hybrid = measure([lambda: model(*inputs), lambda: compiled(*inputs)], budget_s=4.0, min_rounds=5)
-    return Row(case, model, inputs, eager.median_us / 1e3, hybrid.median_us / 1e3, compile_s, error)
+    return Row(case, model, inputs, eager.median_us / 1e3, hybrid.median_us / 1e3, compile_s, error, load.is_felt())
 
 
 def _encoder(backend: str) -> list[Row]:
@@ -130,7 +134,7 @@ def _table(rows: Sequence[Row]) -> str:
     lines = [f"{'':34} {'eager':>10} {'hybrid':>10} {'ratio':>7} {'compiled in':>12} {'max error':>10}"]
     lines += [
         f"{row.case:34} {row.eager_ms:7.2f} ms {row.hybrid_ms:7.2f} ms {row.eager_ms / row.hybrid_ms:6.2f}x "
-        f"{row.compile_s:10.1f} s {row.max_error:10.1e}"
+        f"{row.compile_s:10.1f} s {row.max_error:10.1e}{f'  {DISTURBED}' if row.is_disturbed else ''}"
         for row in rows
     ]
     return "\n".join(lines)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import re
+from collections import Counter
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,3 +68,15 @@ def golden(request: pytest.FixtureRequest) -> Golden:
     folder = _TESTS / "golden" / Path(request.node.path).relative_to(_TESTS).with_suffix("")
     name = re.sub(r"[^\w.-]+", "-", request.node.name).strip("-")
     return Golden(folder / f"{name}.txt", request.config.getoption("--update-golden"))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say how many seconds the tests of each folder took, the longest first."""
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.split("::")[0].rpartition("/")[0]] += report.duration
+    if seconds:
+        terminalreporter.section("seconds by folder")
+        terminalreporter.write_line(", ".join(f"{folder} {took:.0f}" for folder, took in seconds.most_common()))

@@ -70,7 +70,7 @@ ALLOWED: dict[str, set[str]] = {
     "codegen": {"core", "sizes", "loops", *_UTILITIES},
     "engines": {"background", "core", "sizes", "graph", "loops", "codegen", *_UTILITIES},
     "runtime": {"core", "sizes", *_UTILITIES},
-    "quantization": {"arguments", "core", "errors", "graph"},
+    "quantization": {"arguments", "config", "core", "errors", "graph", "progress"},
 }
 WIRING = {
     "awaited_builds",
@@ -79,6 +79,7 @@ WIRING = {
     "hybrid_graph",
     "model_gate",
     "prepared",
+    "ready",
     "refused_forms",
     "speed_gate",
     "stages",

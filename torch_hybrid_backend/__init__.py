@@ -3,6 +3,7 @@
 The line needs no import of this package. What the package offers beside it:
 
     explain(model, *args)    where every operator runs, and why
+    warmup(model, *inputs)   compile for several inputs before serving
     refresh(model)           use the weights as they are now, however they were changed
     quantize(model, loader)  a module that multiplies integers of 8 bits, for this or any other backend
     compress(model, ...)     a copy with pruned and shared weights; save_compressed, load_compressed: small files of weights
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
-    from torch_hybrid_backend.backend import explain
+    from torch_hybrid_backend.backend import explain, warmup
     from torch_hybrid_backend.background import wait_for_builds
     from torch_hybrid_backend.bisection import bisect
     from torch_hybrid_backend.compression.container import load_compressed, save_compressed
@@ -40,6 +41,7 @@ _HOMES = {
     "refresh": "runtime.constants",
     "save_compressed": "compression.container",
     "wait_for_builds": "background",
+    "warmup": "backend",
 }
 __all__ = [
     "Collector",
@@ -53,6 +55,7 @@ __all__ = [
     "refresh",
     "save_compressed",
     "wait_for_builds",
+    "warmup",
 ]
 
 

@@ -18,17 +18,19 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 import torch.fx
 from torch._dynamo.exc import ShortenTraceback
 
-from torch_hybrid_backend.arguments import check_model
-from torch_hybrid_backend.background import InBackground, copies_of
+from torch_hybrid_backend.arguments import check_model, described, is_compiled
+from torch_hybrid_backend.background import InBackground, copies_of, wait_for_builds
 from torch_hybrid_backend.bisection import applied_in_capture, is_running
 from torch_hybrid_backend.capture.aot import capture
 from torch_hybrid_backend.capture.cache.aot_cache import AotCache
+from torch_hybrid_backend.capture.model_name import model_name
 from torch_hybrid_backend.config import Config, apply_log_level
 from torch_hybrid_backend.core.captured import CapturedGraph
 from torch_hybrid_backend.core.deadline import Deadline
@@ -38,7 +40,7 @@ from torch_hybrid_backend.core.plan import Plan, Unconverted
 from torch_hybrid_backend.core.precision import AS_WRITTEN, PRECISIONS
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.eager_graph import EagerGraph, with_right_text
-from torch_hybrid_backend.errors import ConfigError, delivered
+from torch_hybrid_backend.errors import ArgumentError, ConfigError, delivered
 from torch_hybrid_backend.errors_as_written import as_written, raising_as_written
 from torch_hybrid_backend.garbage import collector_paused
 from torch_hybrid_backend.graph.devices import is_on_host
@@ -48,7 +50,9 @@ from torch_hybrid_backend.machine import lacking_instructions
 from torch_hybrid_backend.partition.seen_graphs import SeenGraphs, graph_key
 from torch_hybrid_backend.partition.whole_call import PricedCall
 from torch_hybrid_backend.prepared import copy_of, hindrance
+from torch_hybrid_backend.progress import Progress
 from torch_hybrid_backend.quantization.ranges import left_in_float
+from torch_hybrid_backend.ready import Ready
 from torch_hybrid_backend.refused_forms import refused_operator
 from torch_hybrid_backend.report import Explanation
 from torch_hybrid_backend.session import open_session
@@ -99,7 +103,8 @@ def hybrid(
     mode, options: as given to `torch.compile`; see `config.Config`. Raises ConfigError for unknown settings or values; no
     fault of an engine reaches the caller unless `strict` is set.
     """
-    return compile_for_dynamo(gm, example_inputs, Config.from_env(os.environ).with_options(options, mode))
+    config = Config.from_env(os.environ).with_options(options, mode)
+    return compile_for_dynamo(gm, example_inputs, config, **(_listening.get() or {}))
 
 
 @_errors_unwrapped()
@@ -125,6 +130,20 @@ def compile_graph(
     if (refused := refused_operator(gm)) is not None:
         log.warning("a graph runs as written, as eager refuses an operator of it: %s", refused)
         return as_written(gm)
+    ready = Ready(model_name(), config)
+    with ready.working():
+        return _compile_graph(gm, example_inputs, config, ready, on_plan, on_regions, on_background)
+
+
+def _compile_graph(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    config: Config,
+    ready: Ready,
+    on_plan: OnPlan | None,
+    on_regions: OnRegions | None,
+    on_background: Callable[[InBackground], None] | None,
+) -> Callable[..., Any]:
     config = with_instructions(config)
     shared = open_session(config)
     deadline = Deadline(config.compile_deadline_s)
@@ -148,25 +167,29 @@ def compile_graph(
         in_background = config.background and not why_not
         if captured.kind != "backward":
             runs_twice.append(hindrance(captured.graph_module) is None)
+        own = Ready(ready.title, config) if captured.kind == "backward" else ready
+        take_plan = own.telling(on_plan)
         make = functools.partial(
             HybridGraph,
             captured,
             shared,
             config,
+            name=ready.title,
             deadline=deadline,
             on_regions=on_regions,
             meanwhile=meanwhile if in_background else None,
+            working=own.working,
         )
         if not _is_priced_whole(captured, config):
             if not in_background:
-                return make(on_plan=on_plan)
+                return make(on_plan=take_plan)
             written = EagerGraph(copy_of(captured.graph_module))  # before passes change it
-            return meanwhile(f"a {captured.kind} graph", written, make(on_plan=on_plan))
+            return meanwhile(f"a {captured.kind} graph", written, make(on_plan=take_plan))
         sizes = [k for k, value in enumerate(example_inputs) if isinstance(value, int | torch.SymInt)]
         # Only calls on the host are priced whole.
         pricing = functools.partial(pricing_of, shared, config, deadline, CPU)
         nodes = None if config.verify == "off" else as_written(gm)
-        call = PricedCall(in_eager.forward, nodes, key, sizes, config.measure_budget_s, pricing, on_plan)
+        call = PricedCall(in_eager.forward, nodes, key, sizes, config.measure_budget_s, pricing, take_plan, own.working)
         calls.append((call, in_background))
         return make(on_plan=call.take_plan)
 
@@ -190,7 +213,8 @@ def compile_graph(
         return made.call
 
     def compiled_whole() -> Callable[..., Any]:
-        planned = capture(gm, example_inputs, compile_captured, keep_ops, kept, applied_in_capture())
+        with Progress("tracing"):
+            planned = capture(gm, example_inputs, compile_captured, keep_ops, kept, applied_in_capture())
         if all(runs_twice):
             planned = raising_as_written(planned, gm)
         if not calls:
@@ -315,26 +339,75 @@ def explain(
     """
     check_model(model, "explain")
     config = Config.from_env(os.environ).with_options(options, None)
-    plans: list[Plan] = []
-    regions: list[Mapping[str, CompiledRegion]] = []
+    told = _Told()
     # Dynamo recognises a compilation by its backend object: a new partial is a new compilation.
-    in_background: list[InBackground] = []
-    backend = functools.partial(
-        compile_for_dynamo,
-        config=config,
-        on_plan=plans.append,
-        on_regions=regions.append,
-        on_background=in_background.append,
-    )
+    backend: Callable[..., Any] = functools.partial(compile_for_dynamo, config=config, **told.hooks)  # type: ignore[arg-type]
     torch.compile(model, backend=backend, dynamic=dynamic)(*args, **kwargs)
-    why = left_in_float(model) if isinstance(model, torch.nn.Module) else {}
+    return told.of(model)
 
-    def now() -> Explanation:
-        compiling = sum(graph.compiling for graph in in_background)
-        told = tuple(with_reasons(plan, why) for plan in plans)
-        return Explanation(told, tuple(regions), compiling, now if in_background else None)
 
-    return now()
+def warmup(model: Callable[..., Any], *inputs: Any) -> Explanation:
+    """Compile a model for several inputs before it serves, and return the plans of what was compiled.
+
+    model: what `torch.compile(..., backend="hybrid")` returned, or a module after `model.compile(backend="hybrid")`. inputs: one call each: a
+    tuple of positional arguments, a dict of keyword arguments, or a single argument. The calls are made in order, in the caller's grad mode,
+    and what they begin to build off the call (`background`) is waited for. Graphs that were compiled before have no plan in the result.
+
+        model = torch.compile(model, backend="hybrid", dynamic=False)
+        with torch.no_grad():
+            print(torch_hybrid_backend.warmup(model, torch.randn(1, 3, 224, 224), torch.randn(8, 3, 224, 224)))
+
+    Raises ArgumentError for a model that is not compiled, or without inputs.
+    """
+    if (
+        not is_compiled(model) and getattr(model, "_compiled_call_impl", None) is None
+    ):  # the second is set by `model.compile()`
+        raise ArgumentError(
+            f"warmup got {described(model)} that is not compiled; pass what torch.compile(model, backend='hybrid') returns, "
+            "as the server will call it"
+        )
+    if not inputs:
+        raise ArgumentError("warmup got no inputs; pass one for each shape that the model will be called with")
+    told = _Told()
+    before = _listening.set(told.hooks)
+    try:
+        for each in inputs:
+            args, kwargs = ((), each) if isinstance(each, dict) else (each if isinstance(each, tuple) else (each,), {})
+            model(*args, **kwargs)
+    finally:
+        _listening.reset(before)
+    wait_for_builds()
+    return told.of(getattr(model, "_orig_mod", model))
+
+
+class _Told:
+    """What is told of the graphs that are compiled."""
+
+    def __init__(self) -> None:
+        self._plans: list[Plan] = []
+        self._regions: list[Mapping[str, CompiledRegion]] = []
+        self._in_background: list[InBackground] = []
+
+    @property
+    def hooks(self) -> dict[str, Callable[..., None]]:
+        """What `compile_graph` tells it by."""
+        return {
+            "on_plan": self._plans.append,
+            "on_regions": self._regions.append,
+            "on_background": self._in_background.append,
+        }
+
+    def of(self, model: object) -> Explanation:
+        """The plans so far, with what a quantised model knows of its layers."""
+        why = left_in_float(model) if isinstance(model, torch.nn.Module) else {}
+        compiling = sum(graph.compiling for graph in self._in_background)
+        plans = tuple(with_reasons(plan, why) for plan in self._plans)
+        now = functools.partial(self.of, model) if self._in_background else None
+        return Explanation(plans, tuple(self._regions), compiling, now)
+
+
+# What graphs that are compiled meanwhile are told to.
+_listening: ContextVar[Mapping[str, Callable[..., None]] | None] = ContextVar("listening", default=None)
 
 
 def with_reasons(plan: Plan, why: Mapping[str, Refused]) -> Plan:

@@ -222,7 +222,11 @@ class Config:
     )
     progress: bool = dataclasses.field(
         default=True,
-        metadata=_setting(_boolean, "0, 1", "tell on standard error how far tuning is, and what it gained"),
+        metadata=_setting(
+            _boolean,
+            "0, 1",
+            "show on a terminal how far first calls, tuning and builds are, and say when a model is ready and what it gained",
+        ),
     )
     min_region_nodes: int = dataclasses.field(
         default=1,
@@ -428,6 +432,11 @@ def _warn_of_unknown(name: str, known: tuple[str, ...]) -> None:
 def setting_fields() -> tuple[dataclasses.Field[object], ...]:
     """The fields of Config that users set, in the order of the table in docs/settings.md."""
     return tuple(field for field in dataclasses.fields(Config) if "parse" in field.metadata)
+
+
+def shows_progress(environ: Mapping[str, str] | None = None) -> bool:
+    """True unless the environment, by default the process's, switches progress off (`HYBRID_PROGRESS=0`)."""
+    return Config.from_env(os.environ if environ is None else environ).progress
 
 
 def apply_log_level(config: Config) -> None:

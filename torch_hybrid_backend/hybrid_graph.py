@@ -7,6 +7,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from torch_hybrid_backend.partition.deviation import any_telling
 from torch_hybrid_backend.partition.placement import Pricing
 from torch_hybrid_backend.partition.reference import replay_of
 from torch_hybrid_backend.prepared import Prepared, copy_of, prepare
+from torch_hybrid_backend.progress import Progress
 from torch_hybrid_backend.runtime.constant_pool import ConstantPool
 from torch_hybrid_backend.runtime.native.ops import give_back_freed_memory
 from torch_hybrid_backend.runtime.python_executor import PythonExecutor, checked
@@ -82,9 +84,11 @@ class HybridGraph:
         on_regions: OnRegions | None = None,
         *,
         meanwhile: Meanwhile | None = None,
+        working: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """`deadline`: for the kernels of this graph and of others that are compiled with it; None: of `config`, for this one. `meanwhile`: it
-        is compiled in its first call, by the builder (`background`), and so are the bodies of its control flow, with eager in their places."""
+        is compiled in its first call, by the builder (`background`), and so are the bodies of its control flow, with eager in their places.
+        `working`: entered for the first call."""
         start = time.perf_counter()
         self._name = name
         self._config = config
@@ -95,6 +99,7 @@ class HybridGraph:
         self._lock = ForkLock()
         names = [node.name for node in captured.graph_module.graph.find_nodes(op="placeholder")]
         self._meanwhile = meanwhile
+        self._working = working
         self._static = frozenset(k for k, each in enumerate(names) if each in captured.static_inputs)
         self._to_judge: Compiled | None = None  # what is chosen from once more if a later call is off
         self._judgements = 0
@@ -127,7 +132,7 @@ class HybridGraph:
     def __call__(self, inputs: list[Any]) -> list[Any]:
         state = self._state
         if not isinstance(state, Installed):
-            with self._lock:
+            with self._lock, self._working():
                 if self._state is state:
                     outputs = self._first_call(state, inputs)
                     if not _is_repeatable_here(state.prepared):
@@ -217,7 +222,8 @@ class HybridGraph:
             return fastest(placed, outputs, inputs, self._config, self._pricing(), place_anew)
 
         placed, outputs = faster(*self._placed(compiled, inputs))
-        placed, outputs = judged(placed, outputs, inputs, self._config, place_anew, faster)
+        with Progress("checking the outputs"):
+            placed, outputs = judged(placed, outputs, inputs, self._config, place_anew, faster)
         hoisted = placed.prepared.hoisted  # what the gates tell of a graph changes `prepared`, not this
         compiled, pending = next(each for each in tried if each[0].prepared.hoisted is hoisted)
         # It would hold what was built for as long as the plan lives.

@@ -50,7 +50,8 @@ class Prepared:
     `is_repeatable_apart`: so it does on copies of its inputs and with random numbers of its own (`generators.apart`).
 
     `conversion`: what became of it under another precision than as written, or as the model quantises it; else None. `reduced`: what its
-    first call is judged by, None after that, and where nothing was converted.
+    first call is judged by, None after that, and where nothing was converted. `unrepeatable`: the first operator that keeps a call from being
+    repeated; "" if none does.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Prepared:
     is_repeatable_apart: bool
     conversion: Conversion | None = None
     reduced: Reduced | None = None
+    unrepeatable: str = ""
 
 
 def prepare(
@@ -79,8 +81,10 @@ def prepare(
     reduced = None if context.precision == AS_WRITTEN else reduce_precision(module, context)
     # Sub-graphs are looked into, so before they are compiled.
     known = (holds_collectives(module), is_repeatable(module), hindrance(module) is None)
+    effect = next(effects(module), None)
+    unrepeatable = "" if effect is None else str(effect.target)
     compile_bodies(captured, compile_body)
-    prepared = Prepared(name, captured.kind, *_split(module, context), *known)
+    prepared = Prepared(name, captured.kind, *_split(module, context), *known, unrepeatable=unrepeatable)
     if reduced is None:
         own = quantised_by_itself(module, context) if captured.kind == "inference" else None
         return dataclasses.replace(prepared, conversion=own)

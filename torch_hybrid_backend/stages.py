@@ -49,6 +49,7 @@ from torch_hybrid_backend.partition.regions import Partition
 from torch_hybrid_backend.partition.wrapped_region import checked, reported
 from torch_hybrid_backend.passes.decompose import decompose
 from torch_hybrid_backend.prepared import Prepared
+from torch_hybrid_backend.progress import Progress, stepping
 from torch_hybrid_backend.runtime.constant_pool import release_unused
 from torch_hybrid_backend.runtime.executor import CompiledSegment, Executor, build_executor
 from torch_hybrid_backend.runtime.plan_layout import StaticLayoutError
@@ -136,7 +137,12 @@ class Placed:
     def plan(self) -> Plan:
         """The decisions, for reports."""
         plan = make_plan(self.prepared.name, self.prepared.kind, self.partition, list(self.decisions.values()))
-        return dataclasses.replace(plan, covers=self.covers, conversion=self.prepared.conversion)
+        return dataclasses.replace(
+            plan,
+            covers=self.covers,
+            conversion=self.prepared.conversion,
+            unrepeatable=self.prepared.unrepeatable,
+        )
 
     def without(self, region: Region, cause: Exception, *, strict: bool) -> Placed:
         """The same with eager in place of the engine whose compiled region raised `cause`. Raises RegionError under `strict`."""
@@ -302,7 +308,8 @@ def place(compiled: Compiled, inputs: Sequence[Any], config: Config, pricing_on:
             candidate, config, pricing_on, tried, begun, math.inf if best is None else best[0], times_eager=not alone
         )
         try:
-            found = trial.executor(compiled.prepared).run(inputs, trial.run)
+            with Progress("checking and timing regions", len(candidate.cover.partition.graph.segments)) as progress:
+                found = trial.executor(compiled.prepared).run(inputs, stepping(progress, trial.run))
         except _TooDearError:
             costs.append(Cost(candidate.order, trial.spent_us, "more than"))
             continue

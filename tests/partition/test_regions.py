@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -273,8 +272,7 @@ def test_segments_cover_every_operator_once_and_compute_the_same(
 
 
 def test_ten_thousand_nodes_take_few_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of sweeps over the graph does not grow with it; the generous time bound only catches a quadratic
-    step."""
+    """The number of sweeps over the graph does not grow with it."""
 
     def deep(x: torch.Tensor) -> torch.Tensor:
         for i in range(5_000):
@@ -294,14 +292,11 @@ def test_ten_thousand_nodes_take_few_sweeps(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(levels, "_levels", counted)
     engine = FakeEngine(refuses=["sort"])
-    start = time.perf_counter()
     found = partition_graph(module, [engine], Config())
-    spent = time.perf_counter() - start
     assert len(found.nodes) > 10_000
     assert len(engine.asked) == sum(node.operator != "getitem" for node in found.nodes)  # those go with their sort
     assert len(found.graph.segments) == 201
     assert sweeps <= 2 * 3  # two rotations per cut, and no more than three cuts
-    assert spent < 10
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")

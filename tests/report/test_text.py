@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
+
+import torch_hybrid_backend
 from tests.conftest import Golden
 from tests.report.plans_for_tests import CONVERTED, EMPTY, GRAPHS, NOT_COMPARED, NOT_USED, PLAN, USED
 from torch_hybrid_backend.core.plan import Attempt, Plan
@@ -60,3 +63,18 @@ def test_what_an_engine_has_to_say() -> None:
 def test_no_plans() -> None:
     """A model without a graph is said to have none."""
     assert render_text([]) == "no graph was compiled"
+
+
+def test_a_first_call_that_cannot_be_repeated() -> None:
+    """What draws random numbers is named, as the first answer may then differ from later ones by rounding; nothing is said of others."""
+
+    def noisy(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(torch.relu(x @ x), 0.5)
+
+    with torch.no_grad():
+        text = str(torch_hybrid_backend.explain(noisy, torch.randn(32, 32)))
+        assert (
+            "first call: its answer may differ from later ones by rounding, as aten.native_dropout.default cannot"
+            in text
+        )
+        assert "first call" not in str(torch_hybrid_backend.explain(torch.relu, torch.randn(32, 32)))

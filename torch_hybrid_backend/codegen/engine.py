@@ -47,6 +47,7 @@ from torch_hybrid_backend.errors import CompileError, failures
 from torch_hybrid_backend.loops import lowering
 from torch_hybrid_backend.loops.kernels import Kernel, kernel_sizes
 from torch_hybrid_backend.other_load import OtherLoad
+from torch_hybrid_backend.progress import Progress
 from torch_hybrid_backend.services import Services
 
 log = logging.getLogger(__name__)
@@ -230,7 +231,8 @@ class KernelEngine(EngineBase):
                 self._services.progress,
             )
             return self._region(region.kernels, options)
-        found = search(region.kernels, region.options, run_program, inputs, budget_s)
+        with Progress(f"timing {len(region.options)} kernels"):
+            found = search(region.kernels, region.options, run_program, inputs, budget_s)
         options = [option.decided(found.get(option.key, {})) for option in region.options]
         if not deadline.is_over():
             options = probe_libraries(options, backend.device, self._services.timer(backend.device))

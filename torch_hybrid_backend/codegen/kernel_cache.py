@@ -22,6 +22,7 @@ from torch_hybrid_backend.codegen.workers.pool import Finished, KernelCompiler
 from torch_hybrid_backend.codegen.workers.protocol import Job
 from torch_hybrid_backend.errors import CacheError, CompileError, ScheduleError, failures
 from torch_hybrid_backend.loops.kernels import Kernel
+from torch_hybrid_backend.progress import Progress
 from torch_hybrid_backend.store import Store
 from torch_hybrid_backend.temporary_folder import TemporaryFolder
 
@@ -79,14 +80,18 @@ def compile_kernels(
     if missing:
         _log.debug("%d kernels found, %d to compile", len(found), len(missing))
 
+        progress = Progress("compiling kernels", len(missing), delay_s=2.0)
+
         def finished(job: Job, made: Path | CompileError) -> None:
+            progress.step()
             found[job.key] = made if isinstance(made, CompileError) else _keep(job, made, store)
             # That no schedule serves a kernel shows at once.
             if isinstance(made, CompileError) and not isinstance(made, ScheduleError):
                 remembered.put(KIND, job.key, made, limit_s)
 
         try:
-            _compile(missing, target, compiler, deadline_s - (time.monotonic() - start), finished)
+            with progress:
+                _compile(missing, target, compiler, deadline_s - (time.monotonic() - start), finished)
         except failures(OSError) as error:  # no temporary directory can be made, say
             why = f"kernels cannot be compiled: {error}"
             found.update((key, CompileError(why, recurs=False)) for key in missing.keys() - found.keys())

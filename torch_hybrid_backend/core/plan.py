@@ -163,6 +163,9 @@ class Plan:
     `cuda_graphs`: the names of the kernels that each CUDA graph launches together, across regions; of sizes known only at run time those of the
     first call. Empty where the setting `cuda_graphs` does not ask for any.
 
+    `unrepeatable`: an operator for which a call cannot be run twice unnoticed, as it draws random numbers or has other effects: the first
+    call's answer may then differ from later ones by rounding. "" if there is none: the first call returns what every later call returns.
+
     `call` is None where whole calls were not priced: the plan runs them. Where eager runs them, every node is eager's, and `regions` tell
     what the plan would have done.
     """
@@ -175,6 +178,7 @@ class Plan:
     covers: tuple[Cost, ...] = ()
     cuda_graphs: tuple[tuple[str, ...], ...] = ()
     conversion: Conversion | None = None
+    unrepeatable: str = ""
 
     def to_json(self) -> str:
         """Stable JSON (sorted keys, two spaces)."""
@@ -222,7 +226,17 @@ class Plan:
         call = decided and CallDecision(decided["engine"], costs(decided["costs"]), refusals(decided["refusals"]))
         graphs = tuple(map(tuple, raw["cuda_graphs"]))
         conversion = raw["conversion"] and _conversion(raw["conversion"])
-        return Plan(raw["graph"], raw["kind"], nodes, regions, call, costs(raw["covers"]), graphs, conversion)
+        return Plan(
+            raw["graph"],
+            raw["kind"],
+            nodes,
+            regions,
+            call,
+            costs(raw["covers"]),
+            graphs,
+            conversion,
+            raw["unrepeatable"],
+        )
 
 
 def _conversion(raw: dict[str, Any]) -> Conversion:

@@ -20,6 +20,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from torch_hybrid_backend.fork_lock import ForkLock
 from torch_hybrid_backend.measure import Rounds
 from torch_hybrid_backend.partition.accuracy import difference
 from torch_hybrid_backend.partition.placement import Pricing, cheapest, priced
+from torch_hybrid_backend.progress import Progress
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +51,7 @@ class PricedCall:
     eager: Dynamo's graph. nodes: the same run node by node, which `eager` is compared with; None: it is not compared. planned: the same
     compiled; its first call hands the plan to `take_plan`. key: what verdicts are kept under.
     sizes: positions of the inputs that are sizes known only at run time. budget_s: seconds that timing may take, at most. on_plan: gets the
-    plan with what was decided.
+    plan with what was decided. working: entered while the plan is made and priced.
 
     Without such sizes the loser is let go of. With them both stay: eager, where it has won, runs calls up to that size, and for the time
     being those less than twice as large; larger ones are priced, until the plan wins one and runs all that are larger than what eager won.
@@ -64,6 +66,7 @@ class PricedCall:
         budget_s: float,
         pricing: Callable[[], Pricing],
         on_plan: Callable[[Plan], None] | None = None,
+        working: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._eager = eager
         self._nodes = nodes
@@ -72,6 +75,7 @@ class PricedCall:
         self._budget_s = budget_s
         self._pricing = pricing
         self._on_plan = on_plan
+        self._working = working
         self._lock = ForkLock()
         self._plan: Plan | None = None
         self._decision: CallDecision | None = None
@@ -113,10 +117,11 @@ class PricedCall:
             return self._eager(*inputs)
         if not self._is_open:
             return planned(*inputs)
-        planned(*inputs)  # its first call makes the plan
-        with self._lock:
-            if self._is_open and self._is_far(size):  # no other thread has priced meanwhile
-                self._price(planned, inputs, size)
+        with self._working():
+            planned(*inputs)  # its first call makes the plan
+            with self._lock:
+                if self._is_open and self._is_far(size):  # no other thread has priced meanwhile
+                    self._price(planned, inputs, size)
         return self._call(*inputs)  # by the one that was chosen, as later calls are
 
     def _is_far(self, size: int) -> bool:
@@ -129,12 +134,12 @@ class PricedCall:
         calls = {PLAN: lambda: planned(*inputs), EAGER: lambda: self._eager(*inputs)}
         key = f"{self._key} {[inputs[position] for position in self._sizes]}"
         try:
-            why = self._fault(inputs)
-            if why:
-                _log.info("calls run as planned: %s", why)
-                self._decision = CallDecision(PLAN, (), (Refusal(EAGER, Reason.ACCURACY, why),))
-            else:
+            with Progress("timing whole calls"):
                 self._decision = price_call(key, self._plan, calls, self._budget_s, self._pricing())
+                # Eager is compared where it has won: most calls are the plan's, and two calls more would be a large part of warm starts.
+                if self._decision.engine == EAGER and (why := self._fault(inputs)):
+                    _log.info("calls run as planned: %s", why)
+                    self._decision = CallDecision(PLAN, (), (Refusal(EAGER, Reason.ACCURACY, why),))
             engine = self._decision.engine
         except failures(Exception) as error:  # no memory for both, say: what has worked goes on
             if is_sticky(error):

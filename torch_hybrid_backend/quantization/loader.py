@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import nn
 
 from torch_hybrid_backend.arguments import described
 from torch_hybrid_backend.errors import ArgumentError, QuantizationError, failures, is_out_of_memory, is_sticky
+from torch_hybrid_backend.progress import Progress
 
 Callee = Callable[..., Any]  # a module, or a function that stands for one
 Call = Callable[[Callee, Any], Any]
@@ -77,7 +78,8 @@ class Loader:
         """Calls the model, or what stands for it, with every item, or with the first `most`. Raises QuantizationError for an item that forward
         does not take, and where there are not as many as in the first pass."""
         count = 0
-        with torch.no_grad():
+        total = min((n for n in (self._total(), most) if n is not None), default=0)
+        with torch.no_grad(), Progress("running the model on the loader", total) as progress:
             for item in self._items:
                 if count == most:
                     return
@@ -87,6 +89,7 @@ class Loader:
                 except failures(Exception) as error:  # raised again, but for what is an item's fault
                     self._judge(error, item, count)
                     raise
+                progress.step()
         # One was there when the form was found: a first pass without any is a later one of what can be read once only.
         if count == 0 or self._count not in (None, count):
             before = "at least 1" if self._count is None else self._count
@@ -95,6 +98,10 @@ class Loader:
                 "be read once only, or its length changes. Pass a list of its items, or a DataLoader"
             )
         self._count = count
+
+    def _total(self) -> int | None:
+        """Number of items, as far as it is known before they are read."""
+        return len(self._items) if isinstance(self._items, Sized) else self._count
 
     def _judge(self, error: Exception, item: Any, number: int) -> None:
         """Raises QuantizationError where an error is the item's fault: the model raises for it, too, without whatever else was run."""

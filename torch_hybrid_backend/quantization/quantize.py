@@ -15,9 +15,11 @@ import torch
 from torch import nn
 
 from torch_hybrid_backend.arguments import check_module
+from torch_hybrid_backend.config import shows_progress
 from torch_hybrid_backend.errors import QuantizationError
 from torch_hybrid_backend.graph.quantization import call as of_tensors
 from torch_hybrid_backend.graph.quantization import rows_now, tensor, tensor_now, weight
+from torch_hybrid_backend.progress import Progress
 from torch_hybrid_backend.quantization.accuracy import Metric, layer_errors, return_to_float, score, warn_if_far
 from torch_hybrid_backend.quantization.calibration import Collector, collector_of
 from torch_hybrid_backend.quantization.call_sites import (
@@ -107,6 +109,21 @@ def quantize(
     if loader is None and needed:
         raise QuantizationError(f"{' and '.join(needed)} needs a loader: pass some hundred inputs of the model")
 
+    with Progress("quantizing", shown=shows_progress()):
+        return _quantized(model, loader, collector, excluded, exclude_kinds, strengths, metric, max_drop, ranges)
+
+
+def _quantized(
+    model: nn.Module,
+    loader: Iterable[Any] | None,
+    collector: Collector | None,
+    excluded: Callable[[str], bool],
+    exclude_kinds: Sequence[str],
+    strengths: Sequence[float],
+    metric: Metric | None,
+    max_drop: float,
+    ranges: str | Path | None,
+) -> QuantizedModule:
     result = QuantizedModule(model, Ranges(fingerprint(model), {}, {}))
     goal = score(metric, model) - max_drop if metric is not None else None
     data = Loader(loader, model) if loader is not None else None

@@ -12,6 +12,9 @@ from torch_hybrid_backend.core.plan import Cost, Plan, Refusal, RegionDecision
 
 _NAMED = 8  # layers that a line names
 
+DISTURBED = "measured beside other load, so it may be far off"
+_KINDS = {"disturbed": DISTURBED, "cached": "measured earlier"}
+
 
 @dataclass(frozen=True, slots=True)
 class Share:
@@ -75,8 +78,15 @@ def costs_in_words(costs: Sequence[Cost]) -> str:
     """For example "tvm 12.0 us, eager 31.5 us (measured)", or "not timed"."""
     if not costs:
         return "not timed"
-    prices = ", ".join(f"{cost.engine} {cost.microseconds:.1f} us" for cost in costs)
-    return f"{prices} ({costs[0].kind})"
+    prices = ", ".join(f"{cost.engine} {time_in_words(cost.microseconds)}" for cost in costs)
+    return f"{prices} ({_KINDS.get(costs[0].kind, costs[0].kind)})"
+
+
+def time_in_words(microseconds: float) -> str:
+    """For example "31.5 us", "8.40 ms", "1.25 s"."""
+    if microseconds < 1e3:
+        return f"{microseconds:.1f} us"
+    return f"{microseconds / 1e3:.3g} ms" if microseconds < 1e6 else f"{microseconds / 1e6:.3g} s"
 
 
 def call_in_words(plan: Plan) -> tuple[str, ...]:
@@ -93,8 +103,8 @@ def covers_in_words(plan: Plan) -> tuple[str, ...]:
         return ()
     kinds = {"more than": "given up at "}
     return tuple(
-        f"partition for {cost.engine}: {kinds.get(cost.kind, '')}{cost.microseconds:.1f} us"
-        f"{' (cached)' if cost.kind == 'cached' else ''}"
+        f"partition for {cost.engine}: {kinds.get(cost.kind, '')}{time_in_words(cost.microseconds)}"
+        f"{' (measured earlier)' if cost.kind == 'cached' else ''}"
         for cost in plan.covers
     )
 

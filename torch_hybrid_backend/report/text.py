@@ -37,6 +37,8 @@ def _plan(plan: Plan) -> Iterable[str]:
         yield f"{'    ' if number else '  '}{line}"
     for number, line in enumerate(conversion_in_words(plan)):
         yield f"{'    ' if number else '  '}{line}"
+    if plan.unrepeatable:
+        yield f"  first call: its answer may differ from later ones by rounding, as {plan.unrepeatable} cannot be run twice unnoticed"
     for line in covers_in_words(plan):
         yield f"  {line}"
     if plan.regions:

@@ -1,0 +1,63 @@
+"""warmup: compiled for several inputs before a server accepts requests."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import torch_hybrid_backend
+from torch_hybrid_backend.errors import ArgumentError
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return torch.softmax(self.layer(x) * scale, dim=-1)
+
+
+def test_every_shape_is_compiled_ahead() -> None:
+    """One plan for each; the calls after it compile nothing, and are right."""
+    torch._dynamo.reset()
+    model = Scaled().eval()
+    compiled = torch.compile(model, backend="hybrid", dynamic=False)
+    with torch.no_grad():
+        report = torch_hybrid_backend.warmup(
+            compiled, torch.randn(1, 32), (torch.randn(8, 32), 2.0), {"x": torch.randn(4, 32), "scale": 0.5}
+        )
+        assert [plan.kind for plan in report.plans] == ["inference"] * 3
+        assert "Scaled" in str(report)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for args in ((torch.randn(1, 32),), (torch.randn(8, 32), 2.0), (torch.randn(4, 32), 0.5)):
+                torch.testing.assert_close(compiled(*args), model(*args))
+        assert torch_hybrid_backend.warmup(compiled, torch.randn(1, 32)).plans == ()
+
+
+def test_a_module_compiled_in_place() -> None:
+    """`model.compile()` leaves the module what it is."""
+    torch._dynamo.reset()
+    model = Scaled().eval()
+    model.compile(backend="hybrid")
+    with torch.no_grad():
+        assert len(torch_hybrid_backend.warmup(model, torch.randn(2, 32)).plans) == 1
+
+
+def test_builds_off_the_call_are_waited_for() -> None:
+    """The report is of plans, not of what is being compiled."""
+    torch._dynamo.reset()
+    compiled = torch.compile(Scaled().eval(), backend="hybrid", options={"background": True})
+    with torch.no_grad():
+        report = torch_hybrid_backend.warmup(compiled, torch.randn(3, 32))
+    assert len(report.plans) == 1
+    assert report.compiling == 0
+
+
+def test_wrong_arguments_say_what_to_do() -> None:
+    """A model that is not compiled, and no inputs."""
+    with pytest.raises(ArgumentError, match=r"a Scaled that is not compiled; pass what torch\.compile"):
+        torch_hybrid_backend.warmup(Scaled(), torch.randn(1, 32))
+    with pytest.raises(ArgumentError, match="no inputs"):
+        torch_hybrid_backend.warmup(torch.compile(Scaled(), backend="hybrid"))
