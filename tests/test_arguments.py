@@ -48,7 +48,7 @@ def _model() -> nn.Module:
         (lambda t: t.compress("resnet50", clusters=4), "compress got the str 'resnet50'"),
         (lambda t: t.compress(_model()), "nothing to do: give sparsity"),
         (lambda t: t.compress(_model(), sparsity=2), "sparsity=2: must be a share between 0 and 1"),
-        (lambda t: t.compress(_model(), clusters=4, exclude=["wieght"]), "near names: weight"),
+        (lambda t: t.compress(_model(), clusters=4, exclude=["wght"]), "near names: weight"),
         (
             lambda t: t.save_compressed(_model(), "/nowhere/at/all/model"),
             "there is no folder /nowhere/at/all; make it first",
@@ -128,7 +128,7 @@ def test_values_in_words() -> None:
     ]
 
 
-@pytest.mark.parametrize(("name", "nearest"), [("explian", "explain"), ("quantise", "quantize"), ("Confg", "Config")])
+@pytest.mark.parametrize(("name", "nearest"), [("explainn", "explain"), ("quantise", "quantize"), ("Confi", "Config")])
 def test_a_wrong_attribute_of_the_package_suggests_the_nearest(name: str, nearest: str) -> None:
     """And `dir` shows what there is, before it is imported."""
     with pytest.raises(AttributeError, match=re.escape(f"has no attribute '{name}'. Did you mean '{nearest}'?")):

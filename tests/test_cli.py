@@ -165,10 +165,10 @@ def _doctor() -> str:
 def test_a_wrong_command_suggests_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     """With all that there are, and the status of a wrong usage."""
     with pytest.raises(SystemExit) as ended:
-        _run("explian", "x.py:make")
+        _run("explainn", "x.py:make")
     assert ended.value.code == 2
     assert (
-        "there is no command 'explian'. Did you mean 'explain'? The commands are: explain, doctor"
+        "there is no command 'explainn'. Did you mean 'explain'? The commands are: explain, doctor"
         in capsys.readouterr().err
     )
 

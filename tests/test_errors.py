@@ -110,7 +110,7 @@ def test_one_class_catches_all_that_is_raised_on_purpose() -> None:
 @pytest.mark.parametrize(
     ("name", "found"),
     [
-        ("explian", "explain"),
+        ("explainn", "explain"),
         ("EXPLAIN", "explain"),
         ("quantise", "quantize"),
         ("int4", "int4-weights"),

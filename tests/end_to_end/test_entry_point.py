@@ -81,7 +81,7 @@ def test_options_are_used() -> None:
         ({"verify": 3}, "always"),
         ({"engines": "gpu9000"}, "tvm"),
         ({"min_region_nodes": "many"}, "whole number"),
-        ({"verfy": "off"}, "Did you mean 'verify'?"),
+        ({"verifyy": "off"}, "Did you mean 'verify'?"),
         ({"engines": "tvn"}, "Did you mean 'tvm'?"),
         ({"max_autotune": True}, "inductor"),
         ({"triton.cudagraphs": True}, "inductor"),
