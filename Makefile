@@ -173,7 +173,7 @@ wheel: $(VENV)/.installed $(WHEEL)/.installed
 	CC=$(ZIG_CXX) CXX=$(ZIG_CXX) LDSHARED="$(ZIG_CXX) -shared" LDCXXSHARED="$(ZIG_CXX) -shared" LDFLAGS=-s \
 		ZIG_GLOBAL_CACHE_DIR=$(WHEEL)/cache ZIG_LOCAL_CACHE_DIR=$(WHEEL)/cache \
 		$(PIP) wheel -q --no-deps --no-build-isolation --wheel-dir build/wheel dist/*.tar.gz
-	$(WHEEL)/bin/auditwheel -q repair --plat manylinux_2_28_x86_64 --only-plat --exclude libtorch_cpu.so --wheel-dir dist build/wheel/*.whl
+	PATH=$(WHEEL)/bin:$$PATH auditwheel repair --plat manylinux_2_28_x86_64 --only-plat --exclude libtorch_cpu.so --wheel-dir dist build/wheel/*.whl
 	ls -l dist
 
 clean:
