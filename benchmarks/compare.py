@@ -1,195 +1,80 @@
-"""One model at one batch size on several peers, side by side: prepared one after the other, then timed in interleaved rounds."""
+"""One model of the catalogue at one batch size on several peers, side by side (`torch_hybrid_backend.bench.compare`)."""
 
 from __future__ import annotations
 
-import contextlib
-import shutil
-import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from benchmarks import machine
+from benchmarks.catalogue import MODELS
 from benchmarks.models import Size
-from benchmarks.peers import FLOAT32, Peer, by_name
-from benchmarks.process import WorkerError, WorkerProcess, wait_until_quiet
-from benchmarks.results import OURS
-from benchmarks.worker import Account, Prepare, Ready, Reference, Round, Work, environment
+from torch_hybrid_backend.bench import compare as peers_compared
+from torch_hybrid_backend.bench.calls import Inputs
+from torch_hybrid_backend.bench.peers import FLOAT32, Peer
+from torch_hybrid_backend.bench.process import WorkerError
+from torch_hybrid_backend.bench.worker import Work
 
-_OURS_MODULE = by_name()[OURS].module
-_FILLED = "filled"  # an empty file in a cache from which the peer has prepared a model to the end
+_CALIBRATION_SEEDS = range(100, 108)
 
 
-@dataclass(frozen=True, slots=True)
-class Effort:
-    """How to measure. `seconds`: timing of one model, all peers together; `timeout_s`: longest wait for one peer's answer.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZooWork(Work):
+    """A model of the catalogue. Its weights may be random, which are off by more than trained ones: no layer returns to float32."""
 
-    `warm`: names of peers for which a second process is started on the caches that the first one filled, for its compile time.
-    `caches`: folder where the caches of all peers but ours outlive the run; one that finds its own filled has a warm compile time and
-    no cold one. None: every run starts without. `precision`: what all peers but those with one of their own run in (`PRECISIONS`).
-    """
+    model: str
+    size: Size
+    precision_tolerance: float | None = 1.0
+
+    @property
+    def key(self) -> str:
+        return f"{self.model}-{self.size}-{self.batch}"
+
+    @property
+    def variables(self) -> dict[str, str]:
+        return {"HF_HUB_OFFLINE": "1"}
+
+    def build(self) -> tuple[nn.Module, Inputs]:
+        return MODELS[self.model].build(self.size), self._inputs()
+
+    def calibration(self, inputs: Inputs) -> list[Inputs]:
+        """Other inputs than those that are timed."""
+        return [self._inputs(seed) for seed in _CALIBRATION_SEEDS]
+
+    def _inputs(self, seed: int = 0) -> Inputs:
+        return Inputs(MODELS[self.model].inputs(self.size, self.batch or 1, seed))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort(peers_compared.Effort):
+    """How to measure, and what every peer is given: threads, and the precision of those that have none of their own (`PRECISIONS`)."""
 
     threads: int
-    seconds: float = 20.0
-    rounds: int = 5
-    timeout_s: float = 300.0
-    warm: frozenset[str] = frozenset()
-    caches: Path | None = None
     precision: str = FLOAT32
-
-    def cache(self, work: Work, peer: Peer) -> Path:
-        """Where the peer keeps what it compiles for this work: filled (`_is_filled`), or empty."""
-        if self.caches is None or peer.module == _OURS_MODULE or not peer.keeps_cache:
-            return work.folder / peer.name
-        precision = _precision(work, peer)
-        name = peer.name if precision == FLOAT32 else f"{peer.name}-{precision}"
-        cache = self.caches / f"{work.model}-{work.size}-{work.batch}-{name}"
-        # What a run that was stopped left would make the next one's compile time neither cold nor warm.
-        if not _is_filled(cache):
-            shutil.rmtree(cache, ignore_errors=True)
-        return cache
-
-
-@dataclass(slots=True)
-class _Runner:
-    """One peer's worker. `gap` is why it takes no further part, or empty."""
-
-    peer: Peer
-    worker: WorkerProcess
-    cache: Path
-    was_filled: bool
-    gap: str = ""
-    ready: Ready | None = None
-    warm_s: float | None = None
-    rounds_ms: list[list[float]] = field(default_factory=list)
-    account: dict[str, object] = field(default_factory=dict)
-
-    def ask(self, message: object, within_s: float) -> Any:
-        """The worker's answer, or None with `gap` set where it gave none."""
-        try:
-            return self.worker.ask(message, within_s)
-        except WorkerError as error:
-            self.gap = str(error)
-            return None
 
 
 def compare(
     model: str, size: Size, batch: int, peers: Sequence[Peer], effort: Effort, log: Path, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """One result per peer, in their order; a peer without figures has a "gap", which says why. What peers print is appended to `log`.
-
-    Times are milliseconds of one call, memory MiB, `gflop` 10^9 floating-point operations of one call, errors against eager in float32.
-    `samples_ms` holds every timed call.
-    """
-    with tempfile.TemporaryDirectory(prefix="benchmark-") as name, contextlib.ExitStack() as stack:
-        folder = Path(name)
-        work = Work(model, size, batch, effort.threads, folder, effort.precision)
-
-        @contextlib.contextmanager
-        def start(cache: Path) -> Iterator[WorkerProcess]:
-            with WorkerProcess(environment(effort.threads, cache), log) as worker:
-                yield worker
-
+    """The results of `bench.compare` with the model, its size, and the revision of this project. Where eager has no result, all have a gap."""
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        work = ZooWork(
+            model=model,
+            size=size,
+            batch=batch,
+            threads=effort.threads,
+            folder=Path(folder),
+            precision=effort.precision,
+        )
         say("reference")
         try:
-            with start(folder / "reference") as worker:
-                flops = worker.ask(Reference(work), effort.timeout_s)
+            facts = peers_compared.reference(work, effort, log)
+            found = peers_compared.compare(work, facts, peers, effort, log, say)
         except WorkerError as error:
-            flops = f"eager has no result: {error}"
-        if isinstance(flops, str):
-            return [_identity(work, peer) | {"gap": flops} for peer in peers]
-        runners = []
-        for peer in peers:
-            if peer.missing(effort.precision):
-                continue
-            say(f"{peer.title}: preparing")
-            cache = effort.cache(work, peer)
-            runner = _Runner(peer, stack.enter_context(start(cache)), cache, was_filled=_is_filled(cache))
-            runner.ready = runner.ask(Prepare(work, peer, folder / f"{peer.name}-files"), effort.timeout_s)
-            runner.gap = runner.gap or (runner.ready.error if runner.ready else "")
-            if not runner.gap and cache.exists():
-                (cache / _FILLED).touch()
-            runners.append(runner)
-        _time(runners, effort, say)
-        for runner in runners:
-            if not runner.gap:
-                runner.account = runner.ask(Account(), effort.timeout_s) or {}
-            runner.worker.end()
-        for runner in runners:
-            if runner.peer.name in effort.warm and runner.peer.keeps_cache and not (runner.gap or runner.was_filled):
-                say(f"{runner.peer.title}: preparing again, from its cache")
-                with contextlib.suppress(WorkerError), start(runner.cache) as worker:
-                    again = worker.ask(
-                        Prepare(work, runner.peer, folder / f"{runner.peer.name}-files"), effort.timeout_s
-                    )
-                    runner.warm_s = None if again.error else again.compile_s
-        results = {runner.peer.name: _result(work, runner, flops) for runner in runners}
-        return [
-            results.get(peer.name) or _identity(work, peer) | {"gap": peer.missing(effort.precision)} for peer in peers
-        ]
-
-
-def _is_filled(cache: Path) -> bool:
-    return (cache / _FILLED).exists()
-
-
-def _time(runners: Sequence[_Runner], effort: Effort, say: Callable[[str], None]) -> None:
-    """Fill the runners' samples. Each round starts with another peer, so that none always follows the same one."""
-    for index in range(effort.rounds):
-        alive = [runner for runner in runners if not runner.gap]
-        if not alive:
-            return
-        say(f"timing, round {index + 1} of {effort.rounds}")
-        first = index % len(alive)
-        for runner in alive[first:] + alive[:first]:
-            wait_until_quiet([other.worker for other in alive])
-            nanoseconds = runner.ask(Round(effort.seconds / effort.rounds / len(alive)), effort.timeout_s)
-            if nanoseconds is not None:
-                runner.rounds_ms.append([value / 1e6 for value in nanoseconds])
-
-
-def _precision(work: Work, peer: Peer) -> str:
-    return peer.precision or work.precision
-
-
-def _identity(work: Work, peer: Peer) -> dict[str, Any]:
-    return {"model": work.model, "batch": work.batch, "peer": peer.name, "size": work.size, "threads": work.threads} | {
-        "precision": _precision(work, peer),
-        "day": machine.today(),
-        "revision": machine.revision(),
-    }
-
-
-def _result(work: Work, runner: _Runner, flops: int) -> dict[str, Any]:
-    result = _identity(work, runner.peer)
-    if runner.gap or runner.ready is None:
-        return result | {"gap": runner.gap}
-    medians = [statistics.median(samples) for samples in runner.rounds_ms]
-    samples = [value for values in runner.rounds_ms for value in values]
-    median = statistics.median(samples)
-    first, _, third = _cuts(medians, 4)
-    result |= {
-        "median_ms": round(median, 5),
-        "p90_ms": round(_cuts(samples, 10)[8], 5),
-        "spread_ms": round(third - first, 5),
-        "items_per_s": round(work.batch / median * 1e3, 3),
-        "rounds": len(medians),
-        "calls": len(samples),
-        "compile_warm_s" if runner.was_filled else "compile_cold_s": round(runner.ready.compile_s, 3),
-        "import_s": round(runner.ready.import_s, 3),
-        "max_error": runner.ready.max_error,
-        "rms_error": runner.ready.rms_error,
-        "gflop": round(flops / 1e9, 4),
-        **runner.account,
-        "samples_ms": samples,
-    }
-    if runner.warm_s is not None:
-        result["compile_warm_s"] = round(runner.warm_s, 3)
-    return result
-
-
-def _cuts(values: Sequence[float], parts: int) -> list[float]:
-    """The values that cut the sorted ones into equal parts."""
-    return statistics.quantiles(values, n=parts, method="inclusive") if len(values) > 1 else [values[0]] * (parts - 1)
+            gap = {"gap": f"eager has no result: {error}"}
+            found = [peers_compared.identity(work, peer) | gap for peer in peers]
+    return [{"model": model, "size": size, "revision": machine.revision()} | result for result in found]

@@ -15,7 +15,7 @@ import importlib.util
 import pytest
 
 from benchmarks.catalogue import MODELS
-from benchmarks.peers import BASELINES, FLOAT32, PRECISIONS, Peer, by_name
+from torch_hybrid_backend.bench.peers import BASELINES, FLOAT32, PRECISIONS, Peer, by_name
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

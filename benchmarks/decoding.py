@@ -30,8 +30,8 @@ import torch
 from torch import nn
 
 from benchmarks import llamacpp, machine, roofline
-from benchmarks.peers import search_folder_apart
 from benchmarks.table import RESULTS
+from torch_hybrid_backend.bench.peers import search_folder_apart
 from torch_hybrid_backend.measure import measure
 
 aten = torch.ops.aten

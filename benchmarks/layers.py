@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import peers
-from benchmarks.peers import Setting
-from benchmarks.peers.hybrid import prepare
-from benchmarks.worker import Work
+from benchmarks.compare import ZooWork
+from torch_hybrid_backend.bench import peers
+from torch_hybrid_backend.bench.peers import Setting
+from torch_hybrid_backend.bench.peers.hybrid import prepare
 
 Row = tuple[str, float]
 _CALLS, _WARM_CALLS = 20, 5
@@ -46,13 +46,13 @@ def ours(call: Callable[[], object]) -> list[Row]:
     return [(step.name, statistics.median(own)) for step, own in zip(steps, times, strict=False)]
 
 
-def openvino(work: Work, setting: Setting) -> list[Row]:
+def openvino(work: ZooWork, setting: Setting) -> list[Row]:
     """(layer with its implementation and shape, microseconds) in the order of execution; layers of less than a microsecond are left out."""
-    from benchmarks.peers.openvino import compiled_model
+    from torch_hybrid_backend.bench.peers.openvino import compiled_model
 
     model, inputs = work.build()
     compiled = compiled_model(model, inputs, setting, PERF_COUNT="YES")
-    request, feed = compiled.create_infer_request(), [value.numpy() for value in inputs]
+    request, feed = compiled.create_infer_request(), [value.numpy() for value in inputs.args]
     layers = compiled.get_runtime_model().get_ordered_ops()
     shapes = {layer.get_friendly_name(): layer.output(0).get_partial_shape() for layer in layers if layer.outputs()}
     times: dict[str, list[float]] = defaultdict(list)
@@ -80,9 +80,17 @@ def main() -> None:
     parser.add_argument("--precision", choices=peers.PRECISIONS, default=peers.FLOAT32)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-        work = Work(options.model, "full", options.batch, torch.get_num_threads(), Path(folder), options.precision)
-        setting = Setting(work.threads, work.folder, options.precision, work.calibration())
+        work = ZooWork(
+            model=options.model,
+            size="full",
+            batch=options.batch,
+            threads=torch.get_num_threads(),
+            folder=Path(folder),
+            precision=options.precision,
+        )
         model, inputs = work.build()
+        calibration = work.calibration(inputs)
+        setting = Setting(work.threads, work.folder, options.precision, calibration, work.precision_tolerance)
         _show("hybrid", ours(prepare(model, inputs, setting).call))
         peers.search_folder_apart()
         if importlib.util.find_spec("openvino") is None:

@@ -1,89 +1,33 @@
-"""What a benchmark ran on, recorded beside its figures."""
+"""What a benchmark ran on, recorded beside its figures: what `torch_hybrid_backend.bench.machine` tells, and the clone that is measured."""
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
 import json
 import os
-import platform
 import re
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-_PACKAGES = (
-    "torch",
-    "apache-tvm",
-    "numpy",
-    "transformers",
-    "torchvision",
-    "torch-hybrid-backend",
-    "openvino",
-    "onnxruntime",
-    "onnx",
-    "zentorch",
-)
+from torch_hybrid_backend.bench import machine
+from torch_hybrid_backend.bench.machine import PACKAGES, cpu_model, cpu_name, hybrid_settings
+
+__all__ = ["cpu_name", "describe", "hybrid_settings", "revision", "slug", "versions", "write_record"]
 
 # Packages that would disturb others lie below sys.prefix, each in a folder that only its users look into.
 FOLDERS_APART = ("peers", "torchvision", "ecosystem")
 
 
-def versions(packages: Sequence[str] = _PACKAGES) -> dict[str, str]:
-    """Versions of Python and of the packages (those that decide speed), in folders apart too; absent ones are left out."""
-    found = {"python": platform.python_version()}
-    path = [*sys.path, *(str(Path(sys.prefix) / name) for name in FOLDERS_APART)]
-    for package in packages:
-        distribution = next(iter(importlib.metadata.distributions(name=package, path=path)), None)
-        if distribution is not None:
-            found[package] = distribution.version
-    return found
-
-
-def hybrid_settings() -> dict[str, str]:
-    """The settings of this package that the environment changes, but for the place of the cache."""
-    return {k: v for k, v in sorted(os.environ.items()) if k.startswith("HYBRID_") and k != "HYBRID_CACHE_DIR"}
-
-
-def _cpu_info() -> dict[str, str]:
-    """What the system tells of its first processor; nothing where it tells nothing."""
-    info = Path("/proc/cpuinfo")
-    if not info.exists():
-        return {}
-    first = info.read_text().partition("\n\n")[0].splitlines()
-    return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first)}
-
-
-def cpu_name() -> str:
-    """The processor's marketing name where the system tells it, else its architecture."""
-    return _cpu_info().get("model name", platform.machine())
-
-
-def cpu_model() -> str:
-    """Family and model of an x86 processor, "26/2", as far as the system tells them: virtual machines hide the marketing name's number."""
-    return "/".join(_cpu_info().get(key, "") for key in ("cpu family", "model"))
+def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
+    """Versions of Python and of the packages, in folders apart too; absent ones are left out."""
+    return machine.versions(packages, FOLDERS_APART)
 
 
 def describe() -> dict[str, object]:
     """Processor, cores, threads, vector instructions, system, versions and the day (UTC)."""
-    return {
-        "cpu": cpu_name(),
-        "cpu_model": cpu_model(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "versions": versions(),
-        "day": today(),
-    }
-
-
-def today() -> str:
-    """The day (UTC)."""
-    return datetime.datetime.now(datetime.UTC).date().isoformat()
+    return machine.describe() | {"versions": versions()}
 
 
 def revision() -> str:

@@ -22,6 +22,9 @@ from torch import nn
 
 from benchmarks.networks import LstmClassifier, UNet
 from benchmarks.weights import randomise
+from torch_hybrid_backend.bench.calls import tensors
+
+__all__ = ["ZOO", "Model", "Size", "from_transformers", "images", "minilm_directory", "tensors"]
 
 Size = Literal["small", "full"]
 Settings = dict[str, Any]
@@ -363,11 +366,6 @@ _MODELS: tuple[Model, ...] = (
     Model("lstm", "LSTM classifier", _lstm, _tokens((100, 12), (30522, 32))),
     Model("unet", "U-Net", _unet, images(32, 224)),
 )
-
-
-def tensors(outputs: object) -> list[torch.Tensor]:
-    """The tensors of a model's outputs (a tensor, a tuple, a transformers output), in a stable order."""
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
 
 
 ZOO: dict[str, Model] = {model.name: model for model in _MODELS}

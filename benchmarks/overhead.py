@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks import peers
-from benchmarks.peers import Peer, Setting
-from benchmarks.process import WorkerError, WorkerProcess
-from benchmarks.worker import State, environment
+from torch_hybrid_backend.bench import peers
+from torch_hybrid_backend.bench.calls import Inputs
+from torch_hybrid_backend.bench.peers import Peer, Setting
+from torch_hybrid_backend.bench.process import WorkerError, WorkerProcess
+from torch_hybrid_backend.bench.worker import State, environment
 from torch_hybrid_backend.measure import measure
 
 
@@ -43,8 +44,8 @@ class Overhead:
         torch.set_num_threads(self.threads)
         if self.peer.packages:
             peers.search_folder_apart()
-        model, inputs = TenOperators().eval(), (torch.tensor([0.1, 0.5, 1.0, 2.0]),)
-        expected = model(*inputs)
+        model, inputs = TenOperators().eval(), Inputs((torch.tensor([0.1, 0.5, 1.0, 2.0]),))
+        expected = inputs.call(model)
         self.scratch.mkdir(parents=True, exist_ok=True)
         call = self.peer.load()(model, inputs, Setting(self.threads, self.scratch)).call
         for _ in range(3):  # hybrid takes its plan from the second call on
@@ -53,8 +54,8 @@ class Overhead:
             (timing,) = measure([call], self.budget_s, max_rounds=100_000)
             return {"call_us": round(timing.median_us, 2)}
         guarded = _guards_only(copy.deepcopy(model), expected)
-        guarded(*inputs)
-        own, guards = measure([call, lambda: guarded(*inputs)], self.budget_s, max_rounds=100_000)
+        inputs.call(guarded)
+        own, guards = measure([call, lambda: inputs.call(guarded)], self.budget_s, max_rounds=100_000)
         return {
             "call_us": round(own.median_us, 2),
             "beyond_guards_us": round(own.median_us - guards.median_us, 2),

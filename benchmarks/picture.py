@@ -11,9 +11,9 @@ from pathlib import Path
 
 from benchmarks import results
 from benchmarks.catalogue import MODELS
-from benchmarks.peers import title
 from benchmarks.results import OURS, Record
 from benchmarks.table import RESULTS
+from torch_hybrid_backend.bench.peers import title
 
 _INSTALL = "the picture needs matplotlib: pip install matplotlib"
 _BASE = "eager"

@@ -26,6 +26,7 @@ from torch.nn.utils import parametrize
 
 from benchmarks import machine
 from torch_hybrid_backend.backend import compile_graph
+from torch_hybrid_backend.bench.peers.eager import in_bytes, in_nibbles
 from torch_hybrid_backend.compression.shared_weights import NIBBLE, SharedWeight
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.measure import measure
@@ -155,22 +156,6 @@ def _peers(model: _Layers, inputs: Sequence[torch.Tensor]) -> list[_Side]:
         size = n * k / 2 + 2 * dtype.itemsize * n * k / GROUP
         sides.append(_Side(f"aten int4 {name}", int4, size, _TOLERANCES["int4"] + extra))
     return sides
-
-
-def in_bytes(w: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight (N, K) as int8 and a scale for each row."""
-    scale = w.abs().amax(1) / 127
-    return (w / scale[:, None]).round().to(torch.int8), scale.to(dtype)
-
-
-def in_nibbles(w: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight (N, K) as PyTorch packs 4 bits, and the scales and zeros of its groups, (K / GROUP, N, 2): (q - 8) * scale + zero."""
-    n, k = w.shape
-    groups = w.view(n, k // GROUP, GROUP)
-    scale = groups.abs().amax(2) / 7
-    q = (groups / scale[:, :, None]).round() + 8
-    packed = aten._convert_weight_to_int4pack_for_cpu(q.view(n, k).to(torch.int32), 2)
-    return packed, torch.stack([scale, torch.zeros_like(scale)], 2).transpose(0, 1).contiguous().to(dtype)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

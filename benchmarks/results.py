@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers import BASELINES, FLOAT32
+from torch_hybrid_backend.bench.peers import BASELINES, FLOAT32, OURS
 
-OURS = "hybrid"
 Record = dict[str, Any]
 Row = tuple[str, int]  # model, batch
 _BASELINES = frozenset(peer.name for peer in BASELINES)

@@ -24,11 +24,11 @@ import torch
 
 from benchmarks import machine
 from benchmarks.catalogue import MODELS
+from benchmarks.compare import ZooWork
 from benchmarks.overhead import Overhead
-from benchmarks.peers import by_name
-from benchmarks.process import ROOT, WorkerError, WorkerProcess, wait_until_quiet
-from benchmarks.results import OURS
-from benchmarks.worker import Account, Prepare, Reference, Round, Work, environment
+from torch_hybrid_backend.bench.peers import OURS, by_name
+from torch_hybrid_backend.bench.process import ROOT, WorkerError, WorkerProcess, wait_until_quiet
+from torch_hybrid_backend.bench.worker import Account, Prepare, Reference, Round, environment
 from torch_hybrid_backend.progress import Progress
 
 _TIMEOUT_S = 900.0
@@ -40,20 +40,21 @@ def compared(model: str, batch: int, trees: Sequence[Path], arguments: argparse.
     """The figures of one model at one batch size: each a list of two, the old tree's and the new one's, and for calls the ratio too."""
     with tempfile.TemporaryDirectory(prefix="revisions-") as name, contextlib.ExitStack() as stack:
         folder = Path(name)
-        work = Work(model, arguments.size, batch, arguments.threads, folder)
+        work = ZooWork(model=model, size=arguments.size, batch=batch, threads=arguments.threads, folder=folder)
+
+        def variables(cache: str) -> dict[str, str]:
+            return environment(arguments.threads, folder / cache) | work.variables
 
         def start(cache: str, tree: Path) -> WorkerProcess:
-            return stack.enter_context(WorkerProcess(environment(arguments.threads, folder / cache), log, tree))
+            return stack.enter_context(WorkerProcess(variables(cache), log, tree))
 
-        with WorkerProcess(environment(arguments.threads, folder / "reference"), log) as worker:
+        with WorkerProcess(variables("reference"), log) as worker:
             worker.ask(Reference(work), _TIMEOUT_S)
         result: dict[str, Any] = {"model": model, "batch": batch, **{figure: [[], []] for figure in _FIGURES[1:]}}
         for attempt in range(arguments.compilations):
             for side, tree in enumerate(trees):
                 for figure in ("compile_cold_s", "compile_warm_s"):  # the second process finds the cache of the first
-                    with WorkerProcess(
-                        environment(arguments.threads, folder / f"{side}{attempt}"), log, tree
-                    ) as worker:
+                    with WorkerProcess(variables(f"{side}{attempt}"), log, tree) as worker:
                         ready = worker.ask(Prepare(work, by_name()[OURS], folder / "files"), _TIMEOUT_S)
                         if ready.error:
                             raise WorkerError(f"{tree}: {ready.error}")
@@ -66,8 +67,8 @@ def compared(model: str, batch: int, trees: Sequence[Path], arguments: argparse.
             found = [0.0, 0.0]
             for side in (0, 1) if index % 2 else (1, 0):
                 wait_until_quiet(workers)
-                samples = workers[side].ask(Round(arguments.seconds / arguments.rounds / 2), _TIMEOUT_S)
-                found[side] = statistics.median(samples) / 1e6
+                timed = workers[side].ask(Round(arguments.seconds / arguments.rounds / 2), _TIMEOUT_S)
+                found[side] = statistics.median(timed.nanoseconds) / 1e6
             medians.append((found[0], found[1]))
         for side, worker in enumerate(workers):
             account = worker.ask(Account(), _TIMEOUT_S)

@@ -31,9 +31,9 @@ from benchmarks import machine, picture, results, table
 from benchmarks.catalogue import MODELS
 from benchmarks.compare import Effort, compare
 from benchmarks.overhead import overheads
-from benchmarks.peers import BASELINES, FLOAT32, PRECISIONS, Peer, by_name
 from benchmarks.results import OURS, Record, Row
 from benchmarks.roofline import peak
+from torch_hybrid_backend.bench.peers import BASELINES, FLOAT32, PRECISIONS, Peer, by_name
 from torch_hybrid_backend.progress import Progress
 
 # Of the peers that keep a cache, those whose second process is worth its time in every row.
@@ -152,13 +152,13 @@ def main(argv: Sequence[str] | None = None, known: dict[str, Peer] | None = None
         about["versions"] |= machine.versions(_QUANTISERS)
         settings["precision"] = arguments.precision
     effort = Effort(
-        arguments.threads,
-        arguments.seconds,
-        arguments.rounds,
-        arguments.timeout,
-        frozenset(arguments.warm),
-        arguments.caches and arguments.caches.resolve(),
-        arguments.precision,
+        threads=arguments.threads,
+        seconds=arguments.seconds,
+        rounds=arguments.rounds,
+        timeout_s=arguments.timeout,
+        warm=frozenset(arguments.warm),
+        caches=arguments.caches and arguments.caches.resolve(),
+        precision=arguments.precision,
     )
     record: Record = {
         "machine": about,

@@ -13,8 +13,9 @@ from typing import Any
 
 from benchmarks import results
 from benchmarks.catalogue import MODELS
-from benchmarks.peers import FLOAT32, title
 from benchmarks.results import OURS, Record
+from torch_hybrid_backend.bench.peers import FLOAT32, title
+from torch_hybrid_backend.bench.table import markdown, milliseconds
 
 # One row for each kind of model, and the row that does worst.
 SUMMARY = (
@@ -49,7 +50,7 @@ def latency(record: Record) -> str:
         times, errors = results.medians(record, row), results.errors(record, row)
         cells = [_model(row[0]), str(row[1]), *(_milliseconds(times.get(name), errors.get(name)) for name in names)]
         body.append([*cells, *([_ratio(results.best(times), times.get(OURS))] if ours else [])])
-    parts = [_caption(record), _table(header, body, left=1)]
+    parts = [_caption(record), markdown(header, body, left=1)]
     if ours:
         parts.append(standings(record))
     return "\n\n".join(parts)
@@ -81,7 +82,7 @@ def summary(record: Record) -> str:
         f"Over all {overall.rows} rows the fastest other peer takes {_number(overall.ratio, '{:.2f}')} times hybrid's time "
         f"(geometric mean), and hybrid is ahead in {_number(overall.ahead, '{:.0%}')} of them."
     )
-    return f"{_table(header, body, left=1)}\n\n{caption}"
+    return f"{markdown(header, body, left=1)}\n\n{caption}"
 
 
 def standings(record: Record) -> str:
@@ -92,7 +93,7 @@ def standings(record: Record) -> str:
         entry = results.standing(record, name)
         against = "the best of each row" if name is None else title(name)
         body.append([against, str(entry.rows), _number(entry.ratio, "{:.2f}"), _number(entry.ahead, "{:.0%}")])
-    return _table(["against", "rows", "geometric mean of its time / hybrid's", "hybrid ahead"], body, left=1)
+    return markdown(["against", "rows", "geometric mean of its time / hybrid's", "hybrid ahead"], body, left=1)
 
 
 _DETAILS = (
@@ -123,7 +124,7 @@ def details(record: Record) -> str:
         figures = {**result, **derived}
         cells = [_number(figures.get(key), form) for _, key, form in _DETAILS]
         body.append([_model(result["model"]), str(result["batch"]), title(result["peer"]), *cells])
-    return _table(header, body, left=3) if body else ""
+    return markdown(header, body, left=3) if body else ""
 
 
 def overhead(record: Record) -> str:
@@ -136,7 +137,7 @@ def overhead(record: Record) -> str:
     if not body:
         return ""
     header = ["ten operators on 4 numbers", "us a call", "of these beyond Dynamo's guards"]
-    return _table(header, body, left=1)
+    return markdown(header, body, left=1)
 
 
 def gaps(record: Record) -> str:
@@ -193,21 +194,6 @@ def _when(record: Record) -> str:
     return f"{' to '.join(dict.fromkeys((days[0], days[-1])))}, revision {', '.join(revisions)}" if days else ""
 
 
-def _table(header: Sequence[str], body: Sequence[Sequence[str]], left: int) -> str:
-    """Markdown whose columns line up in a terminal too; the first `left` ones are text, the rest figures."""
-    widths = [max(3, *map(len, column)) for column in zip(header, *body, strict=True)]
-
-    def line(cells: Sequence[str]) -> str:
-        padded = (
-            cell.ljust(width) if index < left else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        )
-        return f"| {' | '.join(padded)} |"
-
-    rule = ["-" * width if index < left else "-" * (width - 1) + ":" for index, width in enumerate(widths)]
-    return "\n".join([line(header), line(rule), *map(line, body)])
-
-
 def _model(name: str) -> str:
     return MODELS[name].title if name in MODELS else name
 
@@ -215,8 +201,7 @@ def _model(name: str) -> str:
 def _milliseconds(value: float | None, error: float | None = None) -> str:
     if value is None:
         return "-"
-    time = f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
-    return time if error is None else f"{time} ({error:.1%})"
+    return milliseconds(value) if error is None else f"{milliseconds(value)} ({error:.1%})"
 
 
 def _ratio(other: float | None, own: float | None) -> str:

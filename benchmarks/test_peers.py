@@ -45,7 +45,9 @@ def results(
     option = request.config.getoption
     peers = chosen_peers(request.config)
     effort = Effort(
-        option("--threads") or torch.get_num_threads(), option("--seconds"), precision=option("--precision")
+        threads=option("--threads") or torch.get_num_threads(),
+        seconds=option("--seconds"),
+        precision=option("--precision"),
     )
     log: Path = tmp_path_factory.mktemp("benchmarks") / "log"
     found = compare(row[0], option("--size"), row[1], peers, effort, log, lambda _: None)

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from benchmarks.peers import search_folder_apart
+from torch_hybrid_backend.bench.peers import search_folder_apart
 from torch_hybrid_backend.core.precision import ACTIVATION_BITS
 from torch_hybrid_backend.measure import measure
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import mpmath
 import torch
+
+from tools.generated import replaced, rewrite
 
 START, END = "<!-- function errors:start -->", "<!-- function errors:end -->"
 UNARY = (
@@ -136,20 +137,9 @@ def _shown(at: tuple[float, ...]) -> str:
 
 
 def with_current_table(text: str) -> str:
-    """`text` with the table between its two markers replaced. Raises ValueError where a marker is missing."""
-    before, start, rest = text.partition(START)
-    _, end, after = rest.partition(END)
-    if not (start and end):
-        raise ValueError(f"the file has no {START} ... {END} markers to put the table between")
-    return f"{before}{START}\n{table()}\n{END}{after}"
-
-
-def main(names: Sequence[str]) -> None:
-    """Rewrite the named files."""
-    for name in names:
-        path = Path(name)
-        path.write_text(with_current_table(path.read_text()))
+    """`text` with the table between its markers replaced."""
+    return replaced(text, START, END, table())
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    rewrite(sys.argv[1:], with_current_table)

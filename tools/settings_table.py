@@ -6,9 +6,8 @@ python -m tools.settings_table docs/settings.md      # rewrites the table betwee
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 
+from tools.generated import replaced, rewrite
 from torch_hybrid_backend.config import PREFIX, setting_fields
 
 START, END = "<!-- settings:start -->", "<!-- settings:end -->"
@@ -32,20 +31,9 @@ def _shown_default(value: object) -> str:
 
 
 def with_current_table(text: str) -> str:
-    """`text` with the table between its two markers replaced. Raises ValueError where a marker is missing."""
-    before, start, rest = text.partition(START)
-    _, end, after = rest.partition(END)
-    if not (start and end):
-        raise ValueError(f"the file has no {START} ... {END} markers to put the settings table between")
-    return f"{before}{START}\n{settings_table()}\n{END}{after}"
-
-
-def main(names: Sequence[str]) -> None:
-    """Rewrite the named files."""
-    for name in names:
-        path = Path(name)
-        path.write_text(with_current_table(path.read_text()))
+    """`text` with the table between its markers replaced."""
+    return replaced(text, START, END, settings_table())
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    rewrite(sys.argv[1:], with_current_table)

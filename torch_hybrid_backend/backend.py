@@ -30,13 +30,14 @@ from torch_hybrid_backend.background import InBackground, copies_of, wait_for_bu
 from torch_hybrid_backend.bisection import applied_in_capture, is_running
 from torch_hybrid_backend.capture.aot import capture
 from torch_hybrid_backend.capture.cache.aot_cache import AotCache
+from torch_hybrid_backend.capture.graph_breaks import telling_graph_breaks
 from torch_hybrid_backend.capture.model_name import model_name
 from torch_hybrid_backend.config import Config, apply_log_level
 from torch_hybrid_backend.core.captured import CapturedGraph
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.engine import CompiledRegion
-from torch_hybrid_backend.core.plan import Plan, Unconverted
+from torch_hybrid_backend.core.plan import GraphBreak, Plan, Unconverted
 from torch_hybrid_backend.core.precision import AS_WRITTEN, PRECISIONS
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.eager_graph import EagerGraph, with_right_text
@@ -50,12 +51,13 @@ from torch_hybrid_backend.machine import lacking_instructions
 from torch_hybrid_backend.partition.seen_graphs import SeenGraphs, graph_key
 from torch_hybrid_backend.partition.whole_call import PricedCall
 from torch_hybrid_backend.prepared import copy_of, hindrance
+from torch_hybrid_backend.profiling import PlannedGraph, Timeable, WholeGraph, profile_calls
 from torch_hybrid_backend.progress import Progress
 from torch_hybrid_backend.quantization.ranges import left_in_float
 from torch_hybrid_backend.ready import Ready
 from torch_hybrid_backend.refused_forms import refused_operator
 from torch_hybrid_backend.report import Explanation
-from torch_hybrid_backend.session import open_session
+from torch_hybrid_backend.session import Session, open_session
 
 log = logging.getLogger(__name__)
 
@@ -123,16 +125,17 @@ def compile_graph(
     on_plan: OnPlan | None = None,
     on_regions: OnRegions | None = None,
     on_background: Callable[[InBackground], None] | None = None,
+    on_graph: Callable[[Timeable], None] = lambda _: None,
 ) -> Callable[..., Any]:
     """Compile one Dynamo graph under `config`; `on_plan` gets each plan when it is made (in the graph's first call),
-    `on_regions` what its regions were compiled to, `on_background` what is built off the call."""
+    `on_regions` what its regions were compiled to, `on_background` what is built off the call, `on_graph` what can be timed."""
     apply_log_level(config)
     if (refused := refused_operator(gm)) is not None:
         log.warning("a graph runs as written, as eager refuses an operator of it: %s", refused)
         return as_written(gm)
     ready = Ready(model_name(), config)
     with ready.working():
-        return _compile_graph(gm, example_inputs, config, ready, on_plan, on_regions, on_background)
+        return _compile_graph(gm, example_inputs, config, ready, on_plan, on_regions, on_background, on_graph)
 
 
 def _compile_graph(
@@ -143,6 +146,7 @@ def _compile_graph(
     on_plan: OnPlan | None,
     on_regions: OnRegions | None,
     on_background: Callable[[InBackground], None] | None,
+    on_graph: Callable[[Timeable], None],
 ) -> Callable[..., Any]:
     config = with_instructions(config)
     shared = open_session(config)
@@ -179,6 +183,7 @@ def _compile_graph(
             on_regions=on_regions,
             meanwhile=meanwhile if in_background else None,
             working=own.working,
+            on_graph=lambda graph: on_graph(PlannedGraph(graph)),
         )
         if not _is_priced_whole(captured, config):
             if not in_background:
@@ -191,6 +196,7 @@ def _compile_graph(
         nodes = None if config.verify == "off" else as_written(gm)
         call = PricedCall(in_eager.forward, nodes, key, sizes, config.measure_budget_s, pricing, take_plan, own.working)
         calls.append((call, in_background))
+        on_graph(WholeGraph(call, in_eager))
         return make(on_plan=call.take_plan)
 
     def meanwhile(title: str, eager: EagerGraph, graph: HybridGraph) -> Callable[[list[Any]], list[Any]]:
@@ -323,9 +329,10 @@ def explain(
     *args: Any,
     options: Mapping[str, object] | None = None,
     dynamic: bool | None = None,
+    profile: bool = False,
     **kwargs: Any,
 ) -> Explanation:
-    """The plans of every graph that `model(*args, **kwargs)` compiles, in order.
+    """The plans of every graph that `model(*args, **kwargs)` compiles, in order, and where Dynamo leaves the model to Python.
 
     The model is compiled anew (earlier compilations of it stay valid) and called once, in the caller's grad mode; under grad mode
     only the forward graph is compiled by the call, as nothing calls backward. `options` and `dynamic` as for `torch.compile`: Dynamo
@@ -333,6 +340,8 @@ def explain(
     hold collectives is explained by all ranks or by none: the call is a call. The result prints as text; `to_json()` and `to_html()` give
     the other forms, `write_kernels(folder)` the text of every kernel. Under the setting `background` it says how many graphs are still
     being compiled, and its `updated()` what became of them.
+
+    `profile`: call the model for two seconds more, ten times at least, and tell the time of each kernel (`docs/profile.md`).
 
         with torch.no_grad():
             print(torch_hybrid_backend.explain(model, x))
@@ -342,7 +351,12 @@ def explain(
     told = _Told()
     # Dynamo recognises a compilation by its backend object: a new partial is a new compilation.
     backend: Callable[..., Any] = functools.partial(compile_for_dynamo, config=config, **told.hooks)  # type: ignore[arg-type]
-    torch.compile(model, backend=backend, dynamic=dynamic)(*args, **kwargs)
+    compiled = torch.compile(model, backend=backend, dynamic=dynamic)
+    with telling_graph_breaks(told.take_graph_break):
+        compiled(*args, **kwargs)
+    if profile:
+        wait_for_builds()
+        told.profile(lambda: compiled(*args, **kwargs), open_session(with_instructions(config)))
     return told.of(model)
 
 
@@ -387,6 +401,9 @@ class _Told:
         self._plans: list[Plan] = []
         self._regions: list[Mapping[str, CompiledRegion]] = []
         self._in_background: list[InBackground] = []
+        self._graphs: list[Timeable] = []
+        self._call_us: float | None = None
+        self._graph_breaks: dict[GraphBreak, None] = {}
 
     @property
     def hooks(self) -> dict[str, Callable[..., None]]:
@@ -395,7 +412,17 @@ class _Told:
             "on_plan": self._plans.append,
             "on_regions": self._regions.append,
             "on_background": self._in_background.append,
+            "on_graph": self._graphs.append,
         }
+
+    def profile(self, call: Callable[[], object], session: Session) -> None:
+        """Time calls of the model; the plans are told anew, with times."""
+        self._plans.clear()
+        self._call_us = profile_calls(call, self._graphs, session)
+
+    def take_graph_break(self, found: GraphBreak) -> None:
+        """One that Dynamo met, maybe not for the first time."""
+        self._graph_breaks[found] = None
 
     def of(self, model: object) -> Explanation:
         """The plans so far, with what a quantised model knows of its layers."""
@@ -403,7 +430,7 @@ class _Told:
         compiling = sum(graph.compiling for graph in self._in_background)
         plans = tuple(with_reasons(plan, why) for plan in self._plans)
         now = functools.partial(self.of, model) if self._in_background else None
-        return Explanation(plans, tuple(self._regions), compiling, now)
+        return Explanation(plans, tuple(self._regions), compiling, now, self._call_us, tuple(self._graph_breaks))
 
 
 # What graphs that are compiled meanwhile are told to.

@@ -1,9 +1,11 @@
 """The command `hybrid`.
 
     hybrid explain my_models:make            # my_models.make() returns (model, args) or (model, args, kwargs)
+    hybrid explain script.py:make --profile  # with the time of each kernel
     hybrid explain script.py:make --json
     hybrid explain script.py:make --html plan.html
     hybrid explain script.py:make --kernels FOLDER
+    hybrid bench script.py:make --batch 1,8 --html bench.html
     hybrid doctor
     hybrid --version
     hybrid cache
@@ -11,8 +13,8 @@
     hybrid cache --forget-failures
 
 `explain` compiles the model for inference, calls it once on the arguments and shows the plan; with `--kernels` it also writes the text of
-every kernel into a folder: Triton programs as files that run alone. `doctor` shows which
-engines can run in this installation, what they say of themselves, and what to install for those that cannot. `cache` shows
+every kernel into a folder: Triton programs as files that run alone. `bench` measures a model beside other runtimes (docs/bench.md). `doctor`
+shows which engines can run in this installation, what they say of themselves, and what to install for those that cannot. `cache` shows
 where compiled kernels are kept, how much disk they take, and which builds failed within the last day and are therefore not tried; it removes
 all of that, or the memory of failures alone.
 """
@@ -20,24 +22,24 @@ all of that, or the memory of failures alone.
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
-import inspect
 import os
+import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import NoReturn, TextIO
 
 import torch
 
 import torch_hybrid_backend
 from torch_hybrid_backend.background import wait_for_builds
+from torch_hybrid_backend.bench import command as bench
 from torch_hybrid_backend.builds.failures import Failures
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.engine import Engine
 from torch_hybrid_backend.core.verdict import Refused
 from torch_hybrid_backend.errors import CacheError, ConfigError, HybridError, did_you_mean, failures
+from torch_hybrid_backend.factory import Factory
 from torch_hybrid_backend.machine import unsupported
 from torch_hybrid_backend.report import Explanation
 from torch_hybrid_backend.report.share import counted
@@ -61,9 +63,11 @@ def main(
     """
     out = out or sys.stdout
     try:
-        parsed = _parsed(sys.argv[1:] if arguments is None else arguments)
+        parsed = parser().parse_args(arguments)
         if parsed.command == "explain":
             return _explain(parsed, explain or torch_hybrid_backend.explain, out)
+        if parsed.command == "bench":
+            return bench.run(parsed, out)
         if parsed.command == "cache":
             return _cache(parsed, out)
         return _doctor(engines or _all_engines, out)
@@ -72,11 +76,22 @@ def main(
         return 1
 
 
-def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
-    """The arguments, parsed; a wrong command ends the program with the nearest right one."""
-    parser = argparse.ArgumentParser(prog="hybrid", description="Plans and state of torch.compile(backend='hybrid').")
-    parser.add_argument("--version", action="version", version=f"hybrid {torch_hybrid_backend.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors suggest the nearest right name: of commands, and of options that have choices."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the program with the message."""
+        if found := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
+            known = re.findall(r"[\w-]+", found[2])
+            message = f"{message}. {did_you_mean(found[1], known)}".rstrip(" .")
+        super().error(message)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    command = _Parser(prog="hybrid", description="Plans and state of torch.compile(backend='hybrid').")
+    command.add_argument("--version", action="version", version=f"hybrid {torch_hybrid_backend.__version__}")
+    commands = command.add_subparsers(dest="command", required=True)
     explain = commands.add_parser("explain", help="compile a model, call it once and show where its operators run")
     explain.add_argument(
         "target", help="module:factory or script.py:factory; the factory returns (model, args[, kwargs])"
@@ -84,32 +99,29 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     form = explain.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print the plans as JSON")
     form.add_argument("--html", type=Path, metavar="FILE", help="write a picture of the plans to FILE")
+    explain.add_argument(
+        "--profile", action="store_true", help="call the model for two seconds more and show the time of each kernel"
+    )
     explain.add_argument("--kernels", type=Path, metavar="FOLDER", help="write the text of every kernel into FOLDER")
+    bench.add_parser(commands)
     commands.add_parser("doctor", help="show which engines can run here, and what the others lack")
     cache = commands.add_parser("cache", help="show what the cache of compiled kernels and timings takes of the disk")
     what = cache.add_mutually_exclusive_group()
     what.add_argument("--clear", action="store_true", help="remove it all; what is needed again is made again")
     what.add_argument("--forget-failures", action="store_true", help="have builds that failed within a day tried again")
-    given = next((argument for argument in arguments if not argument.startswith("-")), None)
-    if given is not None and given not in commands.choices:
-        hint = did_you_mean(given, commands.choices)
-        parser.error(f"there is no command {given!r}. {hint}The commands are: {', '.join(commands.choices)}")
-    return parser.parse_args(arguments)
+    return command
 
 
 def _explain(parsed: argparse.Namespace, explain: Explain, out: TextIO) -> int:
-    place, name = _parts(parsed.target)
-    # As Python runs a script or `-m module`: what lies beside them can be imported, in the factory and the model too.
-    sys.path.insert(0, str(Path(place).resolve().parent) if place.endswith(".py") else os.getcwd())
-    try:
-        model, args, kwargs = _made(parsed.target, _factory(place, name)())
+    factory = Factory(parsed.target)
+    with factory.importable():
+        model, args, kwargs = factory.load()()
         with torch.no_grad():
-            explanation = explain(model, *args, **kwargs)
+            profiled = {"profile": True} if parsed.profile else {}
+            explanation = explain(model, *args, **kwargs, **profiled)
         if explanation.compiling:  # HYBRID_BACKGROUND=1: nothing else is called meanwhile
             wait_for_builds()
             explanation = explanation.updated()
-    finally:
-        sys.path.pop(0)
     try:
         kernels = [] if parsed.kernels is None else explanation.write_kernels(parsed.kernels)
     except failures(OSError) as error:
@@ -124,65 +136,6 @@ def _explain(parsed: argparse.Namespace, explain: Explain, out: TextIO) -> int:
     if parsed.kernels is not None:
         sys.stderr.write(f"hybrid: {counted(len(kernels), 'kernel')} written to {parsed.kernels}\n")
     return 0
-
-
-def _parts(target: str) -> tuple[str, str]:
-    """Module or script, and the name in it, of "module:name" or "path/script.py:name"."""
-    place, separator, name = target.rpartition(":")
-    if not separator or not place or (place.startswith(".") and not place.endswith(".py")) or not name:
-        raise ConfigError(f"{target!r} names no factory; it must be module:factory or script.py:factory")
-    return place, name
-
-
-def _made(target: str, made: object) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:
-    """Model, positional and named arguments, of what a factory returned."""
-    match made:
-        case (model, list() | tuple() as args) if callable(model):
-            return model, args, {}
-        case (model, list() | tuple() as args, dict() as kwargs) if callable(model):
-            return model, args, kwargs
-    kinds = ", ".join(type(part).__name__ for part in made) if isinstance(made, tuple) else ""
-    found = f"({kinds})" if kinds else type(made).__name__
-    raise ConfigError(
-        f"{target} returned {found}; it must return (model, args) or (model, args, kwargs), args a tuple, kwargs a dict"
-    )
-
-
-def _factory(place: str, name: str) -> Callable[[], object]:
-    """The callable `name` of a module, or of a script by its path."""
-    if place.endswith(".py"):
-        if not Path(place).is_file():
-            raise ConfigError(f"there is no file {place}")
-        spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-        if spec is None or spec.loader is None:
-            raise ConfigError(f"{place} cannot be imported")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules.setdefault(spec.name, module)  # what the script defines must be found by its module's name
-        spec.loader.exec_module(module)
-    else:
-        try:
-            module = importlib.import_module(place)
-        except ModuleNotFoundError as error:
-            raise ConfigError(f"cannot import {place}: {error}") from error
-    found: object = getattr(module, name, None)
-    if isinstance(found, torch.nn.Module):
-        raise ConfigError(
-            f"{place}:{name} is a model, but explain needs its inputs too: write a function that returns both, "
-            f"`def make(): return {name}, (example_input,)`, and name that"
-        )
-    if not callable(found):
-        hint = did_you_mean(name, [each for each in vars(module) if callable(getattr(module, each))])
-        raise ConfigError(f"{place} has no callable named {name!r}. {hint}".rstrip(" ."))
-    try:
-        inspect.signature(found).bind()
-    except ValueError:  # what is built in does not tell its arguments
-        pass
-    except TypeError as error:
-        raise ConfigError(
-            f"{place}:{name} is called without arguments, which it does not allow ({error}); it must be a function that makes the model "
-            "and its inputs and returns (model, args)"
-        ) from error
-    return found
 
 
 def _all_engines(config: Config) -> Sequence[Engine]:

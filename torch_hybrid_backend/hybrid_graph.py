@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch_hybrid_backend.core.captured import CapturedGraph
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.engine import CompiledRegion, Pending
-from torch_hybrid_backend.core.plan import Plan
+from torch_hybrid_backend.core.plan import Plan, Profile
 from torch_hybrid_backend.core.region import Region, Segment
 from torch_hybrid_backend.eager_graph import EagerGraph
 from torch_hybrid_backend.errors import HybridError, RefusedValuesError, failures, is_out_of_memory, is_sticky
@@ -43,6 +44,7 @@ from torch_hybrid_backend.stages import (
     Installed,
     Placed,
     Run,
+    TimedRun,
     compile_divided,
     compile_graph,
     divide,
@@ -85,10 +87,11 @@ class HybridGraph:
         *,
         meanwhile: Meanwhile | None = None,
         working: Callable[[], AbstractContextManager[None]] = nullcontext,
+        on_graph: Callable[[HybridGraph], None] | None = None,
     ) -> None:
         """`deadline`: for the kernels of this graph and of others that are compiled with it; None: of `config`, for this one. `meanwhile`: it
         is compiled in its first call, by the builder (`background`), and so are the bodies of its control flow, with eager in their places.
-        `working`: entered for the first call."""
+        `working`: entered for the first call. `on_graph`: gets this graph, and those of the bodies of its control flow."""
         start = time.perf_counter()
         self._name = name
         self._config = config
@@ -100,6 +103,7 @@ class HybridGraph:
         names = [node.name for node in captured.graph_module.graph.find_nodes(op="placeholder")]
         self._meanwhile = meanwhile
         self._working = working
+        self._on_graph = on_graph
         self._static = frozenset(k for k, each in enumerate(names) if each in captured.static_inputs)
         self._to_judge: Compiled | None = None  # what is chosen from once more if a later call is off
         self._judgements = 0
@@ -108,6 +112,8 @@ class HybridGraph:
         divided = divide(prepared, session, config, self._pricing())
         # Replaced as a whole: whoever is interrupted, or comes from another thread, finds one stage or the next.
         self._state: Divided | Compiled | Installed = self._compiled(divided) if meanwhile is None else divided
+        if on_graph is not None:
+            on_graph(self)
         log.info(
             "%s graph: %s in %.2f s",
             captured.kind,
@@ -124,6 +130,32 @@ class HybridGraph:
     def is_ready(self) -> bool:
         """Whether the next call runs a plan, and waits for nothing."""
         return isinstance(self._state, Installed)
+
+    @property
+    def placed(self) -> Placed:
+        """Who runs what, once the first call has chosen."""
+        return self._installed().placed
+
+    @contextlib.contextmanager
+    def timed_by(self, make: Callable[[TimedRun], Run]) -> Iterator[None]:
+        """Have what `make` makes of the plan's executor run the graph's calls meanwhile."""
+        before = self._state
+        executor = before.executor if isinstance(before, Installed) else None
+        if not isinstance(before, Installed) or executor is None:
+            yield
+            return
+        self._state = timed = Installed(before.placed, make(executor))
+        try:
+            yield
+        finally:
+            with self._lock:
+                if self._state is timed:
+                    self._state = before
+
+    def tell(self, profile: Profile | None) -> None:
+        """Tell the plan anew, with times."""
+        if self._on_plan is not None and isinstance(self._state, Installed):
+            self._on_plan(dataclasses.replace(self._state.plan, profile=profile))
 
     def copied(self, inputs: Sequence[Any]) -> list[Any]:
         """The inputs of a call for the builder to keep: copies, but for the parameters and buffers of an inference graph, which stay live."""
@@ -362,6 +394,7 @@ class HybridGraph:
                 self._deadline,
                 self._on_regions,
                 meanwhile=meanwhile,
+                on_graph=self._on_graph,
             )
             return graph if meanwhile is None or written is None else meanwhile(title, written, graph)
         except HybridError as error:

@@ -15,7 +15,7 @@ from torch_hybrid_backend.errors import failures
 
 # Of the time that went by. On an idle machine threads wait for up to 4%, beside something that takes a tenth of a core for 12%, with which the
 # lower quartile is as ever; beside one process that takes a whole core for half of it and more (benchmarks/other_load.py).
-_FELT = 0.2
+FELT = 0.2
 # Times that other load disturbed are compared with this margin: whole calls beside two others on two cores were up to 1.3 times apart where
 # one takes ten times the other on an idle machine.
 MARGIN = 1.5
@@ -60,4 +60,4 @@ class OtherLoad:
 
     def is_felt(self) -> bool:
         """Whether it was enough to tell in what was timed meanwhile."""
-        return self.share > _FELT
+        return self.share > FELT

@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.engine import EAGER
 from torch_hybrid_backend.core.plan import Plan
+from torch_hybrid_backend.core.units import time_in_words
 from torch_hybrid_backend.progress import Progress
-from torch_hybrid_backend.report.share import DISTURBED, shares, time_in_words
+from torch_hybrid_backend.report.share import DISTURBED, shares
 
 log = logging.getLogger(__name__)
 

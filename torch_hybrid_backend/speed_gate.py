@@ -26,6 +26,7 @@ from torch_hybrid_backend.bisection import is_running
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.region import Segment
+from torch_hybrid_backend.core.units import time_in_words
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.errors import failures, is_out_of_memory
 from torch_hybrid_backend.graph.devices import is_on_host
@@ -160,13 +161,13 @@ def _slow_layers(reduced: Reduced, times: Times, noise: float) -> Mapping[str, R
         return {}
     whole = Refused(
         Reason.SLOWER,
-        f"the whole graph takes {times[_WHOLE]:.1f} us in {precision}, {times[_WRITTEN]:.1f} us as written",
+        f"the whole graph takes {time_in_words(times[_WHOLE])} in {precision}, {time_in_words(times[_WRITTEN])} as written",
     )
     layers, found = _layers(reduced), dict[str, Refused]()
     for place, node in enumerate(reduced.written.graph.nodes):
         own, written = (times.get(f"{place} {how}", math.nan) for how in (_WHOLE, _WRITTEN))
         if written < (1 - _WORTH) * own:
-            why = f"it takes {own:.1f} us in {precision}, casts included, {written:.1f} us as written"
+            why = f"it takes {time_in_words(own)} in {precision}, casts included, {time_in_words(written)} as written"
             found[node.name] = Refused(Reason.SLOWER, why)
         elif best == _WRITTEN and node.name in layers:
             found[node.name] = whole
@@ -223,7 +224,9 @@ class _Trial:
     def best(self, times: Times, noise: float) -> tuple[Placed, list[Any]]:
         """What is fastest by `times`, by more than this share of a call, with the reasons why layers are as written."""
         best = _best(times, noise)
-        shown = ", ".join(f"{name} {times[name]:.1f} us" for name in (_WHOLE, _MIXED, _WRITTEN) if name in times)
+        shown = ", ".join(
+            f"{name} {time_in_words(times[name])}" for name in (_WHOLE, _MIXED, _WRITTEN) if name in times
+        )
         _log.info("precision=%s: %s: it runs %s", self._config.precision, shown or "not timed", best)
         placed, outputs = self._choices[best]
         why, conversion = _slow_layers(self._reduced, times, noise), placed.prepared.conversion

@@ -63,6 +63,7 @@ COVER_TIMINGS = "covers"  # their kind in the cache of timings
 
 Run = Callable[[Sequence[Any]], list[Any]]
 PricingOn = Callable[[Device], Pricing]
+TimedRun = Executor | SymbolicExecutor | PythonExecutor
 # An engine's compilation of a region, done or under way, why it does not accept it, or what stopped it.
 Candidate = CompiledRegion | PendingRegion | Refused | Exception
 
@@ -180,6 +181,16 @@ class Installed:
 
     placed: Placed
     run: Run | PythonExecutor
+
+    @property
+    def executor(self) -> TimedRun | None:
+        """What runs the plan, under what stands in for it in some calls; None if it has none."""
+        run: Any = self.run
+        while not isinstance(run, TimedRun):
+            run = getattr(run, "run", None) or getattr(run, "plan", None)
+            if run is None:
+                return None
+        return run
 
     @property
     def plan(self) -> Plan:

@@ -31,9 +31,9 @@ from benchmarks.gpu import device as on
 from benchmarks.gpu import kernels, tensorrt
 from benchmarks.gpu.report import report
 from benchmarks.gpu.rows import Row, rows, tensorrt_rows
-from benchmarks.process import ROOT, WorkerError, WorkerProcess
 from benchmarks.results import Record
-from benchmarks.worker import environment
+from torch_hybrid_backend.bench.process import ROOT, WorkerError, WorkerProcess
+from torch_hybrid_backend.bench.worker import environment
 
 _VERSIONS = ("torch", "triton", "numpy", "transformers", "torch-hybrid-backend", "apache-tvm")
 _TENSORRT_VERSIONS = ("torch-tensorrt", "torch-tensorrt-rtx", "tensorrt", "tensorrt-rtx", "tensorrt_rtx_cu13")

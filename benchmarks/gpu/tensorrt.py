@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import torch_hybrid_backend
 from benchmarks.gpu import device as on
-from benchmarks.worker import State
+from torch_hybrid_backend.bench.worker import State
 from torch_hybrid_backend.builds.failures import KIND as FAILED
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.deadline import Deadline

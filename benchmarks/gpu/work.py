@@ -1,4 +1,4 @@
-"""What runs in the worker of a row (`benchmarks.worker`): messages, each of which answers with figures. A worker has one row."""
+"""What runs in the worker of a row (`torch_hybrid_backend.bench.worker`): messages that answer with figures. A worker has one row."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ import torch._inductor.compile_fx  # with the imports, not with the first compil
 from benchmarks.gpu import device as on
 from benchmarks.gpu import kernels, models, tensorrt
 from benchmarks.models import Size
-from benchmarks.peers.hybrid import coverage
-from benchmarks.worker import State
 from torch_hybrid_backend.backend import compile_graph
+from torch_hybrid_backend.bench.peers.hybrid import coverage
+from torch_hybrid_backend.bench.worker import State
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.plan import Plan

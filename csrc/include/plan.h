@@ -46,6 +46,12 @@ struct RunResult {
   RunStatus status;
 };
 
+// `nanoseconds`: of each step, where the run is done.
+struct TimedResult {
+  RunResult result;
+  std::vector<int64_t> nanoseconds;
+};
+
 class Plan {
  public:
   explicit Plan(const std::string& description);
@@ -59,11 +65,11 @@ class Plan {
   RunResult Run(int64_t key, const Binding& binding,
                 const std::vector<torch::stable::Tensor>& inputs, bool profiled);
 
-  // A run whose outputs are dropped: the nanoseconds that each step took, on the host or on its
-  // device, whichever is more. Waits for the devices. Empty where Run would return another status
-  // than kDone.
-  std::vector<int64_t> Time(int64_t key, const Binding& binding,
-                            const std::vector<torch::stable::Tensor>& inputs);
+  // A run that also tells what each step took, on the host or on its device, whichever is more.
+  // Waits for the devices. `in_teams`: kernels share parallel regions, as in Run; otherwise the
+  // time of a kernel includes the start of its own.
+  TimedResult Time(int64_t key, const Binding& binding,
+                   const std::vector<torch::stable::Tensor>& inputs, bool in_teams);
 
  private:
   struct PlannedStep {
@@ -98,7 +104,10 @@ class Plan {
   void BindConstants(Frame& frame, const Binding& binding) const;
   torch::stable::Tensor NewTensor(const Value& value) const;
   bool RunStep(const RunContext& context, const PlannedStep& step) const;
-  bool RunSteps(const RunContext& context) const;
+  // Calls `run` with each step, with those that can share a parallel region inside one, until it
+  // returns false.
+  template <typename RunOne>
+  bool InTeams(const RunOne& run) const;
   bool RunStepsProfiled(const RunContext& context) const;
   std::vector<torch::stable::Tensor> Outputs(Frame& frame) const;
 

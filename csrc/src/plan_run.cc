@@ -100,10 +100,30 @@ std::unique_ptr<Frame> Plan::BoundFrame(const Binding& binding, const std::vecto
   return frame;
 }
 
-std::vector<int64_t> Plan::Time(int64_t key, const Binding& binding,
-                                const std::vector<Tensor>& inputs) {
+template <typename RunOne>
+bool Plan::InTeams(const RunOne& run) const {
+  const auto in_team = [](const PlannedStep& step) { return step.in_team; };
+  for (auto step = steps_.begin(); step != steps_.end();) {
+    // Other steps start parallel regions of their own.
+    const auto end = std::find_if_not(step, steps_.end(), in_team);
+    const auto kernels = std::count_if(step, end, [](const auto& each) { return each.kernel; });
+    const auto checks = end - step - kernels;
+    // What a kernel and the short one of its flag do is not worth the start of a team.
+    if (kernels - checks > 1) {
+      RunInTeam([&] {
+        for (; step != end; ++step) run(*step);
+      });
+    } else if (!run(*step++)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+TimedResult Plan::Time(int64_t key, const Binding& binding, const std::vector<Tensor>& inputs,
+                       bool in_teams) {
   std::unique_ptr<Frame> bound = BoundFrame(binding, inputs);
-  if (!bound) return {};
+  if (!bound) return {{{}, RunStatus::kStaleBinding}, {}};
   const FramePool::Lease frame(frames_, std::move(bound));
   const RunContext context{values_, *frame, key};
   std::vector<int64_t> times;
@@ -115,18 +135,21 @@ std::vector<int64_t> Plan::Time(int64_t key, const Binding& binding,
   if (elsewhere != steps_.end())
     events.emplace(elsewhere->device.index, CurrentStream(elsewhere->device));
   if (events) events->Mark();
-  for (const PlannedStep& step : steps_) {
+  const auto timed = [&](const PlannedStep& step) {
     const auto start = std::chrono::steady_clock::now();
-    if (!RunStep(context, step)) return {};
+    if (!RunStep(context, step)) return false;
     const auto spent = std::chrono::steady_clock::now() - start;
     times.push_back(std::chrono::duration_cast<std::chrono::nanoseconds>(spent).count());
     if (events) events->Mark();
-  }
+    return true;
+  };
+  if (!(in_teams ? InTeams(timed) : std::all_of(steps_.begin(), steps_.end(), timed)))
+    return {{{}, RunStatus::kCallbackRaised}, {}};
   if (events) {
     const std::vector<int64_t> on_device = events->Nanoseconds();
     for (size_t s = 0; s < times.size(); ++s) times[s] = std::max(times[s], on_device[s]);
   }
-  return times;
+  return {{Outputs(*frame), RunStatus::kDone}, std::move(times)};
 }
 
 RunResult Plan::Run(int64_t key, const Binding& binding, const std::vector<Tensor>& inputs,
@@ -135,7 +158,9 @@ RunResult Plan::Run(int64_t key, const Binding& binding, const std::vector<Tenso
   if (!bound) return {{}, RunStatus::kStaleBinding};
   const FramePool::Lease frame(frames_, std::move(bound));
   const RunContext context{values_, *frame, key};
-  const bool done = profiled ? RunStepsProfiled(context) : RunSteps(context);
+  const bool done = profiled ? RunStepsProfiled(context) : InTeams([&](const PlannedStep& step) {
+    return RunStep(context, step);
+  });
   if (!done) return {{}, RunStatus::kCallbackRaised};
   return {Outputs(*frame), RunStatus::kDone};
 }
@@ -209,25 +234,6 @@ bool Plan::RunStep(const RunContext& context, const PlannedStep& step) const {
   for (const size_t v : step.releases) {
     frame.tensors[v].reset();
     for (const size_t alias : values_.aliases(v)) frame.tensors[alias].reset();
-  }
-  return true;
-}
-
-bool Plan::RunSteps(const RunContext& context) const {
-  const auto in_team = [](const PlannedStep& step) { return step.in_team; };
-  for (auto step = steps_.begin(); step != steps_.end();) {
-    // Other steps start parallel regions of their own.
-    const auto end = std::find_if_not(step, steps_.end(), in_team);
-    const auto kernels = std::count_if(step, end, [](const auto& each) { return each.kernel; });
-    const auto checks = end - step - kernels;
-    // What a kernel and the short one of its flag do is not worth the start of a team.
-    if (kernels - checks > 1) {
-      RunInTeam([&] {
-        for (; step != end; ++step) RunStep(context, *step);
-      });
-    } else if (!RunStep(context, *step++)) {
-      return false;
-    }
   }
   return true;
 }

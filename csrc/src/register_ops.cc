@@ -51,8 +51,12 @@ std::tuple<std::vector<Tensor>, int64_t> PlanRun(int64_t plan, int64_t binding,
   return {std::move(result.outputs), static_cast<int64_t>(result.status)};
 }
 
-Numbers PlanTime(int64_t plan, int64_t binding, std::vector<Tensor> inputs) {
-  return Plans().Get(plan)->Time(plan, *Bindings().Get(binding), inputs);
+std::tuple<std::vector<Tensor>, int64_t, Numbers> PlanTime(int64_t plan, int64_t binding,
+                                                           std::vector<Tensor> inputs,
+                                                           bool in_teams) {
+  TimedResult timed = Plans().Get(plan)->Time(plan, *Bindings().Get(binding), inputs, in_teams);
+  return {std::move(timed.result.outputs), static_cast<int64_t>(timed.result.status),
+          std::move(timed.nanoseconds)};
 }
 
 int64_t GuardNew(std::vector<Tensor> tensors, int64_t kind) {
@@ -156,7 +160,9 @@ STABLE_TORCH_LIBRARY(torch_hybrid_backend, m) {
   m.def(
       "plan_run(int plan, int binding, Tensor[] inputs, bool profiled) -> (Tensor[] outputs, int "
       "status)");
-  m.def("plan_time(int plan, int binding, Tensor[] inputs) -> int[]");
+  m.def(
+      "plan_time(int plan, int binding, Tensor[] inputs, bool in_teams) -> (Tensor[] outputs, int "
+      "status, int[] nanoseconds)");
   m.def("guard_new(Tensor[] tensors, int kind) -> int");
   m.def("guard_is_stale(int guard) -> bool");
   m.def("guard_is_late(int guard) -> bool");

@@ -113,8 +113,20 @@ void TestCallbacks() {
   const RunResult result =
       plan.Run(7, Binding(guard, 0, {}, {}, {}, {}), {Floats({1}, {3})}, false);
   Check(result.status == RunStatus::kCallbackRaised, "an exception ends the run");
-  Check(plan.Time(7, Binding(guard, 0, {}, {}, {}, {}), {Floats({1}, {3})}).empty(),
-        "and a timed one");
+  const auto time = [&](bool in_teams) {
+    return plan.Time(7, Binding(guard, 0, {}, {}, {}, {}), {Floats({1}, {3})}, in_teams);
+  };
+  for (const bool in_teams : {false, true}) {
+    const TimedResult timed = time(in_teams);
+    Check(timed.result.status == RunStatus::kCallbackRaised && timed.nanoseconds.empty(),
+          "and a timed one");
+  }
+  raises = false;
+  for (const bool in_teams : {false, true}) {
+    const TimedResult timed = time(in_teams);
+    Check(Read(timed.result.outputs[0]) == Floats32{8}, "a timed run returns what a run returns");
+    Check(timed.nanoseconds.size() == 2, "and the time of each step");
+  }
 }
 
 void TestAliasesBeginAnywhere() {

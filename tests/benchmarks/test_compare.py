@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.compare import Effort, compare
-from benchmarks.peers import BASELINES, Peer
+from torch_hybrid_backend.bench.peers import BASELINES, Peer
 
-EAGER = Peer("eager", "eager", "benchmarks.peers.eager")
+EAGER = Peer("eager", "eager", "torch_hybrid_backend.bench.peers.eager")
 
 
 def planted(name: str) -> Peer:
@@ -20,7 +20,9 @@ def planted(name: str) -> Peer:
 
 def test_gaps_do_not_stop_the_others(tmp_path: Path) -> None:
     """A peer that is right is timed; one that is wrong, refuses, dies or is not installed has a gap that says why, and no figures."""
-    absent = Peer("absent", "absent", "benchmarks.peers.eager", (("no_such_package", "no-such-package"),))
+    absent = Peer(
+        "absent", "absent", "torch_hybrid_backend.bench.peers.eager", (("no_such_package", "no-such-package"),)
+    )
     peers = [planted("wrong"), EAGER, planted("refusing"), planted("dying"), absent]
     effort = Effort(threads=1, seconds=0.05, rounds=3, timeout_s=120)
     said: list[str] = []
@@ -84,8 +86,8 @@ def test_a_precision_is_asked_of_all_that_have_none_of_their_own(tmp_path: Path)
 def test_what_a_precision_needs_is_named(tmp_path: Path) -> None:
     """Packages that only quantised models need are not missed in float32."""
     wanted = {"int8": (("no_such_package", "no-such-package"),)}
-    peer = Peer("eager", "eager", "benchmarks.peers.eager", more_packages=wanted)
+    peer = Peer("eager", "eager", "torch_hybrid_backend.bench.peers.eager", more_packages=wanted)
     assert peer.missing() == peer.missing("bf16") == ""
     assert peer.missing("int8") == "not installed: pip install no-such-package"
-    pinned = Peer("base", "base", "benchmarks.peers.eager", more_packages=wanted, precision="float32")
+    pinned = Peer("base", "base", "torch_hybrid_backend.bench.peers.eager", more_packages=wanted, precision="float32")
     assert pinned.missing("int8") == ""

@@ -14,8 +14,8 @@ from benchmarks.gpu import device, kernels, models, work
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.report import report
 from benchmarks.gpu.rows import Row, rows
-from benchmarks.process import WorkerError, WorkerProcess
-from benchmarks.worker import State
+from torch_hybrid_backend.bench.process import WorkerError, WorkerProcess
+from torch_hybrid_backend.bench.worker import State
 
 _CPU = ["--device", "cpu", "--size", "small", "--seconds", "0.01", "--peers", "eager"]
 _PEERS = ("eager", "hybrid")

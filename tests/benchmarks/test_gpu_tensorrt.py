@@ -13,8 +13,8 @@ from benchmarks.gpu import tensorrt, work
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.report import report
 from benchmarks.gpu.rows import rows, tensorrt_rows
-from benchmarks.process import WorkerError, WorkerProcess
-from benchmarks.worker import State
+from torch_hybrid_backend.bench.process import WorkerError, WorkerProcess
+from torch_hybrid_backend.bench.worker import State
 
 _CPU = ["--tensorrt", "--device", "cpu", "--size", "small", "--seconds", "0.01"]
 

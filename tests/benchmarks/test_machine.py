@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks import machine
+from torch_hybrid_backend.bench import machine as told_by
 
 _END = f"{os.cpu_count()}core-{torch.backends.cpu.get_cpu_capability().lower()}"
 
@@ -26,12 +27,12 @@ def test_folders_of_two_generations_differ(
 ) -> None:
     """A record would otherwise mix the rows of both: `benchmarks.run --again` replaces some and keeps others."""
     told = {"model name": name, "cpu family": family, "model": model}
-    monkeypatch.setattr(machine, "_cpu_info", lambda: told)
+    monkeypatch.setattr(told_by, "_cpu_info", lambda: told)
     assert machine.slug() == f"{expected}-{_END}"
 
 
 def test_a_system_that_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The architecture names the folder there."""
-    monkeypatch.setattr(machine, "_cpu_info", dict)
-    monkeypatch.setattr(machine.platform, "machine", lambda: "riscv")
+    monkeypatch.setattr(told_by, "_cpu_info", dict)
+    monkeypatch.setattr(told_by.platform, "machine", lambda: "riscv")
     assert machine.slug() == f"riscv-{_END}"

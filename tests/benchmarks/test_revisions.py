@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import revisions
-from benchmarks.process import ROOT
+from torch_hybrid_backend.bench.process import ROOT
 
 
 def test_a_ratio_above_one_means_that_the_new_revision_is_better() -> None:

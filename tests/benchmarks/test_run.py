@@ -15,8 +15,8 @@ import pytest
 
 from benchmarks import run
 from benchmarks.compare import Effort
-from benchmarks.peers import Peer
 from benchmarks.roofline import Peak
+from torch_hybrid_backend.bench.peers import Peer
 
 ROOT = Path(__file__).resolve().parents[2]
 Say = Callable[[str], None]

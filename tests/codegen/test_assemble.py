@@ -95,6 +95,9 @@ def test_another_variant_takes_the_kernels_place() -> None:
     assert isinstance(kernel, MapKernel)
     changed = assembled.with_variants([Variant("", (kernel,))])
     assert changed.kernels == (kernel,)
+    assert program_of(changed).origins == program_of(assembled).origins == (frozenset({"add"}),)
+    twice = assembled.with_variants([Variant("", (kernel, kernel))])
+    assert program_of(twice).origins == (frozenset({"add"}),) * 2
     assert {argument.buffer for argument in (*kernel.reads, *kernel.writes)} <= changed.layouts.keys()
 
 

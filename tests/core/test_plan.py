@@ -13,10 +13,15 @@ from hypothesis import strategies as st
 from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.plan import (
     CallDecision,
+    Ceilings,
     Conversion,
     Cost,
+    GraphInput,
+    KernelTime,
+    ModuleCall,
     NodeDecision,
     Plan,
+    Profile,
     Refusal,
     RegionDecision,
     Unconverted,
@@ -40,8 +45,9 @@ _specs = st.builds(TensorSpec, _several(_sizes), st.sampled_from(["float32", "bo
 _refusals = _several(st.builds(Refusal, _texts, st.sampled_from(Reason), _texts))
 _costs = _several(st.builds(Cost, _texts, _numbers, st.sampled_from(["measured", "cached", "estimated"])))
 _nodes = st.builds(
-    NodeDecision, _texts, _texts, _texts, _texts, _texts, st.integers(0, 1 << 60), _refusals, st.none() | _devices
-)
+    NodeDecision, _texts, _texts, _texts, _texts, _texts, st.integers(0, 1 << 60), _refusals, st.none() | _devices,
+    _several(_texts), _several(_specs), _texts,
+)  # fmt: skip
 _regions = st.builds(
     RegionDecision, _texts, _texts, _texts, _several(_texts), _several(_specs), _several(_specs), _costs, _refusals,
     st.none() | _numbers, st.integers(0, 1 << 60), _several(_texts), _texts, _devices, _several(_texts),
@@ -54,6 +60,13 @@ _conversions = st.builds(
     Conversion, _texts, _numbers, _counts, _several(st.tuples(_texts, _counts)), _counts, _counts,
     _several(st.builds(Unconverted, _texts, _texts, st.sampled_from(Reason), _texts, _texts)), st.none() | _numbers, _texts,
 )  # fmt: skip
+_kernel_times = st.builds(
+    KernelTime, _texts, _texts, _several(_texts), _several(_texts), _texts, _numbers, _counts, _counts, _texts
+)
+_ceilings = st.builds(Ceilings, _counts, _several(st.tuples(_texts, _numbers)), _numbers)
+_profiles = st.builds(
+    Profile, _numbers, _counts, _several(_kernel_times), _numbers, st.none() | _ceilings, st.booleans()
+)
 _plans = st.builds(
     Plan,
     _texts,
@@ -64,6 +77,11 @@ _plans = st.builds(
     _costs,
     _graphs,
     st.none() | _conversions,
+    _texts,
+    st.none() | _profiles,
+    _several(st.builds(GraphInput, _texts, st.none() | _specs, st.booleans())),
+    _several(_texts),
+    _several(st.builds(ModuleCall, _texts, _texts, _texts)),
 )
 
 

@@ -23,13 +23,13 @@ from typing import Any
 import torch
 
 from benchmarks import machine
-from benchmarks.process import WorkerError, WorkerProcess
 from benchmarks.table import RESULTS
-from benchmarks.worker import environment
 from tests.ecosystem import report
 from tests.ecosystem.catalogue import CASES, find
 from tests.ecosystem.libraries import missing
 from tests.ecosystem.trial import Trial
+from torch_hybrid_backend.bench.process import WorkerError, WorkerProcess
+from torch_hybrid_backend.bench.worker import environment
 from torch_hybrid_backend.progress import Progress
 
 _LIBRARIES = ("diffusers", "sentence-transformers", "timm", "torch-geometric", "transformers", "ultralytics")
@@ -41,7 +41,7 @@ def try_alone(name: str, seconds: float, threads: int, log: Path) -> dict[str, A
     """The outcome of one case in a process of its own, with an empty cache; {"raises": why} where it gave none. Output is appended to `log`."""
     with (
         tempfile.TemporaryDirectory(prefix="ecosystem-", ignore_cleanup_errors=True) as folder,
-        WorkerProcess(environment(threads, Path(folder)), log) as worker,
+        WorkerProcess(environment(threads, Path(folder)) | {"HF_HUB_OFFLINE": "1"}, log) as worker,
     ):
         try:
             found: dict[str, Any] = worker.ask(Trial(name, threads, seconds), _TIMEOUT_S)

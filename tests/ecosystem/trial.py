@@ -54,7 +54,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The message that has a worker (`benchmarks.worker`) try a case. `seconds`: time to spend on timing, 0 for none."""
+    """The message that has a worker (`torch_hybrid_backend.bench.worker`) try a case. `seconds`: time to spend on timing, 0 for none."""
 
     name: str
     threads: int

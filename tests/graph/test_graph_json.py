@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from torch_hybrid_backend.graph.graph_json import NotTextError, graph_from_text, graph_to_text
-from torch_hybrid_backend.graph.source import module_call, with_module_call
+from torch_hybrid_backend.graph.source import module_stack, with_module_stack
 
 aten = torch.ops.aten
 _TABLE = torch.tensor([1.5, -math.inf, math.nan])
@@ -56,7 +56,7 @@ def _graph(program: Callable[..., Any], x: torch.Tensor) -> torch.fx.GraphModule
     gm = make_fx(program, tracing_mode="fake", _allow_non_fake_inputs=True)(x)
     for number, node in enumerate(gm.graph.nodes):
         if number % 3:
-            with_module_call(node, f"layer.{number % 2}@1")
+            with_module_stack(node, (("layer", "Stack"), (f"layer.{number % 2}@1", "Block")))
             node.meta["stack_trace"] = f'File "model.py", line {number % 2}, in forward\n    y = "größer"'
     return gm
 
@@ -97,7 +97,7 @@ def test_graphs_come_back(program: Callable[..., Any], x: torch.Tensor) -> None:
         assert before.op == "get_attr" or before.target == after.target
         assert str((before.args, before.kwargs)) == str((after.args, after.kwargs))
         assert before.meta.get("stack_trace") == after.meta.get("stack_trace")
-        assert module_call(before) == module_call(after)
+        assert module_stack(before) == module_stack(after)
         assert _forms(before) == _forms(after)
         values = torch.utils._pytree.tree_leaves(after.meta.get("val"))
         assert all(value.fake_mode is mode for value in values if isinstance(value, torch.Tensor))

@@ -6,7 +6,7 @@ import torch
 
 from tests.partition.engines_for_tests import trace
 from torch_hybrid_backend.graph import source
-from torch_hybrid_backend.graph.source import module_call, source_line, with_module_call
+from torch_hybrid_backend.graph.source import module_call, module_stack, source_line, with_module_stack
 
 _TORCH_FILE = torch.nn.functional.__file__
 
@@ -41,14 +41,27 @@ def test_frames_without_code_and_nodes_without_trace() -> None:
     assert _source("nothing known") == ""
 
 
-def test_the_call_of_a_module() -> None:
-    """Its path from what was compiled, and which call of it; what is written into a node is read again."""
+def test_the_modules_of_an_operator() -> None:
+    """Paths from what was compiled, which call of each, and the classes; what is written into a node is read again."""
     (node,) = trace(torch.sin, torch.randn(2)).graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)
     outer = {"139": ("L['self']", torch.nn.Module)}
-    inner = {**outer, "140@2": ("L['self'].encoder.layers.0", torch.nn.Linear)}
-    for stack, call in ((inner, "encoder.layers.0@2"), (outer, ""), (None, "")):
-        node.meta["nn_module_stack"] = stack
-        assert module_call(node) == call
-    for call in ("encoder.0@1", "a b", "", "@3"):
-        with_module_call(node, call)
-        assert module_call(node) == call
+    inner = {
+        **outer,
+        "140@2": ("L['self'].layers", "torch.nn.Sequential"),
+        "7": ("L['self'].layers.0", torch.nn.Linear),
+    }
+    stack = (("layers@2", "Sequential"), ("layers.0", "Linear"))
+    for meta, found in ((inner, stack), (outer, ()), (None, ())):
+        node.meta["nn_module_stack"] = meta
+        assert module_stack(node) == found
+        assert module_call(node) == (found[-1][0] if found else "")
+    for written in (stack, (("encoder.0@1", ""),), (("a b", "B"), ("@3", "C")), ()):
+        with_module_stack(node, written)
+        assert module_stack(node) == written
+
+
+def test_the_modules_of_a_derivative_are_those_of_what_is_differentiated() -> None:
+    """AOTAutograd writes them under a name of their own."""
+    (node,) = trace(torch.sin, torch.randn(2)).graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)
+    node.meta["fwd_nn_module_stack"] = {"140": ("L['self'].layers.0", torch.nn.Linear)}
+    assert module_stack(node) == (("layers.0", "Linear"),)

@@ -48,7 +48,7 @@ def test_a_plan_that_is_not_used_is_said_to_be() -> None:
     """As in the text."""
     page = render_html([NOT_USED])
     for shown in (
-        "whole call: eager; plan 70.0 us",
+        "a whole call: plan 70.0 us",
         "not_profitable: a call takes 70.0 us",
         "the plan, which is not used",
     ):

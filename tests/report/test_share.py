@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from tests.report.plans_for_tests import EMPTY, PLAN
+from torch_hybrid_backend.core.device import CPU
+from torch_hybrid_backend.core.plan import GraphInput
+from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.report import summary
 from torch_hybrid_backend.report.share import (
     RefusedOperators,
@@ -12,7 +17,9 @@ from torch_hybrid_backend.report.share import (
     operator_kinds,
     refused_operators,
     shares,
+    title,
 )
+from torch_hybrid_backend.sizes.size import Dim, symbol
 
 
 def test_shares_of_flops_and_operators() -> None:
@@ -41,12 +48,25 @@ def test_equal_refusals_are_counted_together() -> None:
     assert second.operator == "getitem"
 
 
+def test_a_title_tells_graphs_apart() -> None:
+    """By model, use and shapes of inputs, sizes known only at run time too; parameters are no inputs."""
+
+    def given(name: str, *shape: Dim, constant: bool = False) -> GraphInput:
+        return GraphInput(name, TensorSpec(shape, "float32", shape, CPU), constant)
+
+    inputs = (given("w", 9, constant=True), given("x", symbol("s0"), 3), GraphInput("n", None, False), given("scale"))
+    plan = dataclasses.replace(EMPTY, graph="ResNet", kind="forward", inputs=inputs)
+    assert title(plan) == "ResNet (training, forward, s0x3 float32, scalar float32)"
+    many = dataclasses.replace(plan, kind="inference", inputs=tuple(given(f"x{k}", k + 1) for k in range(5)))
+    assert title(many) == "ResNet (inference, 1 float32, 2 float32, 3 float32, 2 more inputs)"
+
+
 def test_summary_is_one_line() -> None:
     """For logs and the demo."""
     assert summary(PLAN) == (
         "graph (inference): 6 operators, 4.00 MFLOP, 2 regions; tvm runs 2 (75.0% of flops), eager runs 4 (25.0% of flops)"
     )
-    assert summary(EMPTY) == "graph (backward): 0 operators, 0 FLOP, 0 regions; nothing to run"
+    assert summary(EMPTY) == "graph (training, backward): 0 operators, 0 FLOP, 0 regions; nothing to run"
 
 
 @pytest.mark.parametrize(

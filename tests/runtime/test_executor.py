@@ -6,7 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -107,6 +107,37 @@ def test_kernels_and_eager_segments_agree_with_the_python_executor(kernels: str)
         torch.testing.assert_close(results, reference(x, w.detach()))
         torch.testing.assert_close(results, expected)
         assert not any(result.requires_grad for result in results)
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_timed_call_returns_what_a_call_returns(kernels: str) -> None:
+    """And tells the time of every kernel and segment, with what the program says that it computes."""
+    graph, segments = linear_chain(kernels)
+    named = replace(segments[0].program, origins=(frozenset({"a"}), frozenset({"a", "b"}), frozenset()))
+    segments[0] = replace(segments[0], program=named)
+    executor, python = build_executor(graph, segments), PythonExecutor(graph, segments)
+    x, w = torch.randn(64, 64), torch.randn(64, 64)
+    outputs, times = executor.timed([x, w])
+    torch.testing.assert_close(outputs, executor([x, w]))
+    assert [(origin.label, sorted(origin.nodes)) for time in times for origin in time.origins] == [
+        ("double", ["a"]), ("add", ["a", "b"]), ("double", []), ("", []), ("double", []), ("add", [])
+    ]  # fmt: skip
+    assert {origin.region for time in times for origin in time.origins} == {"region"}
+    assert all(time.nanoseconds > 0 for time in times)
+    outputs, times = python.timed([x, w])
+    torch.testing.assert_close(outputs, executor([x, w]))
+    assert [origin.label for time in times for origin in time.origins] == ["", "", ""]
+
+
+def test_a_timed_call_raises_what_a_segment_raises() -> None:
+    """Unchanged, as a call does."""
+
+    def fails(x: torch.Tensor) -> tuple[torch.Tensor]:
+        raise KeyError("mine")
+
+    graph = PartitionedGraph(("x",), frozenset(), (segment(lambda x: (x,), {"x": FLAT}, {"y": FLAT}),), ("y",))
+    with pytest.raises(KeyError, match="mine"):
+        build_executor(graph, [fails]).timed([torch.randn(4096)])
 
 
 def test_only_what_escapes_leaves_the_arena(kernels: str) -> None:

@@ -53,6 +53,16 @@ def test_each_set_of_sizes_has_its_plan() -> None:
         assert executor.plans == min(number + 1, 4)
 
 
+def test_a_timed_call_is_one_of_its_sizes() -> None:
+    """It returns what a call returns, and tells the time of each segment."""
+    executor = _executor(_function, torch.randn(5, 3))
+    for shape in SHAPES:
+        x = torch.randn(shape)
+        outputs, times = executor.timed([x])
+        _same(outputs, _function(x))
+        assert [origin.region for time in times for origin in time.origins] == ["r0", "r1", "r2"]
+
+
 def test_a_plan_can_be_made_before_the_call() -> None:
     """`bind` makes it; the call then finds it."""
     executor = _executor(_function, torch.randn(5, 3))

@@ -89,7 +89,9 @@ class RegionKernels:
         kernels = tuple(kernel for variant in chosen for kernel in variant.kernels)
         own = {a.buffer: a.layout for kernel in kernels for a in (*kernel.reads, *kernel.writes)}
         packed = (*self.packed, *(packed for variant in chosen for packed in variant.packed))
-        return replace(self, kernels=kernels, packed=packed, layouts={**self.layouts, **own})
+        made = zip(chosen, self.origins, strict=True)
+        origins = tuple(names for variant, names in made for _ in variant.kernels)
+        return replace(self, kernels=kernels, packed=packed, layouts={**self.layouts, **own}, origins=origins)
 
     def program(self, compiled: Sequence[Artifact]) -> Program:
         """The program, given what each kernel was compiled to."""
@@ -175,6 +177,7 @@ class RegionKernels:
             counts=tuple(dict.fromkeys(c for kernel in self.kernels for c in kernel_counts(kernel))),
             flags=tuple(map(number, self.flags)),
             relied_on=self.relied_on,
+            origins=self.origins,
         )
 
 
@@ -255,6 +258,12 @@ def _joined(origins: dict[Kernel, frozenset[str]], kernels: Sequence[Kernel]) ->
         found[position] |= names
         for read in kernel.reads:
             place.setdefault(read.buffer, position)
+    # What a backend adds, as a copy of an operand for a product, is for the kernel that reads it.
+    for position in reversed(range(len(kernels))):
+        if not found[position]:
+            written = {write.buffer for write in kernels[position].writes}
+            readers = (k for k, kernel in enumerate(kernels) if any(read.buffer in written for read in kernel.reads))
+            found[position] = next((found[reader] for reader in readers), frozenset())
     return tuple(found)
 
 

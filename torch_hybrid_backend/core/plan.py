@@ -60,7 +60,11 @@ def attempts_in_words(attempts: Sequence[Attempt]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class NodeDecision:
-    """Where one operator of the graph runs."""
+    """Where one operator of the graph runs.
+
+    `inputs`: the values that it reads, by the name of the operator or of the graph's input that each is of. `outputs`: the tensors that it
+    returns. `module`: the innermost module that calls it, as `ModuleCall.path`; "" for the outermost, and where that is not known.
+    """
 
     name: str
     operator: str  # "aten.relu.default"
@@ -70,6 +74,29 @@ class NodeDecision:
     flops: int
     refusals: tuple[Refusal, ...]
     device: Device | None  # None: it has tensors on several, as a copy between devices has
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[TensorSpec, ...] = ()
+    module: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphInput:
+    """A value that calls of the graph are given; `spec` is None where it is no tensor. Constants are parameters, buffers, and what is computed
+    of these once."""
+
+    name: str
+    spec: TensorSpec | None
+    is_constant: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleCall:
+    """A module in whose forward operators are called. `path`: from what was compiled, "encoder.layers.0", with "@1" behind it for that module's
+    second call and so on. `parent`: the path of the module that calls it; "" for the outermost, which has no entry of its own."""
+
+    path: str
+    class_name: str
+    parent: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +141,68 @@ class CallDecision:
 
 
 @dataclass(frozen=True, slots=True)
+class KernelTime:
+    """Time of one kernel in a call, or of one segment that runs in eager.
+
+    `region`: as in `RegionDecision.name`; segments of eager have names too. `kernel`: as in `RegionDecision.kernels`, "a + b" where several
+    compute the same operators one after the other; "eager" for a segment that PyTorch runs. `nodes`: names of the operators that it computes.
+    `modules`: paths of the modules that call these, each once, that of the heaviest operator first. `source`: that
+    one's line of the user's.
+    `microseconds`: of all its runs in one call of the model, the median over the calls that were timed.
+    `flops`, `bytes`: what its operators need at least in that time: floating-point operations (a multiply-add counts two), and bytes of
+    memory, each value that is read or written once. `precision`: what it computes in: "float32".
+    """
+
+    region: str
+    kernel: str
+    nodes: tuple[str, ...]
+    modules: tuple[str, ...]
+    source: str
+    microseconds: float
+    flops: int
+    bytes: int
+    precision: str = ""
+
+    @property
+    def gflops(self) -> float:
+        """Billions of floating-point operations a second."""
+        return self.flops / self.microseconds / 1e3 if self.microseconds else 0.0
+
+    @property
+    def gbytes(self) -> float:
+        """Billions of bytes a second."""
+        return self.bytes / self.microseconds / 1e3 if self.microseconds else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What the machine can do at most with `threads` threads, as measured on it. `gflops`: billions of operations a second, by precision;
+    `gbytes`: billions of bytes a second that are read from memory."""
+
+    threads: int
+    gflops: tuple[tuple[str, float], ...]
+    gbytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Times of a graph's kernels, in the order of a call.
+
+    `call_us`: what one call of the model spends in this graph if nothing is timed inside, the median of `calls` calls. `overhead_us`: what is
+    left of it outside kernels: a call reads inputs, starts threads, allocates outputs. `kernels` and `overhead_us` add up to `call_us`, or to
+    more where other load disturbed the calls whose kernels were timed. `ceilings`: None where they were not measured. `is_nested`: an operator
+    of another graph calls this one, as a loop does its body, and that operator's row includes it.
+    """
+
+    call_us: float
+    calls: int
+    kernels: tuple[KernelTime, ...]
+    overhead_us: float
+    ceilings: Ceilings | None = None
+    is_nested: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Unconverted:
     """A layer that is computed as written under another precision, or in floating point beside layers that the model quantises, and why.
 
@@ -154,6 +243,21 @@ class Conversion:
 
 
 @dataclass(frozen=True, slots=True)
+class GraphBreak:
+    """A line of the user's that Dynamo leaves to Python: one graph ends before it, another begins after it.
+
+    `source`: "model.py:12: print(x)". `reason`, `explanation`, `hints`: Dynamo's. `is_last`: the rest of the function, or all of it, runs in
+    Python.
+    """
+
+    source: str
+    reason: str
+    explanation: str
+    hints: tuple[str, ...]
+    is_last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """All decisions for one graph. `kind` is "inference", "forward" or "backward".
 
@@ -179,6 +283,10 @@ class Plan:
     cuda_graphs: tuple[tuple[str, ...], ...] = ()
     conversion: Conversion | None = None
     unrepeatable: str = ""
+    profile: Profile | None = None  # where it was asked for: `explain(..., profile=True)`
+    inputs: tuple[GraphInput, ...] = ()
+    outputs: tuple[str, ...] = ()  # the values that calls return, as in `NodeDecision.inputs`
+    modules: tuple[ModuleCall, ...] = ()
 
     def to_json(self) -> str:
         """Stable JSON (sorted keys, two spaces)."""
@@ -201,7 +309,8 @@ class Plan:
 
         def node(n: dict[str, Any]) -> NodeDecision:
             device = n["device"] and Device.parse(n["device"])
-            return NodeDecision(**{**n, "device": device, "refusals": refusals(n["refusals"])})
+            read = {"inputs": tuple(n["inputs"]), "outputs": tuple(map(spec, n["outputs"]))}
+            return NodeDecision(**{**n, **read, "device": device, "refusals": refusals(n["refusals"])})
 
         nodes = tuple(map(node, raw["nodes"]))
         regions = tuple(
@@ -226,16 +335,23 @@ class Plan:
         call = decided and CallDecision(decided["engine"], costs(decided["costs"]), refusals(decided["refusals"]))
         graphs = tuple(map(tuple, raw["cuda_graphs"]))
         conversion = raw["conversion"] and _conversion(raw["conversion"])
+        profile = raw["profile"] and _profile(raw["profile"])
+        inputs = tuple(GraphInput(**{**i, "spec": i["spec"] and spec(i["spec"])}) for i in raw["inputs"])
+        modules = tuple(ModuleCall(**module) for module in raw["modules"])
         return Plan(
-            raw["graph"],
-            raw["kind"],
-            nodes,
-            regions,
-            call,
-            costs(raw["covers"]),
-            graphs,
-            conversion,
-            raw["unrepeatable"],
+            graph=raw["graph"],
+            kind=raw["kind"],
+            nodes=nodes,
+            regions=regions,
+            call=call,
+            covers=costs(raw["covers"]),
+            cuda_graphs=graphs,
+            conversion=conversion,
+            unrepeatable=raw["unrepeatable"],
+            profile=profile,
+            inputs=inputs,
+            outputs=tuple(raw["outputs"]),
+            modules=modules,
         )
 
 
@@ -243,6 +359,13 @@ def _conversion(raw: dict[str, Any]) -> Conversion:
     left = tuple(Unconverted(**{**layer, "code": Reason(layer["code"])}) for layer in raw["left"])
     converted = tuple((name, count) for name, count in raw["converted"])
     return Conversion(**{**raw, "left": left, "converted": converted, "unseen": tuple(raw["unseen"])})
+
+
+def _profile(raw: dict[str, Any]) -> Profile:
+    kernels = (KernelTime(**{**k, "nodes": tuple(k["nodes"]), "modules": tuple(k["modules"])}) for k in raw["kernels"])
+    found = raw["ceilings"]
+    ceilings = found and Ceilings(**{**found, "gflops": tuple((name, rate) for name, rate in found["gflops"])})
+    return Profile(**{**raw, "kernels": tuple(kernels), "ceilings": ceilings})
 
 
 def _plain(value: Any) -> Any:

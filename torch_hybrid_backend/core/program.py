@@ -544,7 +544,8 @@ class Program:
     buffer, and two outputs may share one. `device`: where its steps run. `ranges`: the least and the most value of a size symbol, by name,
     where its steps do not serve every one. `counts`: how far its steps count in 32 bits, in sizes known only at run time. `flags`: buffers on
     the host that its steps leave at 0, or the values it was called with are refused: the call ends with `errors.RefusedValuesError`.
-    `relied_on`: sizes that are not negative where all that its steps read lies in its tensor.
+    `relied_on`: sizes that are not negative where all that its steps read lies in its tensor. `origins`: of each step the names of the region's
+    nodes that it computes (of values that stay in it, not all); empty where its engine does not tell.
     """
 
     buffers: tuple[TensorSpec, ...]
@@ -560,6 +561,7 @@ class Program:
     counts: tuple[Dim, ...] = ()
     flags: tuple[int, ...] = ()
     relied_on: tuple[Dim, ...] = ()
+    origins: tuple[frozenset[str], ...] = field(default=(), compare=False)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -7,7 +7,8 @@ from enum import StrEnum
 
 
 class Reason(StrEnum):
-    """Stable codes. They are printed by explain(), kept in caches and matched by tests: never rename one."""
+    """Stable codes. They are printed by explain(), kept in caches and matched by tests: never rename one.
+    `docs/refusals.md` has a section for each."""
 
     UNKNOWN_OPERATOR = "unknown_operator"  # the engine has no lowering for the operator
     DTYPE = "dtype"  # the operator is known, not for these dtypes

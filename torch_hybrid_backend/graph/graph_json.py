@@ -22,7 +22,7 @@ import torch.fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx import Node
 
-from torch_hybrid_backend.graph.source import module_call, with_module_call
+from torch_hybrid_backend.graph.source import module_stack, with_module_stack
 from torch_hybrid_backend.graph.values import QUANTIZED
 
 NAMESPACES = ("aten", "prims", QUANTIZED)
@@ -40,7 +40,8 @@ def graph_to_text(graph_module: torch.fx.GraphModule) -> bytes:
     writer = _Writer(graph_module)
     with unset_fake_temporarily():  # AOTAutograd is still tracing: a constant's contents would not be there
         nodes = [writer.node(node) for node in graph_module.graph.nodes]
-    return json.dumps({"nodes": nodes, "traces": list(writer.traces), "constants": writer.constants}).encode()
+    tables = {"traces": list(writer.traces), "stacks": list(writer.stacks), "constants": writer.constants}
+    return json.dumps({"nodes": nodes, **tables}).encode()
 
 
 def graph_from_text(text: bytes, fake_mode: FakeTensorMode) -> torch.fx.GraphModule:
@@ -54,6 +55,7 @@ def graph_from_text(text: bytes, fake_mode: FakeTensorMode) -> torch.fx.GraphMod
 class _Writer:
     def __init__(self, graph_module: torch.fx.GraphModule) -> None:
         self.traces: dict[str, int] = {}
+        self.stacks: dict[tuple[tuple[str, str], ...], int] = {}
         self.constants: dict[str, Any] = {}
         self._module = graph_module
         self._storages: dict[int, int] = {}
@@ -77,8 +79,8 @@ class _Writer:
         trace = node.meta.get("stack_trace")
         if trace is not None:
             written["trace"] = self.traces.setdefault(trace, len(self.traces))
-        if call := module_call(node):
-            written["module"] = call
+        if stack := module_stack(node):
+            written["modules"] = self.stacks.setdefault(stack, len(self.stacks))
         return written
 
     def _constant(self, name: str) -> str:
@@ -137,7 +139,7 @@ class _Reader:
 
     def graph_module(self) -> torch.fx.GraphModule:
         graph = torch.fx.Graph()
-        traces = self._written["traces"]
+        traces, stacks = self._written["traces"], self._written["stacks"]
         for entry in self._written["nodes"]:
             op, name = entry["op"], entry["name"]
             if op not in _OPS:  # a call_method would run whatever method of a tensor the text names
@@ -151,8 +153,8 @@ class _Reader:
                 node.meta["val"] = self._value(entry["val"])
             if "trace" in entry:
                 node.meta["stack_trace"] = traces[entry["trace"]]
-            if "module" in entry:
-                with_module_call(node, str(entry["module"]))
+            if "modules" in entry:
+                with_module_stack(node, stacks[entry["modules"]])
             self._nodes[name] = node
         owner = torch.nn.Module()
         for name, written in self._written["constants"].items():

@@ -183,6 +183,7 @@ class _Lowerer:
         results: list[Buffer] = []
         for node in outputs:
             results.append(self._output(values[node], taken))
+            self._origins.setdefault(results[-1], node.name)
             taken.add(results[-1])
         flags = self._flags()
         ops = in_order(self._ops, [*results, *flags])

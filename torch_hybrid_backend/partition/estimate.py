@@ -90,9 +90,9 @@ def fused_us(region: Region, on: Roofline, kernels: int | None = None) -> float:
         if work:
             flops, traffic, products = flops + work, traffic + _traffic(node), products + 1
     nodes = region.graph_module.graph.nodes
-    traffic += sum(_bytes(node.meta.get("val")) for node in nodes if node.op == "placeholder")
+    traffic += sum(value_bytes(node.meta.get("val")) for node in nodes if node.op == "placeholder")
     returned = next(node for node in reversed(nodes) if node.op == "output")
-    traffic += sum(_bytes(node.meta.get("val")) for node in returned.all_input_nodes)
+    traffic += sum(value_bytes(node.meta.get("val")) for node in returned.all_input_nodes)
     return (products + 1 if kernels is None else kernels) * on.kernel_us + on.work_us(flops, traffic)
 
 
@@ -111,12 +111,14 @@ def _operators(region: Region) -> list[torch.fx.Node]:
 
 
 def _traffic(node: torch.fx.Node) -> int:
-    return _bytes(node.meta.get("val")) + sum(_bytes(source.meta.get("val")) for source in node.all_input_nodes)
+    return value_bytes(node.meta.get("val")) + sum(
+        value_bytes(source.meta.get("val")) for source in node.all_input_nodes
+    )
 
 
-def _bytes(value: object) -> int:
+def value_bytes(value: object) -> int:
     if isinstance(value, list | tuple):
-        return sum(map(_bytes, value))
+        return sum(map(value_bytes, value))
     if not isinstance(value, torch.Tensor):
         return 0
     # Symbolic sizes count with the value they had at capture; broadcast dimensions (stride 0) are one element in

@@ -29,6 +29,7 @@ from torch_hybrid_backend.core.plan import Attempt, Cost, Refusal, RegionDecisio
 from torch_hybrid_backend.core.program import OperatorCall
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.core.units import time_in_words
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.errors import failures, is_sticky
 from torch_hybrid_backend.generators import Replay
@@ -53,6 +54,8 @@ _CLEAR_RATIO = 1.3
 # An engine so many times as slow as eager tells more of the machine's load than of its kernels, where the system does not tell of it
 # (`other_load`): it loses now, and is timed again by the next process.
 _IMPLAUSIBLE_RATIO = 10.0
+# Outputs that are larger are not kept while candidates are timed, each of which makes its own.
+_HELD_BYTES = 32 << 20
 
 # Runs a region on its inputs, in order, and returns its outputs, in order.
 Runner = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
@@ -124,9 +127,11 @@ def choose(
             alive[engine] = entry
 
     trials = _tried_all(region, alive, inputs, config, pricing.deadline, replay, drop)
-    replay, unable, results = trials.replay, trials.unable, trials.results
+    replay, unable = trials.replay, trials.unable
     if unable is not None:
         refusals.append(Refusal.of(EAGER, unable))
+    if alive and not region.draws and sum(t.nbytes for made in trials.results.values() for t in made) > _HELD_BYTES:
+        trials.results.clear()  # the winner runs once more
     costs = _price(region, alive, inputs, config, pricing, drop, eager_runs=unable is None)
     # Without costs all are equal: nobody is left, or the device is one for which nothing is estimated.
     winner = cheapest(costs).engine if costs else next(iter(alive), EAGER)
@@ -137,9 +142,9 @@ def choose(
         report_unchecked(region, winner, unable)
     decision = decide(region, winner, compiled_winner, costs, tuple(refusals), *_judgement(trials.compared.get(winner)))
     # What later calls return, to the bit: an engine's are only about eager's. Of random numbers no later call returns the same.
-    outputs = results.get(EAGER if region.draws and EAGER in results else winner)
+    outputs = trials.results.get(EAGER if region.draws and EAGER in trials.results else winner)
     if outputs is None:
-        outputs = replay.run(lambda: run_eager(region, inputs))
+        outputs = replay.run(lambda: run_eager(region, inputs) if compiled_winner is None else compiled_winner(inputs))
     replay.finish()
     return Choice(decision, compiled_winner, outputs, tuple(trials.pending.values()))
 
@@ -149,7 +154,7 @@ class _Trials:
     """What came of trying the candidates: outputs and comparisons by engine, those that are being built, why eager cannot run the region (None
     if it can), and what winds back random numbers."""
 
-    results: Mapping[str, list[torch.Tensor]]
+    results: dict[str, list[torch.Tensor]]
     compared: Mapping[str, Comparison | None]
     pending: Mapping[str, PendingRegion]
     unable: Refused | None
@@ -327,7 +332,7 @@ def _tried(
 def _lost(region: Region, engine: str, winner: str, costs: Sequence[Cost]) -> Refusal:
     spent = {cost.engine: cost.microseconds for cost in costs}
     if engine in spent:
-        why = f"it takes {spent[engine]:.1f} us, {winner} {spent[winner]:.1f} us"
+        why = f"it takes {time_in_words(spent[engine])}, {winner} {time_in_words(spent[winner])}"
     else:
         why = f"{winner} comes before it, and nothing is known of what they cost on {region.device}"
     _log.info("region %s goes to %s, not %s: %s", region.name, winner, engine, why)

@@ -17,4 +17,7 @@ def make_plan(graph: str, kind: str, partition: Partition, decisions: Sequence[R
         dataclasses.replace(node, engine=engine.get(node.region, node.engine)) if node.region else node
         for node in partition.nodes
     )
-    return Plan(graph, kind, nodes, tuple(decisions))
+    outputs = tuple(value for value in partition.graph.outputs if isinstance(value, str))
+    return Plan(
+        graph, kind, nodes, tuple(decisions), inputs=partition.inputs, outputs=outputs, modules=partition.modules
+    )

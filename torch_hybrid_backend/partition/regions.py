@@ -19,18 +19,18 @@ from torch.fx import Node
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.engine import EAGER, Engine
-from torch_hybrid_backend.core.plan import NodeDecision, Refusal
+from torch_hybrid_backend.core.plan import GraphInput, ModuleCall, NodeDecision
 from torch_hybrid_backend.core.region import PartitionedGraph, Segment
 from torch_hybrid_backend.core.verdict import Reason, Refused, Verdict
 from torch_hybrid_backend.graph.devices import device_of
 from torch_hybrid_backend.graph.schema import is_item, is_view
-from torch_hybrid_backend.graph.source import source_line
 from torch_hybrid_backend.graph.values import outputs_of
 from torch_hybrid_backend.partition.capability import capability
 from torch_hybrid_backend.partition.dependencies import Dependencies, dependencies
 from torch_hybrid_backend.partition.extract import by_level, constants_of, extract, size_of, sizes_of
 from torch_hybrid_backend.partition.flops import node_flops
 from torch_hybrid_backend.partition.levels import segments, sink
+from torch_hybrid_backend.partition.node_decisions import graph_inputs, module_calls, node_decision
 
 # A region between eager segments with no more computing operators than this, none of them a product, costs more by
 # splitting eager in two (a call of Python more, about 10 us) than fusing two passes over a small tensor gains.
@@ -51,6 +51,8 @@ class Partition:
     graph: PartitionedGraph
     nodes: tuple[NodeDecision, ...]
     able: Mapping[str, tuple[str, ...]]
+    inputs: tuple[GraphInput, ...] = ()
+    modules: tuple[ModuleCall, ...] = ()
 
     def candidates(self, segment: Segment, engine_names: Sequence[str]) -> tuple[str, ...]:
         """Which of `engine_names` may run the segment's region; eager is never among them."""
@@ -91,11 +93,12 @@ def partition_graph(
         cut.append(segment)
         home.update(dict.fromkeys(nodes, segment))
     decisions = tuple(
-        _decision(node, devices[node], home[node], verdicts[node], names, flops[node]) for node in needs.operators
+        node_decision(node, devices[node], home[node], verdicts[node], names, flops[node]) for node in needs.operators
     )
     inputs = tuple(node.name for node in graph.nodes if node.op == "placeholder")
     outputs = tuple(value.name if isinstance(value, Node) else value for value in outputs_of(graph_module))
-    return Partition(PartitionedGraph(inputs, constants, tuple(cut), outputs, sizes_of(graph)), decisions, able)
+    partitioned = PartitionedGraph(inputs, constants, tuple(cut), outputs, sizes_of(graph))
+    return Partition(partitioned, decisions, able, graph_inputs(graph, constants), module_calls(graph))
 
 
 def _claimer(verdicts: Sequence[Verdict]) -> int:
@@ -201,20 +204,3 @@ def _elements(value: object) -> int:
         hint = size if isinstance(size, int) else size.node.hint
         count *= int(hint) if hint is not None else 0
     return count
-
-
-def _decision(
-    node: Node, device: Device | None, segment: Segment, verdicts: Sequence[Verdict], names: Sequence[str], flops: int
-) -> NodeDecision:
-    given = zip(names, verdicts, strict=False)  # eager, the last name, gives no verdict
-    refusals = tuple(Refusal.of(name, verdict) for name, verdict in given if isinstance(verdict, Refused))
-    region = "" if segment.engine_hint == EAGER else segment.region.name
-    return NodeDecision(
-        node.name, _shown(node), segment.engine_hint, region, source_line(node), flops, refusals, device
-    )
-
-
-def _shown(node: Node) -> str:
-    if isinstance(node.target, str):
-        return f"{node.op}:{node.target}"
-    return "getitem" if is_item(node) else str(node.target)

@@ -14,12 +14,13 @@ Illegal: calls that cannot be repeated unnoticed, for they write to inputs, draw
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -27,7 +28,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.core.engine import EAGER
-from torch_hybrid_backend.core.plan import CallDecision, Plan, Refusal
+from torch_hybrid_backend.core.plan import CallDecision, Plan, Profile, Refusal
+from torch_hybrid_backend.core.units import time_in_words
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.errors import failures, is_sticky
 from torch_hybrid_backend.fork_lock import ForkLock
@@ -78,6 +80,7 @@ class PricedCall:
         self._working = working
         self._lock = ForkLock()
         self._plan: Plan | None = None
+        self._profile: Profile | None = None  # of eager's calls
         self._decision: CallDecision | None = None
         self._planned: Callable[..., Any] | None = None
         self._settled: Callable[..., Any] | None = None  # who runs calls of every size
@@ -95,6 +98,22 @@ class PricedCall:
         self._plan = plan
         if self._decision is not None or not self._is_open:
             self._tell()
+
+    @contextlib.contextmanager
+    def eager_timed_by(self, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+        """Have what `make` makes of eager run its calls meanwhile."""
+        eager, settled = self._eager, self._settled
+        self._eager = make(eager)
+        if settled is eager:
+            self._settled = self._eager
+        try:
+            yield
+        finally:
+            self._eager, self._settled = eager, settled
+
+    def take_profile(self, profile: Profile | None) -> None:
+        """Times of eager's calls, which are told with the plan when it is told next."""
+        self._profile = profile
 
     def waits(self, *inputs: Any) -> bool:
         """Whether a call on these inputs would compile or time anything before it returns."""
@@ -165,7 +184,8 @@ class PricedCall:
     def _tell(self) -> None:
         plan, decision = self._plan, self._decision
         if plan is not None and self._on_plan is not None:
-            self._on_plan(plan if decision is None else with_call(plan, decision))
+            plan = plan if decision is None else with_call(plan, decision)
+            self._on_plan(plan if self._profile is None else dataclasses.replace(plan, profile=self._profile))
 
 
 def price_call(
@@ -178,7 +198,7 @@ def price_call(
     planned, eager = (cost.microseconds for cost in costs)
     if cheapest(costs).engine == PLAN:
         return CallDecision(PLAN, costs, ())
-    why = f"a call takes {planned:.1f} us, in eager {eager:.1f} us"
+    why = f"a call takes {time_in_words(planned)}, in eager {time_in_words(eager)}"
     _log.info("calls run in eager, not as planned: %s", why)
     return CallDecision(EAGER, costs, (Refusal(PLAN, Reason.NOT_PROFITABLE, why),))
 

@@ -14,7 +14,16 @@ from torch_hybrid_backend.graph.schema import is_view
 from torch_hybrid_backend.graph.values import output_nodes, returned_roots, storage_root
 
 # Metadata that says where in the user's code a node came from: a rewritten node inherits it. "site" is of `passes.precision.conversion`.
-ORIGIN_KEYS = ("stack_trace", "nn_module_stack", "source_fn_stack", "original_aten", "seq_nr", "from_node", "site")
+ORIGIN_KEYS = (
+    "stack_trace",
+    "nn_module_stack",
+    "fwd_nn_module_stack",
+    "source_fn_stack",
+    "original_aten",
+    "seq_nr",
+    "from_node",
+    "site",
+)
 
 
 def fake_value(

@@ -2,20 +2,49 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch_hybrid_backend.core.engine import CompiledRegion, KernelText
-from torch_hybrid_backend.core.plan import Plan
+from torch_hybrid_backend.core.plan import GraphBreak, Plan
+from torch_hybrid_backend.core.units import time_in_words
 from torch_hybrid_backend.report.html import render_html
+from torch_hybrid_backend.report.share import counted, graph_break_in_words
 from torch_hybrid_backend.report.text import render_text
 
 
 def render_json(plans: Sequence[Plan]) -> str:
     """The plans as a JSON object `{"plans": [...]}`, stable; `Plan.from_json` reads one element of it."""
-    return json.dumps({"plans": [json.loads(plan.to_json()) for plan in plans]}, indent=2, sort_keys=True)
+    return _json({"plans": _plain(plans)})
+
+
+def _plain(plans: Sequence[Plan]) -> list[object]:
+    return [json.loads(plan.to_json()) for plan in plans]
+
+
+def _json(told: Mapping[str, object]) -> str:
+    return json.dumps(told, indent=2, sort_keys=True)
+
+
+def _breaks_in_words(breaks: Sequence[GraphBreak]) -> str:
+    lines = [f"{counted(len(breaks), 'graph break')}, where Dynamo leaves the model to Python:"]
+    for where, *told in map(graph_break_in_words, breaks):
+        lines += [f"  {where}", *(f"    {line}" for line in told)]
+    return "\n".join(lines)
+
+
+def _call_in_words(call_us: float, plans: Sequence[Plan]) -> str:
+    """What a call of the model takes, and how much of it outside of its graphs."""
+    profiles = [plan.profile for plan in plans if plan.profile is not None and not plan.profile.is_nested]
+    inside = sum(profile.call_us for profile in profiles)
+    outside = max(0.0, call_us - inside)
+    return (
+        f"a call of the model takes {time_in_words(call_us)}: {time_in_words(inside)} in {counted(len(profiles), 'graph')}, "
+        f"{time_in_words(outside)} outside (guards of Dynamo, AOTAutograd's wrapper, Python between graphs)"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +52,8 @@ class Explanation:
     """The plans of every graph one call compiled, in the order of compilation. Prints as text.
 
     `compiled`: of each graph, what its regions were compiled to, by name and in order. `compiling`: how many graphs, which have no plan yet,
-    were being compiled off the call, and run in eager meanwhile.
+    were being compiled off the call, and run in eager meanwhile. `call_us`: the median microseconds of a call of the model, where it was
+    profiled. `graph_breaks`: where Dynamo leaves the model to Python.
     """
 
     plans: tuple[Plan, ...]
@@ -31,18 +61,25 @@ class Explanation:
 
     compiling: int = 0
     now: Callable[[], Explanation] | None = field(default=None, compare=False, repr=False)
+    call_us: float | None = None
+    graph_breaks: tuple[GraphBreak, ...] = ()
 
     def __str__(self) -> str:
+        measured = [_call_in_words(self.call_us, self.plans)] if self.call_us is not None else []
         meanwhile = ["a graph: eager meanwhile: compiling"] * self.compiling
-        return "\n\n".join([*([render_text(self.plans)] if self.plans or not meanwhile else []), *meanwhile])
+        breaks = [_breaks_in_words(self.graph_breaks)] if self.graph_breaks else []
+        return "\n\n".join(
+            [*measured, *breaks, *([render_text(self.plans)] if self.plans or not meanwhile else []), *meanwhile]
+        )
 
     def updated(self) -> Explanation:
         """The same as it is now: what was being compiled may have got its plan. `torch_hybrid_backend.wait_for_builds` waits for that."""
         return self if self.now is None else self.now()
 
     def to_json(self) -> str:
-        """As a JSON object with the key `plans`."""
-        return render_json(self.plans)
+        """As a JSON object: `plans`, `graph_breaks`, and `call_us`, which is null where the model was not profiled."""
+        breaks = [dataclasses.asdict(found) for found in self.graph_breaks]
+        return _json({"plans": _plain(self.plans), "graph_breaks": breaks, "call_us": self.call_us})
 
     def to_html(self) -> str:
         """As a self-contained HTML page."""

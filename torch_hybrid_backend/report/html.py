@@ -12,13 +12,13 @@ from itertools import groupby
 
 from torch_hybrid_backend.core.engine import EAGER
 from torch_hybrid_backend.core.plan import Attempt, NodeDecision, Plan, attempts_in_words
+from torch_hybrid_backend.core.units import flops_in_words
 from torch_hybrid_backend.report.share import (
     call_in_words,
     conversion_in_words,
     costs_in_words,
     cuda_graphs_in_words,
     engine_in_words,
-    flops_in_words,
     operator_kinds,
     precision_in_words,
     refused_operators,

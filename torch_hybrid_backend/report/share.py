@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch_hybrid_backend.core.engine import EAGER
-from torch_hybrid_backend.core.plan import Cost, Plan, Refusal, RegionDecision
+from torch_hybrid_backend.core.plan import Cost, GraphBreak, Plan, Refusal, RegionDecision
+from torch_hybrid_backend.core.units import flops_in_words, time_in_words
 
 _NAMED = 8  # layers that a line names
+_NAMED_INPUTS = 3  # inputs that a title names
 
 DISTURBED = "measured beside other load, so it may be far off"
 _KINDS = {"disturbed": DISTURBED, "cached": "measured earlier"}
@@ -82,28 +84,22 @@ def costs_in_words(costs: Sequence[Cost]) -> str:
     return f"{prices} ({_KINDS.get(costs[0].kind, costs[0].kind)})"
 
 
-def time_in_words(microseconds: float) -> str:
-    """For example "31.5 us", "8.40 ms", "1.25 s"."""
-    if microseconds < 1e3:
-        return f"{microseconds:.1f} us"
-    return f"{microseconds / 1e3:.3g} ms" if microseconds < 1e6 else f"{microseconds / 1e6:.3g} s"
-
-
 def call_in_words(plan: Plan) -> tuple[str, ...]:
-    """Who runs whole calls and at what cost, then why the plan does not where it lost; empty where calls were not priced."""
+    """What whole calls cost and who runs them, then why the plan does not where it lost; empty where calls were not priced."""
     if plan.call is None:
         return ()
     lost = (f"not the {r.engine}: {r.code}: {r.why}" for r in plan.call.refusals)
-    return f"whole call: {plan.call.engine}; {costs_in_words(plan.call.costs)}", *lost
+    runs = "the plan runs it" if plan.call.engine == "plan" else f"{plan.call.engine} runs it"
+    return f"a whole call: {costs_in_words(plan.call.costs)}: {runs}", *lost
 
 
 def covers_in_words(plan: Plan) -> tuple[str, ...]:
-    """What each partition that was priced costs; empty where there was one."""
+    """What a call costs by the order in which engines were offered the operators; empty where there was one order."""
     if not plan.covers:
         return ()
     kinds = {"more than": "given up at "}
     return tuple(
-        f"partition for {cost.engine}: {kinds.get(cost.kind, '')}{time_in_words(cost.microseconds)}"
+        f"operators offered to {cost.engine} in this order: {kinds.get(cost.kind, '')}{time_in_words(cost.microseconds)}"
         f"{' (measured earlier)' if cost.kind == 'cached' else ''}"
         for cost in plan.covers
     )
@@ -154,21 +150,26 @@ def cuda_graphs_in_words(plan: Plan) -> tuple[str, ...]:
 
 
 def _names_in_words(kernels: Sequence[str]) -> str:
-    counts = Counter(re.sub(r"_[0-9a-f]{16}$", "", name) for name in kernels)
+    counts = Counter(map(without_digits, kernels))
     return ", ".join(f"{count} {name}" if count > 1 else name for name, count in counts.items())
+
+
+def without_digits(kernel: str) -> str:
+    """A kernel's name without the digits that tell it apart from others of its name."""
+    return re.sub(r"_[0-9a-f]{16}$", "", kernel)
+
+
+def graph_break_in_words(found: GraphBreak) -> tuple[str, ...]:
+    """The user's line, why it is left to Python, and what to change."""
+    rest = "; the rest of the function runs in Python" if found.is_last else ""
+    why = f"{found.reason}: {found.explanation}" if found.explanation else found.reason
+    return found.source, f"{why.rstrip('.')}{rest}", *(f"change: {hint}" for hint in found.hints)
 
 
 def regions_title(plan: Plan) -> str:
     """What the table of regions is headed by."""
-    return "regions" if plan.call is None or plan.call.engine == "plan" else "regions of the plan, which is not used"
-
-
-def flops_in_words(flops: int) -> str:
-    """For example "8.20 GFLOP"."""
-    for size, unit in ((10**12, "TFLOP"), (10**9, "GFLOP"), (10**6, "MFLOP"), (10**3, "kFLOP")):
-        if flops >= size:
-            return f"{flops / size:.2f} {unit}"
-    return f"{flops} FLOP"
+    used = plan.call is None or plan.call.engine == "plan"
+    return "regions, each run by one engine" if used else "regions of the plan, which is not used"
 
 
 def counted(number: int, noun: str) -> str:
@@ -184,4 +185,13 @@ def summary(plan: Plan) -> str:
         parts.append(part if share.fraction is None else f"{part} ({share.fraction:.1%} of flops)")
     total = flops_in_words(sum(node.flops for node in plan.nodes))
     size = f"{counted(len(plan.nodes), 'operator')}, {total}, {counted(len(plan.regions), 'region')}"
-    return f"{plan.graph} ({plan.kind}): {size}; " + (", ".join(parts) or "nothing to run")
+    return f"{title(plan)}: {size}; " + (", ".join(parts) or "nothing to run")
+
+
+def title(plan: Plan) -> str:
+    """Model, shapes and use of the graph, for example "ResNet (inference, 1x3x224x224 float32)"."""
+    kind = plan.kind if plan.kind == "inference" else f"training, {plan.kind}"
+    given = [value.spec for value in plan.inputs if not value.is_constant and value.spec is not None]
+    shapes = [f"{'x'.join(map(str, spec.shape)) or 'scalar'} {spec.dtype}" for spec in given[:_NAMED_INPUTS]]
+    more = [f"{len(given) - _NAMED_INPUTS} more inputs"] if len(given) > _NAMED_INPUTS else []
+    return f"{plan.graph} ({', '.join([kind, *shapes, *more])})"

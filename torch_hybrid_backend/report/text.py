@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from torch_hybrid_backend.core.plan import Plan, RegionDecision, attempts_in_words
+from torch_hybrid_backend.core.units import flops_in_words
 from torch_hybrid_backend.report.share import (
     call_in_words,
     conversion_in_words,
@@ -14,7 +15,6 @@ from torch_hybrid_backend.report.share import (
     covers_in_words,
     cuda_graphs_in_words,
     engine_in_words,
-    flops_in_words,
     kernels_in_words,
     operator_kinds,
     precision_in_words,
@@ -22,13 +22,16 @@ from torch_hybrid_backend.report.share import (
     regions_title,
     summary,
 )
+from torch_hybrid_backend.report.times import profile_in_words
 
 
 def render_text(plans: Sequence[Plan]) -> str:
     """Each plan's summary, regions, operators by kind and refusals; ends without a newline."""
     if not plans:
         return "no graph was compiled"
-    return "\n\n".join("\n".join(_plan(plan)) for plan in plans)
+    several = len(plans) > 1
+    numbered = (f"graph {k} of {len(plans)}: " if several else "" for k in range(1, len(plans) + 1))
+    return "\n\n".join(number + "\n".join(_plan(plan)) for number, plan in zip(numbered, plans, strict=True))
 
 
 def _plan(plan: Plan) -> Iterable[str]:
@@ -40,6 +43,8 @@ def _plan(plan: Plan) -> Iterable[str]:
     if plan.unrepeatable:
         yield f"  first call: its answer may differ from later ones by rounding, as {plan.unrepeatable} cannot be run twice unnoticed"
     for line in covers_in_words(plan):
+        yield f"  {line}"
+    for line in profile_in_words(plan):
         yield f"  {line}"
     if plan.regions:
         yield f"  {regions_title(plan)}:"
@@ -55,14 +60,14 @@ def _plan(plan: Plan) -> Iterable[str]:
             yield f"    {kind:<{width}}  {inside:>10}  {outside:>8}"
     refusals = refused_operators(plan)
     if refusals:
-        yield "  operators refused:"
+        yield "  operators that engines do not take (docs/refusals.md explains the codes):"
         for item in refusals:
             refusal = item.refusal
             times = f" ({item.count} times)" if item.count > 1 else ""
             where = f" [{item.source}]" if item.source else ""
-            yield f"    {item.operator}{times} by {refusal.engine}: {refusal.code}: {refusal.why}{where}"
+            yield f"    {refusal.engine} does not take {item.operator}{times}: {refusal.code}: {refusal.why}{where}"
     if plan.conversion is not None and plan.conversion.left:
-        yield "  layers as written:"
+        yield "  layers that stay as written (docs/refusals.md explains the codes):"
         for layer in plan.conversion.left:
             where = f" [{layer.source}]" if layer.source else ""
             yield f"    {layer.site or layer.name}, {layer.operator}: {layer.code}: {layer.why}{where}"
@@ -70,10 +75,13 @@ def _plan(plan: Plan) -> Iterable[str]:
 
 def _region(decision: RegionDecision, *, with_precision: bool) -> Iterable[str]:
     size = f"{counted(len(decision.node_names), 'operator')}, {flops_in_words(decision.flops)}"
-    kernels = f", {counted(len(decision.kernels), 'kernel')}" if decision.kernels else ""
-    error = "not verified" if decision.max_error is None else f"max error {decision.max_error:.2g}"
+    kernels = f", in {counted(len(decision.kernels), 'kernel')}" if decision.kernels else ""
+    error = "results not compared with eager's"
+    if decision.max_error is not None:
+        error = f"results differ from eager's by at most {decision.max_error:.2g}"
     where = f" [{decision.source}]" if decision.source else ""
-    yield f"    {decision.name}: {engine_in_words(decision)}, {size}{kernels}; {costs_in_words(decision.costs)}; {error}{where}"
+    runs = f"{engine_in_words(decision)} runs {size}{kernels}"
+    yield f"    {decision.name}: {runs}; {costs_in_words(decision.costs)}; {error}{where}"
     if with_precision:
         yield f"      in {precision_in_words(decision)}"
     if decision.attempts:
@@ -83,6 +91,6 @@ def _region(decision: RegionDecision, *, with_precision: bool) -> Iterable[str]:
     if decision.kernels:
         yield f"      kernels: {kernels_in_words(decision)}"
     for operator, count in Counter(decision.operators).items():
-        yield f"      calls {operator}{f' ({count} times)' if count > 1 else ''}"
+        yield f"      calls PyTorch's {operator}{f' ({count} times)' if count > 1 else ''}"
     for refusal in decision.refusals:
-        yield f"      not {refusal.engine}: {refusal.code}: {refusal.why}"
+        yield f"      not run by {refusal.engine}: {refusal.code}: {refusal.why}"

@@ -35,7 +35,7 @@ from torch_hybrid_backend.runtime.constants import (
     without_owning,
 )
 from torch_hybrid_backend.runtime.native.ops import Binding, Callback, Guard, Plan
-from torch_hybrid_backend.runtime.plan_layout import ConstantSlot, Piece, StaticLayout, lay_out, same_memory
+from torch_hybrid_backend.runtime.plan_layout import ConstantSlot, Piece, StaticLayout, StepOrigin, lay_out, same_memory
 from torch_hybrid_backend.sizes.size import Dim
 
 log = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ CompiledSegment = CompiledRegion | Callable[[Sequence[Any]], Sequence[Any]]
 
 # Another thread may change the parameters between a repack and the run; that cannot go on for ever.
 _MAX_REBINDS = 16
+_KEEP_CHANGING = "the parameters of this graph keep changing while it runs: stop writing to them during the call"
 
 
 def build_executor(
@@ -71,10 +72,19 @@ def build_executor(
             segment.region.outputs,
             getattr(compiled, "program", None),
             title,
+            segment.region.name,
         )
         for segment, compiled, title in zip(graph.segments, segments, titles or [""] * len(segments), strict=True)
     ]
     return Executor(graph.inputs, graph.constants, pieces, segments, graph.outputs, hoisted, fold, graphs=graphs)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """What one step of a plan took in one call."""
+
+    origins: tuple[StepOrigin, ...]
+    nanoseconds: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -185,19 +195,31 @@ class Executor:
                     outputs if self._returns_plan_outputs else [take(inputs, outputs, bound) for take in self._returns]
                 )
             bound = self._constants.refresh(inputs)
-        raise HybridError(
-            "the parameters of this graph keep changing while it runs: stop writing to them during the call"
-        )
+        raise HybridError(_KEEP_CHANGING)
 
     def kernel_us(self, inputs: Sequence[Any]) -> list[float]:
-        """The microseconds that each step of the pieces' programs takes in one call, in their order.
+        """The microseconds that each step of the pieces' programs takes in one call, in their order, each in a parallel region of its own.
 
-        Empty where the call came to no end: its parameters changed, or an eager segment raised. Raises as a call does.
+        Empty where the call came to no end, as its parameters changed. Raises as a call does.
         """
         with torch.no_grad():
             bound = self._constants.get(inputs)
-            times = self._plan.time(bound.binding(self._plan), self._plan_inputs(bound, inputs))
-        return [times[step] / 1e3 for step in self._layout.from_programs] if times else []
+            timed = self._plan.time(bound.binding(self._plan), self._plan_inputs(bound, inputs), in_teams=False)
+        return [timed[1][step] / 1e3 for step in self._layout.from_programs] if timed else []
+
+    def timed(self, inputs: Sequence[Any]) -> tuple[list[Any], list[StepTime]]:
+        """Return a call's outputs, and what each step of the plan took of it. Raises as a call does."""
+        with torch.no_grad():
+            bound = self._constants.get(inputs)
+            for _ in range(_MAX_REBINDS):
+                plan_inputs = self._plan_inputs(bound, inputs)
+                timed = self._plan.time(bound.binding(self._plan), plan_inputs, in_teams=True)
+                if timed is not None:
+                    outputs, nanoseconds = timed
+                    times = [StepTime(*each) for each in zip(self._layout.origins, nanoseconds, strict=True)]
+                    return [take(inputs, outputs, bound) for take in self._returns], times
+                bound = self._constants.refresh(inputs)
+        raise HybridError(_KEEP_CHANGING)
 
     def _plan_inputs(self, bound: BoundConstants, inputs: Sequence[Any]) -> list[torch.Tensor]:
         return [

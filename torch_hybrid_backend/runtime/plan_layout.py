@@ -53,7 +53,8 @@ class StaticLayoutError(HybridError):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One segment: `program` is None where it is a callback. Names are values of the graph. `title`: what profilers show."""
+    """One segment: `program` is None where it is a callback. Names are values of the graph. `title`: what profilers show. `region`: the
+    name of the region."""
 
     inputs: tuple[str, ...]
     input_specs: tuple[TensorSpec | None, ...]
@@ -61,6 +62,17 @@ class Piece:
     output_specs: tuple[TensorSpec | None, ...]
     program: Program | None
     title: str = ""
+    region: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOrigin:
+    """The region that a step of a plan is made for, by its name. `label`, `nodes`: of the step of its program, as there; "" and empty for what
+    is no such step: a callback, a copy between regions."""
+
+    region: str
+    label: str = ""
+    nodes: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +92,8 @@ class ConstantSlot:
 class StaticLayout:
     """`inputs` names the graph inputs that each call passes to the plan; `outputs` are value numbers.
 
-    `arenas`: bytes by device, where any. `functions`: what callbacks call beside the pieces' own, numbered after these. `from_programs`: the
-    positions of the steps that are a program's, or graphs of these, in order; the others are segments run by callbacks, and copies.
+    `arenas`: bytes by device, where any. `functions`: what callbacks call beside the pieces' own, numbered after these. `origins`: where each
+    step comes from; a graph of launches comes from several.
     """
 
     values: tuple[PlanValue, ...]
@@ -92,7 +104,12 @@ class StaticLayout:
     arenas: Mapping[Device, int]
     titles: tuple[TitledSteps, ...]
     functions: tuple[InPython, ...]
-    from_programs: tuple[int, ...]
+    origins: tuple[tuple[StepOrigin, ...], ...]
+
+    @property
+    def from_programs(self) -> tuple[int, ...]:
+        """Positions of the steps that are a program's, or graphs of these; the others are segments run by callbacks, and copies."""
+        return tuple(position for position, (first, *_) in enumerate(self.origins) if first.label)
 
     @property
     def arena_bytes(self) -> int:
@@ -147,7 +164,7 @@ class _Builder:
         self._steps: list[PlanStep] = []
         self._pieces = pieces
         self._functions: list[InPython] = []
-        self._from_programs: list[int] = []
+        self._origins: list[StepOrigin] = []
         self._computed: dict[str, int] = {}  # value of each name that a piece computed
         self._plan_inputs: dict[str, int] = {}  # position among the plan's inputs
         self._input_values: dict[tuple[str, TensorSpec, ValueKind], int] = {}
@@ -169,6 +186,11 @@ class _Builder:
             self._computed.update(zip(piece.outputs, writes, strict=True))
         else:
             self._add_program(piece, piece.program, output_specs)
+        self._end_of(piece)
+
+    def _end_of(self, piece: Piece) -> None:
+        """Steps that were added since are the piece's, and none of its program."""
+        self._origins += [StepOrigin(piece.region)] * (len(self._steps) - len(self._origins))
 
     def _add_program(self, piece: Piece, program: Program, output_specs: Sequence[TensorSpec]) -> None:
         local: dict[int, int] = {}  # buffer of the program -> value
@@ -195,8 +217,10 @@ class _Builder:
                     local[buffer] = self._new(None, 0, _static(program.buffers[buffer], f"buffer {buffer}"))
         if program.random is not None:
             self._take_numbers(program.random, local, program.device)
-        for step in program.steps:
+        for step, nodes in zip(program.steps, program.origins or [frozenset[str]()] * len(program.steps), strict=True):
+            self._end_of(piece)
             self._add_step(step, local, program.device)
+            self._origins.append(StepOrigin(piece.region, step.label, nodes))
         if program.flags:
             self._steps.append(PlanStep(Check(tuple(local[flag] for flag in program.flags)), program.device))
         for name, spec, buffer in zip(piece.outputs, output_specs, program.outputs, strict=True):
@@ -225,7 +249,6 @@ class _Builder:
             return value
 
         returned = {buffer: self._drafts[local[buffer]].root for buffer in step.returned}
-        self._from_programs.append(len(self._steps))
         if (function := step.in_python) is not None:
             reads = tuple(map(tensor, step.tensors))
             number = self._pieces + len(self._functions)
@@ -246,6 +269,9 @@ class _Builder:
         values = tuple(PlanValue(_placed(draft), draft.payload, draft.spec, draft.offset) for draft in self._drafts)
         # After their memory is planned, launch by launch: a graph is no step that all of it must outlive.
         steps, positions = _with_graphs(self._steps) if graphs else (self._steps, range(len(self._steps) + 1))
+        origins: list[list[StepOrigin]] = [[] for _ in steps]
+        for position, origin in zip(positions, self._origins, strict=False):  # last, how many steps there are
+            origins[position].append(origin)
         return StaticLayout(
             values=values,
             steps=tuple(steps),
@@ -261,7 +287,7 @@ class _Builder:
                 for t in self._titles
             ),
             functions=tuple(self._functions),
-            from_programs=tuple(dict.fromkeys(positions[step] for step in self._from_programs)),
+            origins=tuple(map(tuple, origins)),
         )
 
     def _place_in_arenas(self) -> dict[Device, int]:

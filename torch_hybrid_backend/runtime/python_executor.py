@@ -7,6 +7,7 @@ graph's outputs, with the semantics of `Executor` and no demands on specs: sizes
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -20,7 +21,8 @@ from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.eager_graph import with_strides
 from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.runtime.constants import Fold, LiveConstants, main_inputs, run_fold, without_owning
-from torch_hybrid_backend.runtime.executor import CompiledSegment, static_dims
+from torch_hybrid_backend.runtime.executor import CompiledSegment, StepTime, static_dims
+from torch_hybrid_backend.runtime.plan_layout import StepOrigin
 
 # Runs one segment in place of the executor: (position, segment, its inputs) -> its outputs.
 OnSegment = Callable[[int, Segment, Sequence[Any]], Sequence[Any]]
@@ -64,6 +66,18 @@ class PythonExecutor:
         """Folds the constants among a call's inputs now, not in that call."""
         with torch.no_grad():
             self._folded.compared(inputs)
+
+    def timed(self, inputs: Sequence[Any]) -> tuple[list[Any], list[StepTime]]:
+        """As `Executor.timed`; a segment is one step."""
+        times: list[StepTime] = []
+
+        def on_segment(index: int, segment: Segment, arguments: Sequence[Any]) -> Sequence[Any]:
+            start = time.perf_counter_ns()
+            outputs = self._segments[index](arguments)
+            times.append(StepTime((StepOrigin(segment.region.name),), time.perf_counter_ns() - start))
+            return outputs
+
+        return self.run(inputs, on_segment), times
 
     def run(self, inputs: Sequence[Any], on_segment: OnSegment | None = None) -> list[Any]:
         """As a call, but every segment is run by `on_segment` where it is given (to verify and time it, say).

@@ -19,7 +19,7 @@ from torch_hybrid_backend.core.size_reader import SizeReader
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.runtime.constants import Fold
-from torch_hybrid_backend.runtime.executor import CompiledSegment, Executor
+from torch_hybrid_backend.runtime.executor import CompiledSegment, Executor, StepTime
 from torch_hybrid_backend.runtime.kept_plans import KeptPlans, Run, Sizes
 from torch_hybrid_backend.runtime.plan_layout import Piece, StaticLayoutError
 from torch_hybrid_backend.runtime.python_executor import PythonExecutor
@@ -61,6 +61,12 @@ class SymbolicExecutor:
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """The graph's outputs at this call's sizes. Raises as `Executor` does."""
         return self._plan_for(inputs)(inputs)
+
+    def timed(self, inputs: Sequence[Any]) -> tuple[list[Any], list[StepTime]]:
+        """As `Executor.timed`, at this call's sizes."""
+        run = self._plan_for(inputs)
+        assert isinstance(run, Executor | PythonExecutor)
+        return run.timed(inputs)
 
     def bind(self, inputs: Sequence[Any]) -> None:
         """Makes the plan for a call's sizes, and its constants, now, not in that call. Raises as a call does."""
@@ -183,6 +189,7 @@ def _piece_at(
         tuple(_at(region.outputs[i], values) for i in made),
         program,
         title,
+        region.name,
     )
 
 

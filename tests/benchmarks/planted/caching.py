@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import torch
 from torch import nn
 
-from benchmarks.peers import Prepared, Setting
+from torch_hybrid_backend.bench.calls import Inputs
+from torch_hybrid_backend.bench.peers import Prepared, Setting
 
 
-def prepare(model: nn.Module, inputs: tuple[torch.Tensor, ...], setting: Setting) -> Prepared:
+def prepare(model: nn.Module, inputs: Inputs, setting: Setting) -> Prepared:
     """Reports whether an earlier process left a file in the cache."""
     kept = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "compiled"
     found = kept.exists()
     kept.parent.mkdir(parents=True, exist_ok=True)
     kept.touch()
-    return Prepared(lambda: model(*inputs), lambda: {"found": found})
+    return Prepared(lambda: inputs.call(model), lambda: {"found": found})

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 
-import torch
 from torch import nn
 
-from benchmarks.peers import Prepared, Setting
+from torch_hybrid_backend.bench.calls import Inputs
+from torch_hybrid_backend.bench.peers import Prepared, Setting
 
 
-def prepare(model: nn.Module, inputs: tuple[torch.Tensor, ...], setting: Setting) -> Prepared:
+def prepare(model: nn.Module, inputs: Inputs, setting: Setting) -> Prepared:
     os.kill(os.getpid(), signal.SIGSEGV)
     raise AssertionError("unreachable")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
-from benchmarks.peers import Prepared, Setting
+from torch_hybrid_backend.bench.calls import Inputs
+from torch_hybrid_backend.bench.peers import Prepared, Setting
 
 
-def prepare(model: nn.Module, inputs: tuple[torch.Tensor, ...], setting: Setting) -> Prepared:
+def prepare(model: nn.Module, inputs: Inputs, setting: Setting) -> Prepared:
     raise NotImplementedError("no rule for aten.sigmoid\nthe whole graph: ...")

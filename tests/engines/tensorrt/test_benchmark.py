@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from benchmarks.gpu.tensorrt import BuildCount, Probe, probed
-from benchmarks.worker import State
 from tests.engines.tensorrt.contexts_for_tests import FakeEngine, FakeStream, FakeStreams, computing
 from tests.engines.tensorrt.regions_for_tests import engine, region
 from tests.services_for_tests import services
+from torch_hybrid_backend.bench.worker import State
 from torch_hybrid_backend.engines.tensorrt.installed import NO_GPU
 from torch_hybrid_backend.errors import CompileError
 

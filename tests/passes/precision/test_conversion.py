@@ -11,7 +11,7 @@ from torch import nn
 from torch_hybrid_backend.core.plan import Conversion, Unconverted
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.graph.precision import converted_to
-from torch_hybrid_backend.graph.source import with_module_call
+from torch_hybrid_backend.graph.source import with_module_stack
 from torch_hybrid_backend.passes.pipeline import PASSES, PRECISION_PASSES, run_passes
 from torch_hybrid_backend.passes.precision.conversion import conversion, mark_sites, quantised_by_itself
 from torch_hybrid_backend.passes.precision.lists import is_layer
@@ -59,7 +59,7 @@ def test_sites_are_named_as_their_modules(captured) -> None:
     subject = captured(lambda x: torch.softmax(x @ x, 0) @ x @ x.neg(), torch.randn(4, 4))
     nodes = {node.name: node for node in subject.gm.graph.nodes}
     for name, call in (("mm", "a.b"), ("mm_1", "a.b"), ("mm_2", "a.b@1")):
-        with_module_call(nodes[name], call)
+        with_module_stack(nodes[name], [(call, "")])
     mark_sites(subject.gm)
     assert {name: node.meta.get("site") for name, node in nodes.items() if "mm" in name} == {
         "mm": "a.b",

@@ -675,7 +675,7 @@ def test_handles_are_freed() -> None:
     del plan, guard
     gc.collect()
     with pytest.raises(RuntimeError, match="no plan has the handle"):
-        torch.ops.torch_hybrid_backend.plan_time(handle, 0, [])
+        torch.ops.torch_hybrid_backend.plan_time(handle, 0, [], False)
     with pytest.raises(RuntimeError, match="no guard has the handle"):
         torch.ops.torch_hybrid_backend.guard_is_stale(guard_handle)
     assert handle not in ops._callbacks
@@ -696,7 +696,7 @@ def test_finalizers_leave_no_trace() -> None:
     traced = make_fx(collects)(torch.ones(2))
     assert [node.target for node in traced.graph.nodes if node.op == "call_function"] == [torch.ops.aten.add.Tensor]
     with pytest.raises(RuntimeError, match="no plan has the handle"):
-        torch.ops.torch_hybrid_backend.plan_time(handle, 0, [])
+        torch.ops.torch_hybrid_backend.plan_time(handle, 0, [], False)
     with pytest.raises(RuntimeError, match="no guard has the handle"):
         torch.ops.torch_hybrid_backend.guard_is_stale(guard_handle)
 

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch_hybrid_backend.capture.cache.composed_tensors import UnkeyedError, class_key, parts_of
 from torch_hybrid_backend.errors import CacheError, failures
 from torch_hybrid_backend.graph.graph_json import NAMESPACES, NotTextError, graph_from_text, graph_to_text
-from torch_hybrid_backend.graph.source import module_call
+from torch_hybrid_backend.graph.source import module_stack
 from torch_hybrid_backend.machine import float32_precision
 from torch_hybrid_backend.sources import sources_version
 from torch_hybrid_backend.store import Store
@@ -183,7 +183,7 @@ def _node_parts(node: Node) -> Iterator[str]:
     for argument in (*node.args, *node.kwargs.values()):
         _check_argument(argument)
     yield _NUMBER_OF_GRAPH.sub("", str(node.meta.get("stack_trace")))
-    yield module_call(node)
+    yield repr(module_stack(node))
 
 
 def _check_device(tensor: torch.Tensor) -> None:

@@ -33,6 +33,7 @@ from torch_hybrid_backend.core.plan import Attempt
 from torch_hybrid_backend.core.program import ExternalCall, ExternalRunner, PackedConstant, Program
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.core.units import time_in_words
 from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdict
 from torch_hybrid_backend.engines.tensorrt import capability
 from torch_hybrid_backend.engines.tensorrt.build import (
@@ -443,7 +444,7 @@ class _Constants:
             return inputs_form
         times = measure([lambda: inputs_form(inputs), lambda: made(inputs)], budget_s, timer=self.timer())
         as_inputs, as_constants = (each.low_us for each in times)
-        told = f"{as_inputs:.1f} us with its weights as inputs, {as_constants:.1f} us with constants"
+        told = f"{time_in_words(as_inputs)} with its weights as inputs, {time_in_words(as_constants)} with constants"
         if not worth(as_inputs, as_constants):
             self.form.give_up(f"it takes {told}")
         elif self.budget.grant(self.form, as_inputs - as_constants):

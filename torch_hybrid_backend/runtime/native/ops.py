@@ -304,18 +304,17 @@ class Plan:
                 outputs, status = [], results
         except failures(RuntimeError) as error:
             raise _as_hybrid_error(str(error)) from error
-        if status == RunStatus.DONE:
-            return outputs  # type: ignore[no-any-return]
-        if status == RunStatus.STALE_BINDING:
-            return None
-        raised, _raised.error = _raised.error, None
-        assert raised is not None, "a callback that raised leaves its exception"
-        raise raised
+        return outputs if _is_done(status) else None
 
-    def time(self, binding: Binding, inputs: list[torch.Tensor]) -> list[int]:
-        """The nanoseconds that each step takes in one run, whose outputs are dropped; empty where it came to no end."""
-        times: list[int] = _building(self._ops.plan_time, self.handle, binding.handle, inputs)
-        return times
+    def time(
+        self, binding: Binding, inputs: list[torch.Tensor], *, in_teams: bool
+    ) -> tuple[list[torch.Tensor], list[int]] | None:
+        """Run as `run` does, and return the outputs and the nanoseconds of each step, or None where the binding is stale.
+
+        in_teams: kernels share parallel regions, as in `run`; otherwise each starts its own, which counts as its time.
+        """
+        outputs, status, times = _building(self._ops.plan_time, self.handle, binding.handle, inputs, in_teams)
+        return (outputs, times) if _is_done(status) else None
 
 
 class Binding:
@@ -337,6 +336,15 @@ class Binding:
             list(borrowed.values()),
         )
         weakref.finalize(self, ops.free_binding, self.handle).atexit = False
+
+
+def _is_done(status: int) -> bool:
+    """False if a run had a stale binding. Raises what its callback raised."""
+    if status != RunStatus.CALLBACK_RAISED:
+        return status == RunStatus.DONE
+    raised, _raised.error = _raised.error, None
+    assert raised is not None, "a callback that raised leaves its exception"
+    raise raised
 
 
 def _not_implemented(*_: object) -> object:

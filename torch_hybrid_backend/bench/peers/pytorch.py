@@ -7,28 +7,29 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from benchmarks.peers import GROUP, Prepared, Setting
+from torch_hybrid_backend.bench.calls import Inputs
+from torch_hybrid_backend.bench.peers import GROUP, Prepared, Setting, training
 
-Inputs = tuple[torch.Tensor, ...]
 Compile = Callable[[nn.Module], Callable[..., object]]
 
 
 def prepared(model: nn.Module, inputs: Inputs, setting: Setting, compiled: Compile) -> Prepared:
     """The model as PyTorch's own tools write it in the setting's precision, under `compiled`: autocast for 16 bits; torchao's PT2E graphs
     for 8 bits; torchao's tensors for weights alone, in a model in bfloat16, the one dtype for which inductor keeps them packed."""
+    if setting.training:
+        return training.prepared(model, inputs, setting, compiled)
     if setting.is_int8:
         model = pt2e(model, inputs, setting.calibration)
     elif setting.weight_bits is not None:
         model = with_packed_weights(model.bfloat16(), setting.weight_bits)
-        inputs = tuple(value.bfloat16() if value.is_floating_point() else value for value in inputs)
+        inputs = inputs.floats(torch.bfloat16)
     call = compiled(model)
     if setting.half is None:
-        return Prepared(lambda: call(*inputs))
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[setting.half]
+        return Prepared(lambda: inputs.call(call))
 
     def under_autocast() -> object:
-        with torch.autocast("cpu", dtype):
-            return call(*inputs)
+        with setting.autocast():
+            return inputs.call(call)
 
     return Prepared(under_autocast)
 
@@ -41,9 +42,9 @@ def pt2e(model: nn.Module, inputs: Inputs, calibration: Sequence[Inputs]) -> nn.
 
     quantizer = x86.X86InductorQuantizer()
     quantizer.set_global(x86.get_default_x86_inductor_quantization_config())
-    observed = prepare_pt2e(torch.export.export(model, inputs).module(), quantizer)
+    observed = prepare_pt2e(torch.export.export(model, inputs.args, dict(inputs.kwargs)).module(), quantizer)
     for item in calibration:
-        observed(*item)
+        item.call(observed)
     converted: nn.Module = convert_pt2e(observed)
     return converted
 

@@ -6,10 +6,11 @@ import torch
 import torch._inductor.config
 from torch import nn
 
-from benchmarks.peers import FLOAT32, Prepared, Setting, inductor
+from torch_hybrid_backend.bench.calls import Inputs
+from torch_hybrid_backend.bench.peers import FLOAT32, Prepared, Setting, inductor
 
 
-def prepare(model: nn.Module, inputs: tuple[torch.Tensor, ...], setting: Setting) -> Prepared:
+def prepare(model: nn.Module, inputs: Inputs, setting: Setting) -> Prepared:
     """`torch.compile(model)` with freezing. Below float32 with max-autotune as well, without which its own kernels for bfloat16, integers and
     packed weights are not tried beside oneDNN's."""
     torch._inductor.config.freezing = True

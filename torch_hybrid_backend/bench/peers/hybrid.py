@@ -2,43 +2,62 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import inspect
 import os
 from collections import Counter
+from typing import Any
 
 import torch
 from torch import nn
 
 import torch_hybrid_backend
-from benchmarks.peers import FLOAT32, Prepared, Setting
 from torch_hybrid_backend.backend import compile_graph
+from torch_hybrid_backend.bench.calls import Inputs
+from torch_hybrid_backend.bench.peers import FLOAT32, Prepared, Setting, pytorch
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.engine import EAGER
 from torch_hybrid_backend.core.plan import Plan
 
 
-def prepare(model: nn.Module, inputs: tuple[torch.Tensor, ...], setting: Setting) -> Prepared:
+def prepare(model: nn.Module, inputs: Inputs, setting: Setting) -> Prepared:
     """Compiled as `backend="hybrid"` does it, with the HYBRID_* settings of the environment; reports the plan's coverage, and what it
     converted.
 
-    int8: `quantize` with the extremes of the calibration inputs. Random weights are off by more than trained ones: no layer returns to float32.
+    int8: `quantize` with the extremes of the calibration inputs.
     """
     plans: list[Plan] = []
-    config = Config.from_env(os.environ)
+    config = Config.from_env(os.environ).with_options({"background": False}, None)  # what is timed is the plan
     if setting.is_int8:
-        model = torch_hybrid_backend.quantize(model, list(setting.calibration), calibration="naive")
+        model = torch_hybrid_backend.quantize(
+            model, [_item(model, each) for each in setting.calibration], calibration="naive"
+        )
     asked = setting.half or setting.precision
-    if asked not in (FLOAT32, "int8"):
-        config = config.with_options({"precision": asked, "precision_tolerance": 1.0}, None)
+    if asked not in (FLOAT32, "int8") and not setting.training:
+        options: dict[str, object] = {"precision": asked}
+        if setting.precision_tolerance is not None:
+            options["precision_tolerance"] = setting.precision_tolerance
+        config = config.with_options(options, None)
     backend = functools.partial(compile_graph, config=config, on_plan=plans.append)
-    compiled = torch.compile(model, backend=backend)
 
     def report() -> dict[str, object]:
         converted = [dict(plan.conversion.converted) for plan in plans if plan.conversion]
         counts = sum(map(Counter, converted), Counter[str]())
         return coverage(plans) | ({"executed": dict(counts)} if counts else {})
 
-    return Prepared(lambda: compiled(*inputs), report)
+    compile_model = functools.partial(torch.compile, backend=backend)
+    if setting.training:
+        return dataclasses.replace(pytorch.prepared(model, inputs, setting, compile_model), report=report)
+    compiled = compile_model(model)
+    return Prepared(lambda: inputs.call(compiled), report)
+
+
+def _item(model: nn.Module, inputs: Inputs) -> Any:
+    """The inputs as an item that `quantize` takes: a tuple of arguments, or all of them by name."""
+    if not inputs.kwargs:
+        return inputs.args
+    return inspect.signature(model.forward).bind(*inputs.args, **inputs.kwargs).arguments
 
 
 def coverage(plans: list[Plan]) -> dict[str, object]:

@@ -9,7 +9,8 @@ import openvino
 import torch
 from torch import nn
 
-from benchmarks.peers import GROUP, Prepared, Setting
+from torch_hybrid_backend.bench.calls import Inputs
+from torch_hybrid_backend.bench.peers import GROUP, Prepared, Setting
 
 # What a runtime model calls layers that multiply.
 _PRODUCTS = (
@@ -23,12 +24,12 @@ _PRODUCTS = (
 )
 
 
-def prepare(model: nn.Module, inputs: tuple[torch.Tensor, ...], setting: Setting) -> Prepared:
+def prepare(model: nn.Module, inputs: Inputs, setting: Setting) -> Prepared:
     """Compiled for latency, static shapes. What is not quantised is computed in float32, unless half precision is asked for: its default would
     be bfloat16 on processors that have it. Reports in which precision its layers that multiply run."""
     compiled = compiled_model(model, inputs, setting)
     request = compiled.create_infer_request()
-    feed = [value.numpy() for value in inputs]
+    feed = [value.numpy() for value in inputs.args]
 
     def call() -> list[torch.Tensor]:
         results = request.infer(feed, share_inputs=True, share_outputs=True)
@@ -37,7 +38,7 @@ def prepare(model: nn.Module, inputs: tuple[torch.Tensor, ...], setting: Setting
     return Prepared(call, lambda: {"executed": _executed(compiled)})
 
 
-def compiled_model(model: nn.Module, inputs: tuple[torch.Tensor, ...], setting: Setting, **properties: str) -> Any:
+def compiled_model(model: nn.Module, inputs: Inputs, setting: Setting, **properties: str) -> Any:
     """OpenVINO's own object, with further properties of its CPU plugin.
 
     Raises NotImplementedError where half precision is asked for and the processor has none.
@@ -47,8 +48,8 @@ def compiled_model(model: nn.Module, inputs: tuple[torch.Tensor, ...], setting: 
         raise NotImplementedError(
             f"this processor has no {setting.half} for OpenVINO, which would compute in float32 without a word"
         )
-    converted = openvino.convert_model(torch.export.export(model, inputs))
-    converted.reshape({port: list(value.shape) for port, value in zip(converted.inputs, inputs, strict=True)})
+    converted = openvino.convert_model(torch.export.export(model, inputs.args))
+    converted.reshape({port: list(value.shape) for port, value in zip(converted.inputs, inputs.args, strict=True)})
     hints = {
         "INFERENCE_PRECISION_HINT": {"bf16": "bf16", "fp16": "f16", None: "f32"}[setting.half],
         "PERFORMANCE_HINT": "LATENCY",
@@ -71,7 +72,7 @@ def _quantised(converted: Any, setting: Setting) -> Any:
         }
         return nncf.compress_weights(converted, **form[setting.weight_bits])
     kinds = {node.get_type_name() for node in converted.get_ops()}
-    items = [[value.numpy() for value in item] for item in setting.calibration]
+    items = [[value.numpy() for value in item.args] for item in setting.calibration]
     return nncf.quantize(
         converted,
         nncf.Dataset(items),

@@ -1,7 +1,7 @@
 """A worker in a process of its own, and what the system knows of it.
 
-The worker runs `benchmarks.worker` and speaks with us through a pipe; what it prints goes to a file. It leads a process group, so that
-ending it ends the compilers it started.
+The worker runs `bench.worker` and speaks with us through a pipe; what it prints goes to a file. It leads a process group, so that
+ending it ends the compilers it started, and it ends with this process.
 """
 
 from __future__ import annotations
@@ -17,39 +17,59 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
-from benchmarks.worker import Failed
+from torch_hybrid_backend.bench.worker import Failed
+from torch_hybrid_backend.errors import ignored
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]  # the folder that this package lies in
 _END_S = 20.0  # to unload a compiled model and leave
 # Spinning threads use all of a core; a process that waits for a pipe uses none.
 _QUIET_SHARE = 0.05
 _QUIET_STEP_S = 0.02
+# Imports the package of the tree `root`; the rest of the path is the parent's. A tree of before the package had `bench` gets it from here.
+_BOOTSTRAP = """
+import sys
+root, package, lifeline, descriptor, *folders = sys.argv[1:]
+sys.path.insert(0, root)
+import torch_hybrid_backend
+del sys.path[0]
+sys.path.extend(folder for folder in folders if folder not in sys.path)
+torch_hybrid_backend.__path__.append(package)
+from torch_hybrid_backend.bench.worker import main
+main(int(lifeline), int(descriptor))
+"""
 
 
 class WorkerError(RuntimeError):
-    """The worker gave no answer: it raised, ended, or took too long. The message says which."""
+    """The worker gave no answer: it raised, ended, or took too long. The message says which, `is_explained` in this package's words."""
+
+    def __init__(self, why: str, *, is_explained: bool = False) -> None:
+        super().__init__(why)
+        self.is_explained = is_explained
 
 
 class WorkerProcess:
     """Owns one worker. Ended by `end`, which a `with` block calls."""
 
     def __init__(self, environment: Mapping[str, str], log: Path, tree: Path = ROOT) -> None:
-        """Start it under this process's environment with `environment` on top; its output is appended to `log`. It runs the package and the
-        benchmarks of the source tree `tree`."""
+        """Start it under this process's environment with `environment` on top; its output is appended to `log`. It imports this package from
+        the folder `tree`."""
         ours, theirs = Pipe()
-        paths = [str(tree), *filter(None, [os.environ.get("PYTHONPATH")])]
+        lifeline, other_end = os.pipe()
+        self._lifeline = os.fdopen(other_end, "wb", buffering=0)
+        package = str(ROOT / __package__.partition(".")[0])
+        arguments = [str(tree), package, str(lifeline), str(theirs.fileno()), *filter(None, sys.path)]
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", f"from benchmarks.worker import main; main({theirs.fileno()})"],
-                env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(paths)},
-                cwd=tree,
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-P", "-c", _BOOTSTRAP, *arguments],
+                env={**os.environ, **environment},
+                pass_fds=[theirs.fileno(), lifeline],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,
+                start_new_session=True,  # Ctrl-C is the parent's to handle
             )
         theirs.close()
+        os.close(lifeline)
         self._connection: Connection = ours
 
     def __enter__(self) -> WorkerProcess:
@@ -72,13 +92,15 @@ class WorkerProcess:
         if answered and not isinstance(answer, Failed):
             return answer
         self.end()
-        raise WorkerError(answer.why if answered else f"no answer within {within_s:.0f} s")
+        if isinstance(answer, Failed):
+            raise WorkerError(answer.why, is_explained=answer.is_explained)
+        raise WorkerError(f"no answer within {within_s:.0f} s")
 
     def cpu_ns(self) -> int:
         """Processor time that all its threads have used; 0 where the system does not tell."""
         total = 0
         for path in Path(f"/proc/{self._process.pid}/task").glob("*/schedstat"):
-            with contextlib.suppress(OSError):  # the thread has just ended
+            with ignored(OSError):  # the thread has just ended
                 total += int(path.read_text().split()[0])
         return total
 
@@ -89,6 +111,7 @@ class WorkerProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+        self._lifeline.close()
 
 
 def _manner(code: int | None) -> str:

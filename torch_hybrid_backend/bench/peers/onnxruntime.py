@@ -11,13 +11,14 @@ import onnxruntime
 import torch
 from torch import nn
 
-from benchmarks.peers import FLOAT32, GROUP, Prepared, Setting
+from torch_hybrid_backend.bench.calls import Inputs
+from torch_hybrid_backend.bench.peers import FLOAT32, GROUP, Prepared, Setting
 
 # In the names of operators that multiply.
 _PRODUCTS = ("Conv", "Gemm", "MatMul", "Attention", "LSTM")
 
 
-def prepare(model: nn.Module, inputs: tuple[torch.Tensor, ...], setting: Setting) -> Prepared:
+def prepare(model: nn.Module, inputs: Inputs, setting: Setting) -> Prepared:
     """All of the runtime's graph optimisations, which are its default; static shapes. Below float32 it reports the operators that multiply in
     the graph as optimised."""
     if setting.half:
@@ -38,23 +39,19 @@ def prepare(model: nn.Module, inputs: tuple[torch.Tensor, ...], setting: Setting
     return Prepared(call, lambda: {} if setting.precision == FLOAT32 else {"executed": _executed(optimised)})
 
 
-def export(model: nn.Module, inputs: tuple[torch.Tensor, ...], setting: Setting) -> str:
+def export(model: nn.Module, inputs: Inputs, setting: Setting) -> str:
     """The path of an ONNX file. Weights are in a file beside it; but what is quantised must be one file, of 2 GB at most: the quantiser moves
     it away from a second one."""
     path = str(setting.scratch / "model.onnx")
     apart = not setting.is_int8
-    names = _names(inputs)
-    torch.onnx.export(model, inputs, path, dynamo=True, external_data=apart, verbose=False, input_names=names)
+    names = [f"input_{index}" for index in range(len(inputs.args))]
+    torch.onnx.export(model, inputs.args, path, dynamo=True, external_data=apart, verbose=False, input_names=names)
     return path
 
 
-def _names(inputs: tuple[torch.Tensor, ...]) -> list[str]:
-    return [f"input_{index}" for index in range(len(inputs))]
-
-
-def _feed(inputs: tuple[torch.Tensor, ...], wanted: Sequence[str]) -> dict[str, Any]:
+def _feed(inputs: Inputs, wanted: Sequence[str]) -> dict[str, Any]:
     """The inputs by name. One that the model does not use was dropped by the export."""
-    given = dict(zip(_names(inputs), inputs, strict=True))
+    given = {f"input_{index}": value for index, value in enumerate(inputs.args)}
     return {name: given[name].numpy() for name in wanted}
 
 
@@ -91,7 +88,7 @@ def _quantised(exported: str, setting: Setting) -> str:
     return exported
 
 
-def _reader(calibration: Sequence[tuple[torch.Tensor, ...]], model: Any) -> Any:
+def _reader(calibration: Sequence[Inputs], model: Any) -> Any:
     """The calibration inputs as ONNX Runtime asks for them."""
     from onnxruntime.quantization import CalibrationDataReader
 

@@ -7,10 +7,11 @@ import torch._inductor.compile_fx  # with the imports, not with the first compil
 import torch._inductor.config
 from torch import nn
 
-from benchmarks.peers import Prepared, Setting, pytorch
+from torch_hybrid_backend.bench.calls import Inputs
+from torch_hybrid_backend.bench.peers import Prepared, Setting, pytorch
 
 
-def prepare(model: nn.Module, inputs: tuple[torch.Tensor, ...], setting: Setting) -> Prepared:
+def prepare(model: nn.Module, inputs: Inputs, setting: Setting) -> Prepared:
     """`torch.compile(model)`."""
     if setting.is_int8 and not torch._inductor.config.freezing:
         raise NotImplementedError("integer kernels need weights taken as constants: see inductor, freezing")

@@ -5,16 +5,17 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from benchmarks.peers import GROUP, Prepared, Setting, pytorch
+from torch_hybrid_backend.bench.calls import Inputs
+from torch_hybrid_backend.bench.peers import GROUP, Prepared, Setting, pytorch
 
 
-def prepare(model: nn.Module, inputs: tuple[torch.Tensor, ...], setting: Setting) -> Prepared:
+def prepare(model: nn.Module, inputs: Inputs, setting: Setting) -> Prepared:
     """The model itself; half precision by autocast, packed weights by ATen's own operators."""
     if setting.is_int8:
         raise NotImplementedError(
             "eager computes quantised graphs in float32: torch.ao's integer modules gave way to PT2E"
         )
-    if setting.weight_bits is None:
+    if setting.weight_bits is None or setting.training:
         return pytorch.prepared(model, inputs, setting, lambda module: module)
     packed = 0
     for parent in list(model.modules()):
@@ -23,12 +24,12 @@ def prepare(model: nn.Module, inputs: tuple[torch.Tensor, ...], setting: Setting
                 setattr(parent, name, _Packed(layer, setting.weight_bits))
                 packed += 1
     return Prepared(
-        lambda: model(*inputs), lambda: {"executed": {f"linear layers of {setting.weight_bits} bits": packed}}
+        lambda: inputs.call(model), lambda: {"executed": {f"linear layers of {setting.weight_bits} bits": packed}}
     )
 
 
 def _fits(layer: nn.Linear, bits: int) -> bool:
-    """Whether ATen takes such a layer: whole groups, and channels in sixteens."""
+    """True if ATen takes such a layer: whole groups, and channels in sixteens."""
     return bits == 8 or (layer.in_features % GROUP == 0 and layer.out_features % 16 == 0)
 
 
@@ -36,8 +37,6 @@ class _Packed(nn.Module):
     """A linear layer with packed weights. x: (..., k) float32.  Returns: (..., n)."""
 
     def __init__(self, layer: nn.Linear, bits: int) -> None:
-        from benchmarks.quantized_weights import in_bytes, in_nibbles  # with it comes all of hybrid
-
         super().__init__()
         self.bits, self.bias = bits, layer.bias
         weight = layer.weight.detach()
@@ -50,4 +49,21 @@ class _Packed(nn.Module):
         else:
             y = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.weight, GROUP, self.scales)
         y = y.reshape(*x.shape[:-1], -1)
-        return y if self.bias is None else y + self.bias
+        result: torch.Tensor = y if self.bias is None else y + self.bias
+        return result
+
+
+def in_bytes(w: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight (N, K) as int8 and a scale for each row."""
+    scale = w.abs().amax(1) / 127
+    return (w / scale[:, None]).round().to(torch.int8), scale.to(dtype)
+
+
+def in_nibbles(w: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight (N, K) as PyTorch packs 4 bits, and the scales and zeros of its groups, (K / GROUP, N, 2): (q - 8) * scale + zero."""
+    n, k = w.shape
+    groups = w.view(n, k // GROUP, GROUP)
+    scale = groups.abs().amax(2) / 7
+    q = (groups / scale[:, :, None]).round() + 8
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q.view(n, k).to(torch.int32), 2)
+    return packed, torch.stack([scale, torch.zeros_like(scale)], 2).transpose(0, 1).contiguous().to(dtype)

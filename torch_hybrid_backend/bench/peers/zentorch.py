@@ -9,10 +9,11 @@ import torch._inductor.config
 import zentorch  # registers its backend
 from torch import nn
 
-from benchmarks.peers import Prepared, Setting, pytorch
+from torch_hybrid_backend.bench.calls import Inputs
+from torch_hybrid_backend.bench.peers import Prepared, Setting, pytorch
 
 
-def prepare(model: nn.Module, inputs: tuple[torch.Tensor, ...], setting: Setting) -> Prepared:
+def prepare(model: nn.Module, inputs: Inputs, setting: Setting) -> Prepared:
     """`torch.compile(model, backend="zentorch")` with freezing, as AMD's guide has it for inference; torchao's PT2E graphs, as in its
     example of a recommender."""
     if setting.weight_bits is not None:

@@ -1,0 +1,15 @@
+"""PyTorch's own compiler with weights as constants beside eager, where it is installed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.bench.work_for_tests import measured
+
+
+def test_a_model_with_named_arguments_and_outputs(tmp_path: Path) -> None:
+    """Its results are eager's but for rounding, and it is timed."""
+    result = measured("inductor_freezing", tmp_path)
+    assert "gap" not in result, result
+    assert result["rms_error"] < 1e-5
+    assert result["median_ms"] > 0

@@ -1,0 +1,27 @@
+"""ONNX Runtime beside eager, where it is installed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.bench.work_for_tests import measured
+
+
+def test_a_model_with_named_arguments_and_outputs(tmp_path: Path) -> None:
+    """Its results are eager's but for rounding, and it is timed."""
+    result = measured("onnxruntime", tmp_path)
+    assert "gap" not in result, result
+    assert result["rms_error"] < 1e-5
+    assert result["median_ms"] > 0
+
+
+def test_a_quantised_model(tmp_path: Path) -> None:
+    """Its own quantiser's, calibrated on other inputs."""
+    result = measured("onnxruntime", tmp_path, "int8")
+    assert 1e-4 < result["rms_error"] < 0.1
+    assert result["executed"]
+
+
+def test_half_precision_is_a_gap(tmp_path: Path) -> None:
+    """It has no kernels for it, and says so."""
+    assert "no kernels in half precision" in measured("onnxruntime", tmp_path, "bf16")["gap"]

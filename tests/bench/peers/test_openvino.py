@@ -1,0 +1,21 @@
+"""OpenVINO beside eager, where it is installed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.bench.work_for_tests import measured
+
+
+def test_a_model_with_named_arguments_and_outputs(tmp_path: Path) -> None:
+    """Its results are eager's but for rounding, and it is timed."""
+    result = measured("openvino", tmp_path)
+    assert "gap" not in result, result
+    assert result["rms_error"] < 1e-5
+    assert result["median_ms"] > 0
+
+
+def test_a_quantised_model(tmp_path: Path) -> None:
+    """NNCF's, calibrated on other inputs."""
+    result = measured("openvino", tmp_path, "int8")
+    assert 1e-4 < result["rms_error"] < 0.1

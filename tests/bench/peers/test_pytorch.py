@@ -1,0 +1,32 @@
+"""What PyTorch's compilers are given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.bench.work_for_tests import rows, three_layers
+from torch_hybrid_backend.bench.peers import Setting, by_name
+from torch_hybrid_backend.bench.peers.pytorch import prepared, pt2e
+from torch_hybrid_backend.partition.deviation import relative_error
+
+
+@torch.no_grad()
+def test_half_precision_is_autocast() -> None:
+    """Around the call, so that the compiler traces it."""
+    call = prepared(three_layers(), rows(), Setting(1, Path(), "bf16"), lambda model: model).call
+    assert call()["logits"].dtype == torch.bfloat16
+
+
+@torch.no_grad()
+def test_a_quantised_graph_takes_arguments_by_name() -> None:
+    """torchao's, where it is installed."""
+    if why := by_name()["inductor"].missing("int8"):
+        pytest.skip(why)
+    inputs = rows()
+    found = inputs.call(pt2e(three_layers(), inputs, [rows(1)]))["logits"]
+    error = relative_error(inputs.call(three_layers())["logits"], found)
+    assert error is not None
+    assert 1e-4 < error < 0.1

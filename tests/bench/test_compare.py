@@ -1,0 +1,29 @@
+"""Peers side by side; what becomes of those that fail is tested in tests/benchmarks/test_compare.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.bench.work_for_tests import SHORT, SmallWork
+from torch_hybrid_backend.bench.compare import compare, reference
+from torch_hybrid_backend.bench.peers import by_name
+
+
+def test_figures(tmp_path: Path) -> None:
+    """Of every round; the first call takes longer than a steady one, and other load is a share."""
+    work = SmallWork(threads=1, folder=tmp_path, batch=4)
+    facts = reference(work, SHORT, tmp_path / "log")
+    assert (facts.batch, facts.was_training, facts.is_random) == (4, False, False)
+    assert facts.flops == 2 * 4 * (128 * 256 + 256 * 128 + 128 * 16)
+    said: list[str] = []
+    peers = [by_name()["eager"], by_name()["hybrid"]]
+    eager, hybrid = compare(work, facts, peers, SHORT, tmp_path / "log", said.append)
+    assert eager["max_error"] == 0.0
+    assert eager["items_per_s"] == pytest.approx(4 / eager["median_ms"] * 1e3, rel=1e-3)
+    for result in (eager, hybrid):
+        assert result["rounds"] == 2
+        assert result["first_call_s"] * 1e3 > result["median_ms"] > 0
+        assert result["other_load"] >= 0
+    assert said == ["eager: preparing", "hybrid: preparing", "timing, round 1 of 2", "timing, round 2 of 2"]

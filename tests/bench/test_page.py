@@ -1,0 +1,25 @@
+"""The page of the command."""
+
+from __future__ import annotations
+
+import re
+from xml.etree import ElementTree
+
+from tests.bench.test_record import MACHINE, group, result
+from torch_hybrid_backend.bench.page import html
+from torch_hybrid_backend.bench.record import Record
+
+
+def test_bars_are_as_long_as_times() -> None:
+    """One for each runtime with figures, ours in a colour of its own; nothing is loaded from elsewhere, and names are escaped."""
+    gap = {"peer": "zentorch", "batch": 8, "gap": "<no rule>"}
+    page = html(Record("m:<f>", False, MACHINE, {}, [group(result("hybrid", 10.0), result("eager", 20.0), gap)]))
+    [svg] = re.findall("<svg.*?</svg>", page)
+    bars = ElementTree.fromstring(svg).findall("rect")
+    ours, eager = (float(bar.attrib["width"]) for bar in bars)
+    assert abs(eager - 2 * ours) < 0.2
+    assert bars[0].attrib["fill"] != bars[1].attrib["fill"]
+    assert "&lt;no rule&gt;" in page
+    assert "&lt;f&gt;" in page
+    assert "http" not in page
+    assert "<script" not in page

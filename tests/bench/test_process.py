@@ -1,0 +1,78 @@
+"""Workers: what they answer, and that they end."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import torch_hybrid_backend
+from torch_hybrid_backend.bench import worker
+from torch_hybrid_backend.bench.process import ROOT, WorkerError, WorkerProcess, wait_until_quiet
+from torch_hybrid_backend.bench.worker import State
+
+
+@dataclass(frozen=True, slots=True)
+class Spin:
+    """Answer: the worker's process id; a thread of it computes for `seconds` after that."""
+
+    seconds: float
+
+    def answer(self, state: State) -> int:
+        import threading
+
+        end = time.monotonic() + self.seconds
+
+        def spin() -> None:
+            while time.monotonic() < end:
+                pass
+
+        threading.Thread(target=spin, daemon=True).start()
+        return os.getpid()
+
+
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """Never answered."""
+
+    def answer(self, state: State) -> None:
+        time.sleep(3600)
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Answer: the files of the package and of its `bench` in the worker."""
+
+    def answer(self, state: State) -> tuple[str, str]:
+        return str(torch_hybrid_backend.__file__), str(worker.__file__)
+
+
+def test_a_worker_has_the_package_of_its_tree(tmp_path: Path) -> None:
+    """A tree of before the package had `bench` gets that alone from here, so that two revisions can be compared."""
+    package = tmp_path / "torch_hybrid_backend"
+    package.mkdir()
+    for path in (ROOT / "torch_hybrid_backend").iterdir():
+        if path.name != "bench":
+            (package / path.name).symlink_to(path)
+    with WorkerProcess({}, tmp_path / "log", tmp_path) as process:
+        where, bench = process.ask(Where(), within_s=120)
+    assert where == str(package / "__init__.py")
+    assert bench == str(worker.__file__)
+
+
+def test_a_worker_that_spins_is_waited_for_and_one_that_hangs_is_ended(tmp_path: Path) -> None:
+    """The next peer's round starts once this one's threads sleep; who does not answer in time leaves no process behind."""
+    with WorkerProcess({}, tmp_path / "log") as spinning:
+        process = spinning.ask(Spin(0.5), within_s=120)
+        if spinning.cpu_ns() == 0:
+            pytest.skip("this system does not tell the processor time of threads")
+        assert wait_until_quiet([spinning], at_most_s=60) > 0.3
+        before = spinning.cpu_ns()
+        time.sleep(0.1)
+        assert spinning.cpu_ns() - before < 10e6  # idle: nothing of it is left on the cores
+        with pytest.raises(WorkerError, match="no answer within 0 s"):
+            spinning.ask(Hang(), within_s=0.2)
+        assert not Path(f"/proc/{process}").exists()

@@ -1,0 +1,62 @@
+"""A record of `hybrid bench` as text: Markdown tables that line up in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch_hybrid_backend.bench.peers import title
+from torch_hybrid_backend.bench.record import Group, Record, Result
+
+HEADER = ("runtime", "median ms", "spread ms", "x eager", "first call s", "peak MiB", "error")
+
+
+def text(record: Record) -> str:
+    """A heading, then for each batch size and precision a table, who is faster, notes, and why runtimes have no figures."""
+    return "\n".join(_lines(record))
+
+
+def _lines(record: Record) -> Iterator[str]:
+    yield f"{record.target}, {record.what}"
+    yield record.setup
+    for group in record.groups:
+        yield f"\n{group.title}\n"
+        if group.measured:
+            yield markdown(HEADER, [cells(group, result) for result in group.measured], left=1)
+            yield ""
+        yield from group.verdicts
+        yield from group.notes
+        yield from (f"no result: {gap}" for gap in group.gaps)
+
+
+def cells(group: Group, result: Result) -> list[str]:
+    """The row of one runtime, under `HEADER`."""
+    speedup, error = group.speedup(result), result["rms_error"]
+    return [
+        title(result["peer"]),
+        milliseconds(result["median_ms"]),
+        milliseconds(result["spread_ms"]),
+        "-" if speedup is None else f"{speedup:.2f}",
+        f"{result['first_call_s']:.1f}",
+        f"{max(result['preparing_mib'], result['running_mib']):.0f}",
+        "-" if error is None else f"{error:.1e}",
+    ]
+
+
+def milliseconds(value: float) -> str:
+    """Milliseconds with three digits that count, or one after the point."""
+    return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
+
+
+def markdown(header: Sequence[str], body: Sequence[Sequence[str]], left: int) -> str:
+    """Markdown whose columns line up in a terminal too; the first `left` ones are text, the rest figures."""
+    widths = [max(3, *map(len, column)) for column in zip(header, *body, strict=True)]
+
+    def line(row: Sequence[str]) -> str:
+        padded = (
+            cell.ljust(width) if index < left else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        return f"| {' | '.join(padded)} |"
+
+    rule = ["-" * width if index < left else "-" * (width - 1) + ":" for index, width in enumerate(widths)]
+    return "\n".join([line(header), line(rule), *map(line, body)])

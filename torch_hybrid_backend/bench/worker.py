@@ -1,0 +1,348 @@
+"""What runs in a worker's process: one model on one peer, prepared, checked, then timed on demand.
+
+A process per peer keeps caches, thread pools and allocators of one from helping or hurting another. The parent
+(`bench.process`) sends a message that has `answer(state)`, and gets what that returns: `Prepare` once, then `Round`s, `Account` last.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch._dynamo.utils import same
+
+from torch_hybrid_backend.bench import peers
+from torch_hybrid_backend.bench.calls import Inputs, of_tensors, tensors
+from torch_hybrid_backend.bench.peers import EAGER, FLOAT32, Peer, Prepared, Setting
+from torch_hybrid_backend.errors import HybridError, failures, ignored
+from torch_hybrid_backend.measure import sample
+from torch_hybrid_backend.other_load import OtherLoad
+from torch_hybrid_backend.partition.deviation import relative_error
+from torch_hybrid_backend.processes import inside
+
+_MIB = 1 << 20
+# From here on a result has less to do with eager's than zeros have.
+_WORST_RMS_ERROR = 1.0
+_REASON_CHARACTERS = 300
+
+
+class Message(Protocol):
+    def answer(self, state: State) -> Any:
+        """Do what the message asks for; the result is sent back."""
+
+
+@dataclass(slots=True)
+class State:
+    """What a worker keeps between messages."""
+
+    prepared: Prepared = field(default_factory=lambda: Prepared(lambda: None))
+    preparing_mib: float = 0.0
+    kept: dict[str, Any] = field(default_factory=dict)  # what other messages than those here keep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One model at one batch size, in one precision. `folder`: for files that are thrown away afterwards.
+
+    `precision_tolerance`: hybrid's setting of this name; None leaves its default. `training`: forward, backward and a step are measured.
+    """
+
+    threads: int
+    folder: Path
+    batch: int | None = None
+    precision: str = FLOAT32
+    precision_tolerance: float | None = None
+    training: bool = False
+
+    @property
+    def key(self) -> str:
+        """The name of what peers compile for this work, for caches that outlive a run; the precision is not part of it."""
+        raise NotImplementedError
+
+    def build(self) -> tuple[nn.Module, Inputs]:
+        """The model and its inputs, equal in every process."""
+        raise NotImplementedError
+
+    def calibration(self, inputs: Inputs) -> list[Inputs]:
+        """What ranges of activations are found with: the same for every peer."""
+        raise NotImplementedError
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What the model needs in the environment of its workers."""
+        return {}
+
+    @property
+    def reference(self) -> Path:
+        """The file that `Reference` writes."""
+        return self.folder / "reference.pt"
+
+
+def _built(work: Work) -> tuple[nn.Module, Inputs]:
+    torch.set_num_threads(work.threads)
+    return work.build()
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Run the model in eager, as written and in float64, and write both results. Answer: `Facts`."""
+
+    work: Work
+
+    def answer(self, state: State) -> Facts:
+        from torch.utils.flop_counter import FlopCounterMode
+
+        model, inputs = _built(self.work)
+        facts = Facts(0, inputs.batch, model.training)
+        made = _sums(model, inputs)
+        setting = Setting(self.work.threads, self.work.folder, training=self.work.training)
+        eager = peers.by_name()[EAGER].load()
+        prepared = eager(model, inputs, setting)
+        with FlopCounterMode(display=False) as counter:
+            expected = _checked(prepared)
+        is_random = not _is_same(expected, _checked(prepared, seed=1), None)
+        exact = None
+        with ignored(Exception):  # a model may be written for one dtype: it is compared without, by fixed tolerances
+            exact = _checked(eager(model.double(), inputs.floats(torch.float64), setting))
+        torch.save({"expected": expected, "exact": exact, "is_random": is_random, "made": made}, self.work.reference)
+        return dataclasses.replace(facts, flops=counter.get_total_flops(), is_random=is_random)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of a model before it is measured: floating-point operations of one call, the batch size where inputs have one, whether it
+    came in training mode, and whether results follow random numbers, so that nothing can be compared."""
+
+    flops: int
+    batch: int | None
+    was_training: bool
+    is_random: bool = False
+
+
+def _checked(prepared: Prepared, seed: int = 0) -> list[torch.Tensor]:
+    """The tensors of a call as the first one finds the model, with the same random numbers each time."""
+    prepared.reset()
+    torch.manual_seed(seed)
+    return [value.detach().clone() for value in tensors(prepared.call())]
+
+
+def _sums(model: nn.Module, inputs: Inputs) -> list[float]:
+    """The sum of every tensor of a model and its inputs: they tell whether two processes made the same."""
+    made = [*model.state_dict().values(), *inputs.tensors()]
+    plain = [value for value in made if type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided]
+    # PyTorch adds up neither quantised tensors nor floats of 8 bits.
+    summed = [v for v in plain if not (v.is_quantized or v.is_complex() or (v.is_floating_point() and v.itemsize == 1))]
+    return [float(value.sum(dtype=torch.float64)) for value in summed]
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The answer to `Prepare`. `error` is empty where the peer may be timed, else why it may not.
+
+    `first_call_s`: seconds from the built model to its first result. `compile_s`: to its second, less two steady calls. `import_s`: of the
+    peer's packages. `max_error`: largest absolute difference from eager as written, over all outputs. `rms_error`: root mean square of the
+    difference over that of eager's, of the floating-point output for which it is largest. None where they cannot be told.
+    """
+
+    error: str
+    import_s: float
+    compile_s: float
+    max_error: float | None
+    rms_error: float | None
+    first_call_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Convert or compile the model for the peer, and check its results. Answer: `Ready`."""
+
+    work: Work
+    peer: Peer
+    scratch: Path
+
+    def answer(self, state: State) -> Ready:
+        work = self.work
+        precision = self.peer.precision or work.precision
+        if self.peer.needs(precision):
+            peers.search_folder_apart()
+        model, inputs = _built(work)
+        reference = torch.load(work.reference)
+        if not _are_alike(_sums(model, inputs), reference["made"]):
+            raise HybridError(
+                "two processes made different models or inputs, so results cannot be compared: have the factory seed its random numbers"
+            )
+        calibration = work.calibration(inputs) if precision in peers.CALIBRATED else []
+        if self.peer.tensors_only:
+            calibration = [of_tensors(model, each)[1] for each in calibration]
+            model, inputs = of_tensors(model, inputs)
+        setting = Setting(
+            work.threads, self.scratch, precision, calibration, work.precision_tolerance, training=work.training
+        )
+        self.scratch.mkdir(parents=True, exist_ok=True)
+        start = time.perf_counter()
+        prepare = self.peer.load()
+        import_s = time.perf_counter() - start
+        start = time.perf_counter()
+        state.prepared = prepare(model, inputs, setting)
+        call = state.prepared.call
+        call()
+        first_call_s = time.perf_counter() - start
+        call()
+        second_s = time.perf_counter() - start
+        steady_s = _seconds(call) + _seconds(call)
+        result = _checked(state.prepared)
+        del model
+        error, largest, rms = ("", None, None) if reference["is_random"] else compare(reference, result, precision)
+        state.preparing_mib = _peak_mib()
+        _forget_peak()
+        return Ready(error, import_s, max(0.0, second_s - steady_s), largest, rms, first_call_s)
+
+
+def _are_alike(a: Sequence[float], b: Sequence[float]) -> bool:
+    return len(a) == len(b) and all(
+        x == y or math.isclose(x, y, rel_tol=1e-9) or (math.isnan(x) and math.isnan(y))
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def compare(
+    reference: dict[str, Any], result: list[torch.Tensor], precision: str = FLOAT32
+) -> tuple[str, float | None, float | None]:
+    """What is wrong with the result, or ""; how far it is from eager: `max_error` and `rms_error` of `Ready`.
+
+    As written the result must be eager's but for rounding, in another precision only closer to it than zeros are.
+    """
+    expected, exact = reference["expected"], reference["exact"]
+    if [value.shape for value in expected] != [value.shape for value in result]:
+        return f"wrong answer: shapes {_shapes(result)}, eager's are {_shapes(expected)}", None, None
+    pairs = zip(expected, result, strict=True)
+    largest = max((_wide(a) - _wide(b)).abs().max().item() if a.numel() else 0.0 for a, b in pairs) if expected else 0.0
+    rms, error = relative_error(expected, result), ""
+    if precision != FLOAT32:
+        if rms is not None and rms >= _WORST_RMS_ERROR:
+            error = f"wrong answer: off by {rms:.2g} times eager's root mean square"
+    elif not _is_same(expected, result, exact):
+        error = f"wrong answer: up to {largest:.2g} from eager's"
+    return error, largest, rms
+
+
+def _is_same(expected: list[torch.Tensor], result: list[torch.Tensor], exact: list[torch.Tensor] | None) -> bool:
+    return bool(same(expected, result, exact, equal_nan=True))
+
+
+def _wide(value: torch.Tensor) -> torch.Tensor:
+    return value.to(torch.complex128 if value.is_complex() else torch.float64)
+
+
+def _shapes(values: list[torch.Tensor]) -> list[tuple[int, ...]]:
+    return [tuple(value.shape) for value in values]
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Time calls for `budget_s` seconds. Answer: `Timed`."""
+
+    budget_s: float
+
+    def answer(self, state: State) -> Timed:
+        load = OtherLoad()
+        nanoseconds = sample([state.prepared.call], self.budget_s, min_rounds=1, max_rounds=1000)[0]
+        return Timed(nanoseconds, load.share)
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Nanoseconds of each call, and how long threads waited for a core meanwhile, as a share of the time (`OtherLoad.share`)."""
+
+    nanoseconds: list[int]
+    waited: float
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """Answer: the peer's report, and the process's peak resident memory until it was checked and since, in MiB."""
+
+    def answer(self, state: State) -> dict[str, object]:
+        return {
+            **state.prepared.report(),
+            "preparing_mib": round(state.preparing_mib, 1),
+            "running_mib": round(_peak_mib(), 1),
+        }
+
+
+def _peak_mib() -> float:
+    """Highest resident memory of this process (nothing of what it was forked from), since the last `_forget_peak`; 0 where the system does not
+    tell."""
+    with ignored(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024 / _MIB
+    return 0.0
+
+
+def _forget_peak() -> None:
+    with ignored(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The answer where there is none: what was raised, in one line, and whether that is a sentence of this package's for the user."""
+
+    why: str
+    is_explained: bool
+
+
+def _in_one_line(error: Exception) -> str:
+    """The first line of an error's text that says something: those that end in a colon announce the next."""
+    said = ""
+    for line in filter(None, map(str.strip, str(error).splitlines())):
+        said = f"{said} {line}".lstrip()
+        if not said.endswith(":"):
+            break
+    said = said if len(said) <= _REASON_CHARACTERS else f"{said[:_REASON_CHARACTERS]} ..."
+    return said if isinstance(error, HybridError) else f"{type(error).__name__}: {said}".rstrip(": ")
+
+
+def environment(threads: int, cache: Path) -> dict[str, str]:
+    """What a worker's environment must hold before torch is imported."""
+    return {
+        **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads)),
+        "HYBRID_CACHE_DIR": str(cache / "hybrid"),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def main(lifeline: int, descriptor: int) -> None:
+    """Answer messages until the pipe is closed."""
+    inside.begin(lifeline)
+    connection = Connection(descriptor)
+    state = State()
+    with torch.no_grad():
+        while True:
+            try:
+                message: Message = connection.recv()
+            except EOFError:
+                return
+            try:
+                answer = message.answer(state)
+            except failures(Exception) as error:  # a peer that cannot run a model is a result
+                traceback.print_exc()
+                answer = Failed(_in_one_line(error), isinstance(error, HybridError))
+            connection.send(answer)

@@ -1,0 +1,71 @@
+"""A partitioned graph as plans tell it: its operators and inputs with their values, and the modules that call them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.fx
+from torch.fx import Node
+
+from torch_hybrid_backend.core.device import Device
+from torch_hybrid_backend.core.engine import EAGER
+from torch_hybrid_backend.core.plan import GraphInput, ModuleCall, NodeDecision, Refusal
+from torch_hybrid_backend.core.region import Segment
+from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.core.verdict import Refused, Verdict
+from torch_hybrid_backend.graph.schema import is_item
+from torch_hybrid_backend.graph.source import module_call, module_stack, source_line
+
+
+def node_decision(
+    node: Node, device: Device | None, segment: Segment, verdicts: Sequence[Verdict], names: Sequence[str], flops: int
+) -> NodeDecision:
+    """The decision about one operator of `segment`. `verdicts`: what the engines, of which `names` are the names, answered about it."""
+    given = zip(names, verdicts, strict=False)  # eager, the last name, gives no verdict
+    refusals = tuple(Refusal.of(name, verdict) for name, verdict in given if isinstance(verdict, Refused))
+    return NodeDecision(
+        name=node.name,
+        operator=_shown(node),
+        engine=segment.engine_hint,
+        region="" if segment.engine_hint == EAGER else segment.region.name,
+        source=source_line(node),
+        flops=flops,
+        refusals=refusals,
+        device=device,
+        inputs=tuple(source.name for source in node.all_input_nodes),
+        outputs=tuple(_specs(node.meta.get("val"))),
+        module=module_call(node),
+    )
+
+
+def graph_inputs(graph: torch.fx.Graph, constants: frozenset[str]) -> tuple[GraphInput, ...]:
+    """What operators of the graph read that none of them computes: its inputs, constants by the names in `constants`, and its attributes."""
+    return tuple(
+        GraphInput(node.name, next(_specs(node.meta.get("val")), None), node.op == "get_attr" or node.name in constants)
+        for node in graph.nodes
+        if node.op in ("placeholder", "get_attr")
+    )
+
+
+def module_calls(graph: torch.fx.Graph) -> tuple[ModuleCall, ...]:
+    """The modules that call the graph's operators, and those that call them, each once, in the graph's order."""
+    found: dict[str, ModuleCall] = {}
+    for node in graph.nodes:
+        parent = ""
+        for path, class_name in module_stack(node) if node.op == "call_function" else ():
+            found.setdefault(path, ModuleCall(path, class_name, parent))
+            parent = path
+    return tuple(found.values())
+
+
+def _specs(value: object) -> Iterator[TensorSpec]:
+    for item in value if isinstance(value, list | tuple) else (value,):
+        if isinstance(item, torch.Tensor) and item.layout is torch.strided:
+            yield TensorSpec.of(item)
+
+
+def _shown(node: Node) -> str:
+    if isinstance(node.target, str):
+        return f"{node.op}:{node.target}"
+    return "getitem" if is_item(node) else str(node.target)
