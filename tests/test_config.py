@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -119,9 +121,41 @@ def test_a_value_of_the_wrong_type_is_an_error(name: str, value: object) -> None
         Config().with_options({name: value}, None)
 
 
+def test_fields_are_checked_where_a_config_is_made() -> None:
+    """A value that no option may have is none of a Config's either; one in another form is brought to the field's."""
+    with pytest.raises(ConfigError, match=r"Config\(precision=...\) is 'fp8'; it must be one of 'as-written', 'bf16'"):
+        Config(precision="fp8")
+    with pytest.raises(ConfigError, match="at least 1"):
+        dataclasses.replace(Config(), compile_threads=0)
+    assert Config(engines="TVM,eager", strict="yes", cache_dir="/x") == Config(  # type: ignore[arg-type]
+        engines=("tvm", "eager"), strict=True, cache_dir=Path("/x")
+    )
+    assert Config(precision_tolerance=None).precision_tolerance is None
+
+
+@pytest.mark.parametrize(
+    ("make", "nearest"),
+    [
+        (lambda: Config(precision="bfloat16"), "bf16"),
+        (lambda: Config(precision="int4"), "int4-weights"),
+        (lambda: Config().with_options({"disable_engine": "tvm"}, None), "disable_engines"),
+        (lambda: Config().with_options(None, "max_autotune"), "max-autotune"),
+        (lambda: Config(engines=("tvn",)).select(("tvm", "eager")), "tvm"),
+    ],
+)
+def test_a_wrong_name_suggests_the_nearest(make: Callable[[], object], nearest: str) -> None:
+    """Of options, values, modes and engines."""
+    with pytest.raises(ConfigError, match=f"Did you mean '{nearest}'"):
+        make()
+
+
 def test_unknown_names_are_errors_that_list_the_known_ones() -> None:
     """A typing error in an option, a mode or an engine never passes silently."""
-    with pytest.raises(ConfigError, match=r"max_autotune.*placement"):
+    with pytest.raises(ConfigError, match=r"unknown option 'colour'\. The options .*placement"):
+        Config().with_options({"colour": True}, None)
+    with pytest.raises(
+        ConfigError, match=r"'max_autotune' is an option of torch.compile's own backend, inductor.*placement"
+    ):
         Config().with_options({"max_autotune": True}, None)
     with pytest.raises(ConfigError, match=r"fastest.*'reduce-overhead'"):
         Config().with_options(None, "fastest")

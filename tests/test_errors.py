@@ -26,10 +26,12 @@ from torch_hybrid_backend.errors import (
     HybridError,
     OperatorRefusedError,
     delivered,
+    did_you_mean,
     ignored,
     is_from_outside,
     is_out_of_memory,
     is_sticky,
+    nearest,
     tells_of_later,
 )
 
@@ -103,6 +105,23 @@ def test_one_class_catches_all_that_is_raised_on_purpose() -> None:
     assert issubclass(CompilerCrashError, CompileError)
     assert issubclass(DeadlineError, CompileError)
     assert issubclass(ConfigError, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("explainn", "explain"),
+        ("EXPLAIN", "explain"),
+        ("quantise", "quantize"),
+        ("int4", "int4-weights"),
+        ("zebra", None),
+    ],
+)
+def test_the_nearest_name(name: str, found: str | None) -> None:
+    """A misspelling, another case, or the beginning of one name alone; nothing where none is near."""
+    known = ("explain", "quantize", "int4-weights", "int8", "int8-weights")
+    assert nearest(name, known) == found
+    assert did_you_mean(name, known) == (f"Did you mean {found!r}? " if found else "")
 
 
 def test_a_refused_operator_keeps_what_pytorch_raised() -> None:

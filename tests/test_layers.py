@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "torch_hybrid_backend"
 
 _UTILITIES = {
+    "arguments",
     "builds",
     "cancellation",
     "config",
@@ -37,9 +38,10 @@ _UTILITIES = {
 # Room -> the other rooms it may import. The wiring (backend, session, cli and the package itself) may import all.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
+    "arguments": {"errors"},
     "sizes": {"errors"},
     "core": {"errors", "sizes"},
-    "background": {"cancellation", "core", "errors", "fork_lock", "generators", "timing_cache"},
+    "background": {"arguments", "cancellation", "core", "errors", "fork_lock", "generators", "timing_cache"},
     "cancellation": set(),
     "fork_lock": set(),
     "config": {"core", "errors", "machine"},
@@ -57,7 +59,7 @@ ALLOWED: dict[str, set[str]] = {
     "temporary_folder": {"errors"},
     "timing_cache": {"core", "errors", "store"},
     "services": {"config", "core", "measure", "progress", "store", "timing_cache"},
-    "bisection": {"core", "errors"},
+    "bisection": {"arguments", "core", "errors"},
     "report": {"core", "errors", "machine"},
     "factory": {"errors"},
     "bench": {
@@ -75,7 +77,7 @@ ALLOWED: dict[str, set[str]] = {
         "report",
         "temporary_folder",
     },
-    "compression": {"errors", "runtime"},
+    "compression": {"arguments", "errors", "runtime"},
     "capture": {"core", "sizes", "graph", *_UTILITIES},
     "graph": {"core", "sizes", "errors", "machine"},
     "passes": {"core", "sizes", "eager_graph", "errors", "graph"},
@@ -84,7 +86,7 @@ ALLOWED: dict[str, set[str]] = {
     "codegen": {"core", "sizes", "loops", *_UTILITIES},
     "engines": {"background", "core", "sizes", "graph", "loops", "codegen", *_UTILITIES},
     "runtime": {"core", "sizes", *_UTILITIES},
-    "quantization": {"config", "core", "errors", "graph", "progress"},
+    "quantization": {"arguments", "config", "core", "errors", "graph", "progress"},
 }
 WIRING = {
     "awaited_builds",
@@ -206,7 +208,7 @@ def test_only_config_and_wiring_read_the_environment() -> None:
 _BROAD = {"BaseException", "Exception", "RuntimeError", "OSError", "TimeoutError"}
 # Clauses that may take what is delivered, by their function: what they are for.
 _TAKE_ALL = {
-    "backend.compile_for_dynamo",  # brings what was delivered through Dynamo
+    "backend._errors_unwrapped",  # brings what was delivered through Dynamo
     "background.run",  # the builder's thread goes on with the next work
     "engines.tensorrt.adapter.step_complete",  # nothing may be raised through TensorRT's C++: the build is cancelled
     "engines.triton.host_driver.answer",  # nothing may be raised through C++: the launch fails

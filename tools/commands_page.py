@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch_hybrid_backend.cli import _parser
+from torch_hybrid_backend.cli import parser
 
 START, END = "<!-- commands:start -->", "<!-- commands:end -->"
 

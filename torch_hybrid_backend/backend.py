@@ -12,19 +12,20 @@ torch.compile(model, backend="hybrid")
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 import torch.fx
-from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import ShortenTraceback
 
+from torch_hybrid_backend.arguments import check_model, described, is_compiled
 from torch_hybrid_backend.background import InBackground, copies_of, wait_for_builds
 from torch_hybrid_backend.bisection import applied_in_capture, is_running
 from torch_hybrid_backend.capture.aot import capture
@@ -37,10 +38,10 @@ from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.plan import GraphBreak, Plan, Unconverted
-from torch_hybrid_backend.core.precision import AS_WRITTEN
+from torch_hybrid_backend.core.precision import AS_WRITTEN, PRECISIONS
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.eager_graph import EagerGraph, with_right_text
-from torch_hybrid_backend.errors import ArgumentError, delivered
+from torch_hybrid_backend.errors import ArgumentError, ConfigError, delivered
 from torch_hybrid_backend.errors_as_written import as_written, raising_as_written
 from torch_hybrid_backend.garbage import collector_paused
 from torch_hybrid_backend.graph.devices import is_on_host
@@ -61,6 +62,37 @@ from torch_hybrid_backend.session import Session, open_session
 log = logging.getLogger(__name__)
 
 
+class _Unwrapped(ShortenTraceback):
+    """An error on its way through Dynamo, which takes any other for a fault of its backend's, with forty lines of a report around it."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(str(error), first_useful_frame=None)
+        self._error = error
+
+    def remove_dynamo_frames(self) -> BaseException:  # type: ignore[override]
+        """What Dynamo raises at its end."""
+        return self._error
+
+
+class _UnwrappedConfigError(_Unwrapped, ConfigError):
+    """The same of settings: a ConfigError also for who calls the backend directly."""
+
+
+@contextlib.contextmanager
+def _errors_unwrapped() -> Iterator[None]:
+    """Bring errors that are no fault of a compilation to Dynamo's caller as they are: those that were delivered from outside, and settings."""
+    try:
+        yield
+    except ConfigError as error:
+        raise _UnwrappedConfigError(error.with_traceback(None)) from None
+    except Exception as error:
+        found = delivered(error)
+        if found is None:
+            raise
+        raise _Unwrapped(found) from found
+
+
+@_errors_unwrapped()
 def hybrid(
     gm: torch.fx.GraphModule,
     example_inputs: Sequence[Any],
@@ -77,29 +109,12 @@ def hybrid(
     return compile_for_dynamo(gm, example_inputs, config, **(_listening.get() or {}))
 
 
-class _Delivered(ShortenTraceback):
-    """An error that was delivered from outside, on its way through Dynamo, which takes any other for a fault of its backend's."""
-
-    def __init__(self, error: BaseException) -> None:
-        super().__init__(str(error), first_useful_frame=None)
-        self._error = error
-
-    def remove_dynamo_frames(self) -> BaseException:  # type: ignore[override]
-        """What Dynamo raises at its end."""
-        return self._error
-
-
+@_errors_unwrapped()
 def compile_for_dynamo(
     gm: torch.fx.GraphModule, example_inputs: Sequence[Any], config: Config, **told: Callable[..., None]
 ) -> Callable[..., Any]:
     """`compile_graph`, called by Dynamo."""
-    try:
-        return compile_graph(gm, example_inputs, config, **told)
-    except Exception as error:
-        found = delivered(error)
-        if found is None:
-            raise
-        raise _Delivered(found) from found
+    return compile_graph(gm, example_inputs, config, **told)
 
 
 @collector_paused()
@@ -275,6 +290,11 @@ _WITHOUT: Mapping[str, Mapping[str, str]] = {
 }
 
 
+def _parts(precision: str) -> tuple[str, ...]:
+    """What of a precision needs instructions."""
+    return tuple(part for part, without in _WITHOUT.items() if precision in without)
+
+
 def with_instructions(config: Config) -> Config:
     """`config` in a precision that this machine has instructions for. One WARNING in a process where it lacks those of what was asked for."""
     precision, lacks = config.precision, []
@@ -285,8 +305,12 @@ def with_instructions(config: Config) -> Config:
     if not lacks:
         return config
     instead = precision if precision == AS_WRITTEN else f"in {precision}"
+    fast = [
+        name for name in PRECISIONS if name != AS_WRITTEN and all(not lacking_instructions(p) for p in _parts(name))
+    ]
     _warn_once(
-        f"this machine has no instructions for {' and '.join(lacks)}: with precision={config.precision} graphs are computed {instead}"
+        f"this machine has no instructions for {' and '.join(lacks)}: with precision={config.precision} graphs are computed {instead}; "
+        f"use one of {', '.join(fast)}, which run fast here"
     )
     return dataclasses.replace(config, precision=precision)
 
@@ -322,6 +346,7 @@ def explain(
         with torch.no_grad():
             print(torch_hybrid_backend.explain(model, x))
     """
+    check_model(model, "explain")
     config = Config.from_env(os.environ).with_options(options, None)
     told = _Told()
     # Dynamo recognises a compilation by its backend object: a new partial is a new compilation.
@@ -348,9 +373,11 @@ def warmup(model: Callable[..., Any], *inputs: Any) -> Explanation:
 
     Raises ArgumentError for a model that is not compiled, or without inputs.
     """
-    if not _is_compiled(model):
+    if (
+        not is_compiled(model) and getattr(model, "_compiled_call_impl", None) is None
+    ):  # the second is set by `model.compile()`
         raise ArgumentError(
-            f"warmup got a {type(model).__name__} that is not compiled; pass what torch.compile(model, backend='hybrid') returns, "
+            f"warmup got {described(model)} that is not compiled; pass what torch.compile(model, backend='hybrid') returns, "
             "as the server will call it"
         )
     if not inputs:
@@ -366,11 +393,6 @@ def warmup(model: Callable[..., Any], *inputs: Any) -> Explanation:
     wait_for_builds()
     model = getattr(model, "_orig_mod", model)
     return told.of(model, about_call(model, inputs, {}))
-
-
-def _is_compiled(model: object) -> bool:
-    in_place = isinstance(model, torch.nn.Module) and model._compiled_call_impl is not None
-    return in_place or isinstance(model, OptimizedModule) or hasattr(model, "_torchdynamo_orig_callable")
 
 
 class _Told:

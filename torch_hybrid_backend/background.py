@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from torch_hybrid_backend.arguments import check_seconds
 from torch_hybrid_backend.cancellation import Cancellation, Cancelled, cancellable
 from torch_hybrid_backend.core.lazy_bits import LazyBits
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
@@ -151,7 +152,10 @@ def wait_for_builds(timeout_s: float | None = None) -> bool:
         model(x)                                            # eager answers; the build begins
         torch_hybrid_backend.wait_for_builds(60)
         model(x)                                            # as compiled
+
+    Raises ArgumentError for a time that is no number, or negative.
     """
+    check_seconds(timeout_s, "timeout_s")
     return builder().wait(timeout_s)
 
 

@@ -31,6 +31,7 @@ from torch._dynamo.utils import same
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
+from torch_hybrid_backend.arguments import check_model
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.engine import CompiledRegion, Engine, PendingRegion
@@ -64,6 +65,7 @@ def bisect(program: Callable[..., Any], *args: Any, **kwargs: Any) -> BisectionR
     that breaks the program, and in words which one that is; None where the program works with every backend. Also where
     every subsystem switched off leaves the program wrong, the result names the backend alone.
     """
+    check_model(program, "bisect")
     from torch._inductor import compiler_bisector
 
     # Ours before inductor: a program that only we break need not be compiled by inductor, nor would its faults hide ours. Capture last: without

@@ -8,6 +8,7 @@
     hybrid explain script.py:make --kernels FOLDER
     hybrid bench script.py:make --batch 1,8 --html bench.html
     hybrid doctor
+    hybrid --version
     hybrid cache
     hybrid cache --clear
     hybrid cache --forget-failures
@@ -23,10 +24,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 import torch
 
@@ -37,8 +39,9 @@ from torch_hybrid_backend.builds.failures import Failures
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.engine import Engine
 from torch_hybrid_backend.core.verdict import Refused
-from torch_hybrid_backend.errors import CacheError, ConfigError, HybridError, failures
+from torch_hybrid_backend.errors import CacheError, ConfigError, HybridError, did_you_mean, failures
 from torch_hybrid_backend.factory import Factory
+from torch_hybrid_backend.machine import unsupported
 from torch_hybrid_backend.report import Explanation
 from torch_hybrid_backend.report.share import counted
 from torch_hybrid_backend.runtime.native.ops import CALLS_PER_ROUND, watches_writes
@@ -74,9 +77,21 @@ def main(
         return 1
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors suggest the nearest right name: of commands, and of options that have choices."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the program with the message."""
+        if found := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
+            known = re.findall(r"[\w-]+", found[2])
+            message = f"{message}. {did_you_mean(found[1], known)}".rstrip(" .")
+        super().error(message)
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    command = argparse.ArgumentParser(prog="hybrid", description="Plans and state of torch.compile(backend='hybrid').")
+    command = _Parser(prog="hybrid", description="Plans and state of torch.compile(backend='hybrid').")
+    command.add_argument("--version", action="version", version=f"hybrid {torch_hybrid_backend.__version__}")
     commands = command.add_subparsers(dest="command", required=True)
     explain = commands.add_parser("explain", help="compile a model, call it once and show where its operators run")
     explain.add_argument(
@@ -156,6 +171,7 @@ def _doctor(engines: Engines, out: TextIO) -> int:
     lines.append(f"  {'python':<10} {sys.version.split()[0]}")
     lines.append(f"  {'torch':<10} {torch.__version__}")
     lines.append("machine:")
+    lines.append(f"  {'system':<10} {unsupported() or 'Linux on x86-64, which is supported'}")
     lines.append(f"  {'threads':<10} {torch.get_num_threads()} for kernels, {config.compile_threads} for compilation")
     lines.append(f"  {'processor':<10} {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} CPUs")
     lines.append(f"  {'gpu':<10} {_gpus()}")

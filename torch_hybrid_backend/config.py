@@ -14,7 +14,6 @@ reads it. `docs/settings.md` lists them all; `tools/settings_table.py` makes its
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import logging
 import os
@@ -25,7 +24,7 @@ from pathlib import Path
 
 from torch_hybrid_backend.core.engine import EAGER
 from torch_hybrid_backend.core.precision import ACTIVATION_BITS, AS_WRITTEN, GROUP_SIZES, PRECISIONS, WeightForm
-from torch_hybrid_backend.errors import ConfigError, failures
+from torch_hybrid_backend.errors import ConfigError, did_you_mean, failures, nearest
 from torch_hybrid_backend.machine import parallelism
 
 _log = logging.getLogger(__name__)
@@ -45,7 +44,8 @@ def _choice(*legal: str) -> _Parser:
     def parse(raw: object) -> object:
         value = raw.strip().lower() if isinstance(raw, str) else raw
         if value not in legal:
-            raise ValueError("one of " + ", ".join(repr(name) for name in legal))
+            hint = did_you_mean(value, legal) if isinstance(value, str) else ""
+            raise ValueError(f"one of {', '.join(map(repr, legal))}. {hint}".rstrip(" ."))
         return value
 
     return parse
@@ -330,6 +330,13 @@ class Config:
     explicit: frozenset[str] = dataclasses.field(default=frozenset(), repr=False, compare=False)
     """Names of the fields that the environment or options set: a mode does not override those."""
 
+    def __post_init__(self) -> None:
+        """Bring every field to its type, as if an option had given it. Raises ConfigError for an illegal value."""
+        for field in setting_fields():
+            value = getattr(self, field.name)
+            if value is not field.default:
+                object.__setattr__(self, field.name, _parsed(field, value, f"Config({field.name}=...)"))
+
     @property
     def weight_form(self) -> WeightForm:
         """How weights of 8 and 4 bits are kept."""
@@ -356,7 +363,8 @@ class Config:
         config = self
         if mode is not None:
             if mode not in MODES:
-                raise ConfigError(f"unknown mode {mode!r}. The modes are: {', '.join(map(repr, MODES))}")
+                hint = did_you_mean(mode, MODES)
+                raise ConfigError(f"unknown mode {mode!r}. {hint}The modes are: {', '.join(map(repr, MODES))}")
             preset = {name: value for name, value in MODES[mode].items() if name not in self.explicit}
             config = dataclasses.replace(config, **preset)  # type: ignore[arg-type]
         return config._updated(dict(options or {}), shown=lambda field: f'options["{field}"]')
@@ -371,6 +379,7 @@ class Config:
                 if name not in known:
                     raise ConfigError(
                         f"{PREFIX}{setting.upper()} (or options[{setting!r}]) names the unknown engine {name!r}. "
+                        f"{did_you_mean(name, known)}"
                         f"The engines are: {', '.join(sorted(known))}"
                     )
         chosen = [name for name in (self.engines or known) if name not in self.disable_engines and name != EAGER]
@@ -381,13 +390,25 @@ class Config:
         parsed: dict[str, object] = {}
         for name, raw in given.items():
             if name not in fields:
-                legal = ", ".join(fields)
-                raise ConfigError(f"unknown option {name!r}. The options of the hybrid backend are: {legal}")
-            try:
-                parsed[name] = fields[name].metadata["parse"](raw)
-            except ValueError as error:
-                raise ConfigError(f"{shown(name)} is {raw!r}; it must be {error}") from None
+                raise ConfigError(_unknown_option(name, tuple(fields)))
+            parsed[name] = _parsed(fields[name], raw, shown(name))
         return dataclasses.replace(self, **parsed, explicit=self.explicit | parsed.keys())  # type: ignore[arg-type]
+
+
+def _parsed(field: dataclasses.Field[object], raw: object, shown: str) -> object:
+    try:
+        return field.metadata["parse"](raw)
+    except ValueError as error:
+        raise ConfigError(f"{shown} is {raw!r}; it must be {error}") from None
+
+
+def _unknown_option(name: str, known: Sequence[str]) -> str:
+    import torch._inductor  # here alone: only messages need it
+
+    options = f"The options of the hybrid backend are: {', '.join(known)}"
+    if name.replace("-", "_") in torch._inductor.list_options():
+        return f"{name!r} is an option of torch.compile's own backend, inductor, which the hybrid backend does not take. {options}"
+    return f"unknown option {name!r}. {did_you_mean(name, known)}{options}"
 
 
 # What `mode=` presets. Those with CUDA graphs are those in which torch.compile's own backend uses them.
@@ -402,9 +423,9 @@ MODES: Mapping[str, Mapping[str, object]] = {
 @functools.cache
 def _warn_of_unknown(name: str, known: tuple[str, ...]) -> None:
     """One WARNING for each name in a process."""
-    own = {known_name.removeprefix(PREFIX): known_name for known_name in known}
-    close = difflib.get_close_matches(name.removeprefix(PREFIX), own, n=1, cutoff=0.75)
-    hint = f"did you mean {own[close[0]]}?" if close else f"those of the hybrid backend are: {', '.join(sorted(known))}"
+    # Compared without the prefix, which makes all of them alike.
+    near = nearest(name.removeprefix(PREFIX), [each.removeprefix(PREFIX) for each in known])
+    hint = f"did you mean {PREFIX}{near}?" if near else f"those of the hybrid backend are: {', '.join(sorted(known))}"
     _log.warning("the environment variable %s is ignored: there is no such setting; %s", name, hint)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import dis
 import errno
 import itertools
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FrameType, TracebackType
 from typing import TypeVar
 
@@ -213,6 +214,22 @@ STICKY = frozenset(
         911,  # external device
     )
 )
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the one of `known` that `name` most likely misspells, or None."""
+    by_lower = {each.lower(): each for each in known}
+    longer = [each for each in by_lower if each.startswith(name.lower())]
+    if len(longer) == 1:
+        return by_lower[longer[0]]  # "int4" stands for "int4-weights", though "int8" has more letters in common
+    found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.65)
+    return by_lower[found[0]] if found else None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return "Did you mean 'verify'? " for the nearest of `known`, or "" if none is near."""
+    near = nearest(name, known)
+    return f"Did you mean {near!r}? " if near else ""
 
 
 def failures(*kinds: type[_Error]) -> tuple[type[_Error], ...]:

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +20,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from torch_hybrid_backend.errors import ConfigError
+import torch
+
+from torch_hybrid_backend.errors import ConfigError, did_you_mean
 
 Made = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]  # a model, its positional and its named arguments
 
@@ -61,12 +64,28 @@ class Factory:
     def load(self) -> Callable[..., Made]:
         """The factory as a function, whose result is checked. Raises ConfigError where it cannot be imported."""
         place, name = self._parts
-        factory = getattr(self._module(place), name, None)
+        module = self._module(place)
+        factory = getattr(module, name, None)
+        if isinstance(factory, torch.nn.Module):
+            raise ConfigError(
+                f"{self.target} is a model, but its inputs are needed too: write a function that returns both, "
+                f"`def make(): return {name}, (example_input,)`, and name that"
+            )
         if not callable(factory):
-            raise ConfigError(f"{place} has no callable named {name!r}")
+            hint = did_you_mean(name, [each for each, value in vars(module).items() if callable(value)])
+            raise ConfigError(f"{place} has no callable named {name!r}. {hint}".rstrip(" ."))
 
         @functools.wraps(factory)
         def make(**given: Any) -> Made:
+            try:
+                inspect.signature(factory).bind(**given)
+            except ValueError:  # what is built in does not tell its arguments
+                pass
+            except TypeError as error:
+                raise ConfigError(
+                    f"{self.target} cannot be called with {', '.join(given) or 'no arguments'} ({error}); it must be a function that makes "
+                    "the model and its inputs and returns (model, args)"
+                ) from error
             return self._checked(factory(**given))
 
         return make

@@ -41,6 +41,14 @@ def fingerprint(device: Device) -> str:
     return "|".join(parts)
 
 
+def unsupported() -> str:
+    """Return a sentence that says what is supported and what this machine is, or "" on a supported machine."""
+    system, machine = platform.system(), platform.machine()
+    if (system, machine) == ("Linux", "x86_64"):
+        return ""
+    return f"torch_hybrid_backend supports Linux on x86-64; this is {system} on {machine}"
+
+
 def _accelerator(device: Device) -> list[str]:
     """What a timing on a device other than the host depends on. Of CUDA also the driver, the part of a GPU that MIG gives this process, and the
     settings of cuBLAS and cuDNN; of other devices what PyTorch tells of any. Never run on a GPU: there was none."""

@@ -2,10 +2,11 @@
 #ifndef TORCH_HYBRID_BACKEND_ANY_IN_PARALLEL_H_
 #define TORCH_HYBRID_BACKEND_ANY_IN_PARALLEL_H_
 
-#include <torch/csrc/stable/ops.h>
-
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
+
+#include "parallel.h"
 
 namespace torch_hybrid_backend {
 
@@ -14,12 +15,11 @@ namespace torch_hybrid_backend {
 template <typename Holds>
 bool AnyInParallel(size_t count, int64_t per_task, const Holds& holds) {
   std::atomic<bool> found{false};
-  torch::stable::parallel_for(
-      0, static_cast<int64_t>(count), per_task, [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end && !found.load(std::memory_order_relaxed); ++i) {
-          if (holds(static_cast<size_t>(i))) found.store(true, std::memory_order_relaxed);
-        }
-      });
+  ParallelFor(0, static_cast<int64_t>(count), per_task, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end && !found.load(std::memory_order_relaxed); ++i) {
+      if (holds(static_cast<size_t>(i))) found.store(true, std::memory_order_relaxed);
+    }
+  });
   return found.load(std::memory_order_relaxed);
 }
 

@@ -30,6 +30,7 @@
 #include <utility>
 #include <vector>
 
+#include "shared_value.h"
 #include "write_watch.h"
 
 namespace torch_hybrid_backend {
@@ -89,7 +90,7 @@ class Guard {
   mutable std::atomic<size_t> next_{0};
   // Of `watched_`, segments in pages that are written to all the time, by others than us: they are
   // compared in each call. Replaced as a whole.
-  mutable std::atomic<std::shared_ptr<const Segments>> noisy_;
+  mutable SharedValue<Segments> noisy_;
   mutable std::unordered_map<uintptr_t, int> false_alarms_;  // by page; guarded by comparing_
   mutable std::mutex comparing_;
   mutable std::atomic<bool> is_comparing_{false};

@@ -24,6 +24,8 @@
 #include <optional>
 #include <vector>
 
+#include "shared_value.h"
+
 namespace torch_hybrid_backend {
 
 // Addresses from `begin` up to, not including, `end`.
@@ -68,8 +70,8 @@ class WriteWatch {
   WriteTracker* tracker_;
   // Guarded by the tracker, but for parts_, which is replaced as a whole.
   std::vector<AddressRange> pages_;
-  std::atomic<std::shared_ptr<const std::vector<AddressRange>>> parts_;  // of bounded size
-  std::vector<AddressRange> pending_;                                    // taken by another watch
+  SharedValue<std::vector<AddressRange>> parts_;  // of bounded size
+  std::vector<AddressRange> pending_;             // taken by another watch
   std::atomic<bool> has_pending_{false};
 };
 

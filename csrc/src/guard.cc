@@ -1,6 +1,5 @@
 #include "guard.h"
 
-#include <torch/csrc/stable/ops.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -9,6 +8,7 @@
 #include <utility>
 
 #include "any_in_parallel.h"
+#include "parallel.h"
 
 namespace torch_hybrid_backend {
 namespace {
@@ -149,12 +149,12 @@ Guard::Segments Guard::Split(std::vector<AddressRange> ranges) {
     }
     done = std::max(done, range.end);
   }
-  torch::stable::parallel_for(
-      0, static_cast<int64_t>(segments.size()), kSegmentsPerTask, [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; ++i) {
-          segments[i].hash = Hash(segments[i].address, segments[i].size_bytes);
-        }
-      });
+  ParallelFor(0, static_cast<int64_t>(segments.size()), kSegmentsPerTask,
+              [&](int64_t begin, int64_t end) {
+                for (int64_t i = begin; i < end; ++i) {
+                  segments[i].hash = Hash(segments[i].address, segments[i].size_bytes);
+                }
+              });
   return segments;
 }
 
@@ -211,7 +211,7 @@ bool Guard::IsWatchedMemoryStale() const {
     }
     is_comparing_ = false;
   }
-  const std::shared_ptr<const Segments> noisy = noisy_;
+  const std::shared_ptr<const Segments> noisy = noisy_.Get();
   return stale_ || (noisy && std::any_of(noisy->begin(), noisy->end(), IsChanged));
 }
 
@@ -222,11 +222,11 @@ void Guard::LeaveIfNoisy(const AddressRange& written) const {
     if (++false_alarms_[begin] < kFalseAlarms) continue;
     const AddressRange page{begin, begin + page_bytes};
     const auto [first, last] = In(watched_, page);
-    const std::shared_ptr<const Segments> before = noisy_;
+    const std::shared_ptr<const Segments> before = noisy_.Get();
     auto noisy = before ? std::make_shared<Segments>(*before) : std::make_shared<Segments>();
     noisy->insert(noisy->end(), first, last);
     if (noisy->size() > kMaxNoisySegments) return;
-    noisy_ = std::move(noisy);  // before the page is left: somebody always looks at it
+    noisy_.Set(std::move(noisy));  // before the page is left: somebody always looks at it
     watch_->Leave(page);
   }
 }

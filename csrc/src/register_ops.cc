@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <cstdlib>
+#include <exception>
 #include <memory>
 #include <span>
 #include <stdexcept>
@@ -124,6 +125,31 @@ void Decode(Tensor coded, Tensor lengths, Tensor symbols) {
   HuffmanDecode(BytesOf(coded), WordLengthsOf(lengths), BytesOf(symbols));
 }
 
+using BoxedFunction = void (*)(StableIValue*, uint64_t, uint64_t);
+
+// The message of what the function threw, kept until the next on this thread; nullptr if nothing.
+[[gnu::noinline]] const char* MessageThrownBy(BoxedFunction function, StableIValue* stack,
+                                              uint64_t arguments, uint64_t results) {
+  static thread_local std::string message;
+  try {
+    function(stack, arguments, results);
+    return nullptr;
+  } catch (const std::exception& error) {
+    message = error.what();
+    return message.c_str();
+  }
+}
+
+// TORCH_BOX, but exceptions are raised by libtorch itself: ours may be of another C++ runtime
+// library, which it could not catch. Nothing in this frame may need destruction, and no exception
+// be caught here: unwinding it must not call the C++ runtime library of this one.
+template <auto function>
+void Boxed(StableIValue* stack, uint64_t arguments, uint64_t results) {
+  if (const char* message = MessageThrownBy(TORCH_BOX(function), stack, arguments, results)) {
+    aoti_torch_check(false, __func__, __FILE__, __LINE__, message);
+  }
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(torch_hybrid_backend, m) {
@@ -152,21 +178,21 @@ STABLE_TORCH_LIBRARY(torch_hybrid_backend, m) {
 
 // One kernel for every backend and for calls without any tensor.
 STABLE_TORCH_LIBRARY_IMPL(torch_hybrid_backend, CompositeExplicitAutograd, m) {
-  m.impl("plan_new", TORCH_BOX(&PlanNew));
-  m.impl("open_library", TORCH_BOX(&OpenKernelLibrary));
-  m.impl("open_module", TORCH_BOX(&OpenDeviceModule));
-  m.impl("use_cuda_driver", TORCH_BOX(&UseCudaDriver));
-  m.impl("plan_run", TORCH_BOX(&PlanRun));
-  m.impl("plan_time", TORCH_BOX(&PlanTime));
-  m.impl("guard_new", TORCH_BOX(&GuardNew));
-  m.impl("guard_is_stale", TORCH_BOX(&GuardIsStale));
-  m.impl("guard_is_late", TORCH_BOX(&GuardIsLate));
-  m.impl("watches_writes", TORCH_BOX(&WatchesWrites));
-  m.impl("binding_new", TORCH_BOX(&BindingNew));
-  m.impl("finalizers", TORCH_BOX(&Finalizers));
-  m.impl("give_back_freed_memory", TORCH_BOX(&GiveBackFreedMemory));
-  m.impl("huffman_encode", TORCH_BOX(&Encode));
-  m.impl("huffman_decode", TORCH_BOX(&Decode));
+  m.impl("plan_new", Boxed<&PlanNew>);
+  m.impl("open_library", Boxed<&OpenKernelLibrary>);
+  m.impl("open_module", Boxed<&OpenDeviceModule>);
+  m.impl("use_cuda_driver", Boxed<&UseCudaDriver>);
+  m.impl("plan_run", Boxed<&PlanRun>);
+  m.impl("plan_time", Boxed<&PlanTime>);
+  m.impl("guard_new", Boxed<&GuardNew>);
+  m.impl("guard_is_stale", Boxed<&GuardIsStale>);
+  m.impl("guard_is_late", Boxed<&GuardIsLate>);
+  m.impl("watches_writes", Boxed<&WatchesWrites>);
+  m.impl("binding_new", Boxed<&BindingNew>);
+  m.impl("finalizers", Boxed<&Finalizers>);
+  m.impl("give_back_freed_memory", Boxed<&GiveBackFreedMemory>);
+  m.impl("huffman_encode", Boxed<&Encode>);
+  m.impl("huffman_decode", Boxed<&Decode>);
 }
 
 }  // namespace torch_hybrid_backend

@@ -4,8 +4,9 @@
 
 #include <algorithm>
 #include <bit>
-#include <exception>
 #include <thread>
+
+#include "parallel.h"
 
 namespace torch_hybrid_backend {
 namespace {
@@ -105,17 +106,13 @@ void RunInTeam(const std::function<void()>& leader) {
   const int threads = static_cast<int>(torch::stable::get_num_threads());
   if (threads == 1) return leader();
   Team team(threads);
-  std::exception_ptr
-      failure;  // an exception would lose its type on the way through the C interface
-  torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t /*end*/) {
-    if (begin != 0) return team.Serve(begin);
-    try {
+  ParallelFor(0, threads, 1, [&](int64_t begin, int64_t /*end*/) {
+    if (begin == 0) {
       team.Lead(leader);
-    } catch (...) {
-      failure = std::current_exception();
+    } else {
+      team.Serve(begin);
     }
   });
-  if (failure) std::rethrow_exception(failure);
 }
 
 }  // namespace torch_hybrid_backend

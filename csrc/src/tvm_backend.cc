@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "aligned_block.h"
+#include "parallel.h"
 #include "team.h"
 
 namespace torch_hybrid_backend {
@@ -63,7 +64,7 @@ int ParallelLaunch(ParallelLambda lambda, void* closure, int num_task) {
     const int tasks = num_task > 0 ? num_task : static_cast<int>(torch::stable::get_num_threads());
     std::atomic<int> status{0};
     // Relaxed: the end of parallel_for orders every task before the final read.
-    torch::stable::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
+    ParallelFor(0, tasks, 1, [&](int64_t begin, int64_t end) {
       for (int64_t task = begin; task < end; ++task) {
         ParallelGroupEnv env{nullptr, tasks};
         const int failed = lambda(static_cast<int>(task), &env, closure);

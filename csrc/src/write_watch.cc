@@ -265,7 +265,8 @@ class WriteTracker {
   }
 
   static void CutIntoParts(WriteWatch& watch) {
-    watch.parts_ = std::make_shared<const Ranges>(Cut(watch.pages_, kPagesPerPart * PageBytes()));
+    watch.parts_.Set(
+        std::make_shared<const Ranges>(Cut(watch.pages_, kPagesPerPart * PageBytes())));
   }
 
   bool Register(const AddressRange& range) const {
@@ -390,7 +391,7 @@ WriteWatch::~WriteWatch() {
 
 bool WriteWatch::MayBeWritten() const {
   if (tracker_ != &WriteTracker::OfProcess()) return true;
-  const std::shared_ptr<const Ranges> parts = parts_;
+  const std::shared_ptr<const Ranges> parts = parts_.Get();
   const auto is_written = [&](size_t part) { return tracker_->IsWritten((*parts)[part]); };
   // In this order: what another thread takes while the pages are looked at is seen behind them.
   return AnyInParallel(parts->size(), kPartsPerTask, is_written) || tracker_->is_taking() ||

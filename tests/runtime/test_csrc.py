@@ -84,7 +84,7 @@ def test_the_library_is_built_from_pytorchs_headers_alone(tmp_path: Path) -> Non
     """`pip install --no-build-isolation .` beside an installed torch needs nothing else: TVM's packages cannot be imported here."""
     for name in ("setup.py", "pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, tmp_path)
-    for name in ("csrc", "torch_hybrid_backend"):
+    for name in ("csrc", "tools", "torch_hybrid_backend"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     (tmp_path / "build.py").write_text(_BUILD_WITHOUT_TVM)
     result = subprocess.run([sys.executable, "build.py"], cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -22,9 +22,10 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from torch_hybrid_backend.compression.shared_weights import restore_form
+from torch_hybrid_backend.arguments import check_module, described
+from torch_hybrid_backend.compression.shared_weights import restore_form, weight_name
 from torch_hybrid_backend.compression.word_lengths import word_lengths
-from torch_hybrid_backend.errors import CompressedFileError, HybridError, failures
+from torch_hybrid_backend.errors import ArgumentError, CompressedFileError, HybridError, failures
 from torch_hybrid_backend.runtime.native.ops import huffman_decode, huffman_encode
 
 Bytes = NDArray[np.uint8]
@@ -68,13 +69,21 @@ def save_compressed(what: nn.Module | Mapping[str, torch.Tensor], path: str | os
     """Writes a module's `state_dict()`, or any tensors by name, to a file; a file that is there is replaced in one step.
 
     Tensors of any shape, strides and device, of the dtypes of docs/compressed_format.md. Tensors that read the same memory alike (tied
-    weights) are kept once. Raises HybridError for what is no tensor or none of these dtypes, OSError where the file cannot be written.
+    weights) are kept once. Raises HybridError for what is no tensor or none of these dtypes, ArgumentError for a folder that does not exist,
+    OSError where the file cannot be written.
     """
+    path = Path(path)
+    if path.is_dir():
+        raise ArgumentError(f"cannot write {path}: it is a folder; give the name of a file in it")
+    if not path.parent.is_dir():
+        raise ArgumentError(f"cannot write {path}: there is no folder {path.parent}; make it first")
+    if not isinstance(what, nn.Module | Mapping):
+        raise ArgumentError(f"save_compressed got {described(what)}; it must be a model or a dict of tensors by name")
     tensors = what.state_dict() if isinstance(what, nn.Module) else what
     writer = _Writer()
     for name, tensor in tensors.items():
         writer.add(name, tensor)
-    _replace(Path(path), writer.finished())
+    _replace(path, writer.finished())
 
 
 def load_compressed(path: str | os.PathLike[str], into: nn.Module | None = None) -> dict[str, torch.Tensor]:
@@ -83,17 +92,48 @@ def load_compressed(path: str | os.PathLike[str], into: nn.Module | None = None)
     into: a model like the one that was compressed. Its weights are given the compressed form where the saved one's have it, and then all
     of the file's tensors, which must be those of its `state_dict()`.
 
-    Raises CompressedFileError for a file that is damaged or none of ours, OSError where it cannot be read, and HybridError where it is no
-    file of a model like `into`, which then is not to be used.
+    Raises CompressedFileError for a file that is damaged or none of ours, OSError where it cannot be read, ArgumentError where it is no file
+    of a model like `into`, which is left as it is, and HybridError where single weights do not fit it, which then is not to be used.
     """
+    if into is not None:
+        check_module(into, "load_compressed")
     tensors = dict(_Reader(path).tensors())
     if into is not None:
+        _check_fits(tensors, into, os.fspath(path))
         restore_form(into, tensors)
         try:
             into.load_state_dict(tensors)
         except failures(RuntimeError) as error:
             raise HybridError(f"{os.fspath(path)} is no file of this model: {error}") from error
     return tensors
+
+
+def _check_fits(tensors: Mapping[str, torch.Tensor], model: nn.Module, path: str) -> None:
+    """Raise ArgumentError unless the tensors are those of `model.state_dict()`, compressed or not."""
+    own = model.state_dict()
+    # The parts of a shared weight count as the weight that it stands for.
+    in_file, in_model = ({weight_name(name) for name in names} for names in (tensors, own))
+    shapes = [
+        f"{name!r} is {tuple(tensors[name].shape)} in the file and {tuple(own[name].shape)} in the model"
+        for name in tensors.keys() & own.keys()
+        if weight_name(name) == name and tensors[name].shape != own[name].shape
+    ]
+    faults = [
+        f"it lacks {_some(in_model - in_file)}" if in_model - in_file else "",
+        f"it has {_some(in_file - in_model)}, which the model has not" if in_file - in_model else "",
+        min(shapes, default=""),
+    ]
+    if any(faults):
+        raise ArgumentError(
+            f"{path} holds the weights of another model than this {type(model).__name__}: {', and '.join(filter(None, faults))}; "
+            "pass a model like the one that was saved, or none to get the tensors alone"
+        )
+
+
+def _some(names: set[str]) -> str:
+    """For example "'weight', 'bias' and 3 more"."""
+    shown = ", ".join(map(repr, sorted(names)[:2]))
+    return f"{shown} and {len(names) - 2} more" if len(names) > 2 else shown
 
 
 class _Writer:

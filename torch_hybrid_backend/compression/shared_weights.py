@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn.utils import parametrize
 
+from torch_hybrid_backend.arguments import check_module
 from torch_hybrid_backend.compression.clusters import Floats, k_means, nearest
-from torch_hybrid_backend.errors import HybridError
+from torch_hybrid_backend.errors import ArgumentError, HybridError
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -77,15 +78,16 @@ def compress(
     ties stay tied. Those with a parametrisation of their own, and members of a ParameterList or ParameterDict, stay as they are. The
     copy does not see later changes of `model`; as with every model, compiled code sees changes of the copy's own tables and indices.
 
-    Raises HybridError for a weight with NaN or infinity, a model without any weight, and an exclusion that matches nothing; ValueError for
-    numbers out of range.
+    Raises HybridError for a weight with NaN or infinity and a model without any weight, ArgumentError for numbers out of range, an exclusion
+    that matches nothing, and what is no model.
     """
+    check_module(model, "compress")
     if sparsity is None and clusters is None:
-        raise ValueError("nothing to do: give sparsity (between 0 and 1), clusters (2 to 256), or both")
+        raise ArgumentError("nothing to do: give sparsity (between 0 and 1), clusters (2 to 256), or both")
     if sparsity is not None and not 0 < sparsity < 1:
-        raise ValueError(f"sparsity={sparsity!r}: must be a share between 0 and 1, both excluded")
+        raise ArgumentError(f"sparsity={sparsity!r}: must be a share between 0 and 1, both excluded")
     if clusters is not None and not (isinstance(clusters, int) and 2 <= clusters <= _MOST_CLUSTERS):
-        raise ValueError(f"clusters={clusters!r}: must be a whole number of 2 to {_MOST_CLUSTERS}")
+        raise ArgumentError(f"clusters={clusters!r}: must be a whole number of 2 to {_MOST_CLUSTERS}")
     model = copy.deepcopy(model)
     weights = _weights(model, _matching(exclude, [name for name, _ in model.named_parameters(remove_duplicate=False)]))
     if not weights:
@@ -118,9 +120,8 @@ def restore_form(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     by_name = {place.name: places for places in _places(model).values() for place in places}
     done: set[str] = set()
     for key, indices in tensors.items():
-        found = _INDICES.fullmatch(key)
-        name = found and f"{found['module'] or ''}{found['attribute']}"
-        if not name or name not in by_name or name in done:
+        name = weight_name(key)
+        if not key.endswith(".0.indices") or name == key or name not in by_name or name in done:
             continue
         places = by_name[name]
         weight = getattr(places[0].module, places[0].attribute)
@@ -134,8 +135,13 @@ def restore_form(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
         done.update(place.name for place in places)
 
 
-# The name of indices in a module's state.
-_INDICES = re.compile(r"(?P<module>.+\.)?parametrizations\.(?P<attribute>[^.]+)\.0\.indices")
+def weight_name(key: str) -> str:
+    """Return the name of the weight whose table or indices a module's state has under `key`; of anything else, the key."""
+    found = _SHARED.fullmatch(key)
+    return f"{found['module'] or ''}{found['attribute']}" if found else key
+
+
+_SHARED = re.compile(r"(?P<module>.+\.)?parametrizations\.(?P<attribute>[^.]+)\.(0\.indices|original)")
 
 
 def _fits(indices: torch.Tensor, table: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -197,16 +203,16 @@ def _weights(model: nn.Module, excluded: AbstractSet[str]) -> list[tuple[nn.Para
 
 
 def _matching(patterns: Sequence[str], names: Sequence[str]) -> AbstractSet[str]:
-    """The names that a pattern stands for, or that lie in a module it stands for. Raises HybridError for a pattern without any."""
+    """The names that a pattern stands for, or that lie in a module it stands for. Raises ArgumentError for a pattern without any."""
     if isinstance(patterns, str):
-        raise HybridError(f"exclude={patterns!r}: must be a list or tuple of names")
+        raise ArgumentError(f"exclude={patterns!r}: must be a list or tuple of names")
     matching: set[str] = set()
     for pattern in patterns:
         found = fnmatch.filter(names, pattern) + fnmatch.filter(names, f"{pattern}.*")
         if not found:
             modules = {name.rpartition(".")[0] for name in names} - {""}
             near = difflib.get_close_matches(pattern, [*names, *modules], n=3, cutoff=0.5) or list(names)[:3]
-            raise HybridError(f"nothing is named as {pattern!r} in `exclude`; near names: {', '.join(near)}")
+            raise ArgumentError(f"nothing is named as {pattern!r} in `exclude`; near names: {', '.join(near)}")
         matching.update(found)
     return matching
 

@@ -6,10 +6,12 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from torch_hybrid_backend.errors import QuantizationError, failures, is_out_of_memory, is_sticky
+from torch_hybrid_backend.arguments import described
+from torch_hybrid_backend.errors import ArgumentError, QuantizationError, failures, is_out_of_memory, is_sticky
 from torch_hybrid_backend.progress import Progress
 
 Callee = Callable[..., Any]  # a module, or a function that stands for one
@@ -48,6 +50,17 @@ _SHOWN: dict[Call, str] = {
     _first_as_keywords: "model(**item[0]), the item an (input, label) pair",
     _first_as_arguments: "model(*item[0]), the item an (input, label) pair",
 }
+
+
+def check_loader(loader: object) -> None:
+    """Raise ArgumentError for what can be a single input of a model, or cannot be read item by item."""
+    if loader is None or (
+        isinstance(loader, Iterable) and not isinstance(loader, torch.Tensor | np.ndarray | Mapping | str)
+    ):
+        return
+    raise ArgumentError(
+        f"quantize got {described(loader)} as its loader; it must yield inputs, one by one: a list of them, such as [x], or a DataLoader"
+    )
 
 
 class Loader:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_hybrid_backend.arguments import check_module
 from torch_hybrid_backend.config import shows_progress
 from torch_hybrid_backend.errors import QuantizationError
 from torch_hybrid_backend.graph.quantization import call as of_tensors
@@ -31,7 +32,7 @@ from torch_hybrid_backend.quantization.call_sites import (
     follow,
     layers_of,
 )
-from torch_hybrid_backend.quantization.loader import Loader
+from torch_hybrid_backend.quantization.loader import Loader, check_loader
 from torch_hybrid_backend.quantization.ranges import Ranges, Site, fingerprint
 from torch_hybrid_backend.quantization.resampling import Resampled
 from torch_hybrid_backend.quantization.residuals import OTHER, VALUES, Residuals
@@ -81,8 +82,10 @@ def quantize(
 
     Raises QuantizationError, a ValueError, for: a model in training mode, an empty loader, items that forward does not take, activations that
     are not finite (the layer is named), an exclusion that matches no module, unknown kinds or calibrations, a file of ranges that is damaged or
-    another model's.
+    another model's. Raises ArgumentError, too a ValueError, for what is no model or no loader.
     """
+    check_module(model, "quantize")
+    check_loader(loader)
     if model.training:
         raise QuantizationError(
             "the model is in training mode, a quantised one is for inference: call model.eval() first"

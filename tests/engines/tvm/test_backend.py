@@ -66,8 +66,8 @@ def test_what_doctor_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "version", lambda: "")
     missing = dict(TvmBackend(_AVX512).describe())
     assert missing["tvm"] == "not installed"
-    assert missing["linker"].startswith("none; kernels need one of ")
-    assert "cc" in missing["linker"]
+    assert missing["linker"].startswith("none, so no kernel can be compiled: ")
+    assert "binutils" in missing["linker"]
 
 
 def _no_memory(_: Dim) -> int:

@@ -25,7 +25,7 @@ from torch_hybrid_backend.engines.tvm.cpu.operands import packed_kernel, packed_
 from torch_hybrid_backend.engines.tvm.cpu.policy import POLICY
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tir import compiler
-from torch_hybrid_backend.engines.tvm.tir.linker import LINKERS, find_linker
+from torch_hybrid_backend.engines.tvm.tir.linker import INSTALL, find_linker
 from torch_hybrid_backend.loops.fusion import Group
 from torch_hybrid_backend.loops.graph import LoopGraph
 from torch_hybrid_backend.loops.ir import Buffer
@@ -71,7 +71,7 @@ class TvmBackend:
         return (
             ("tvm", compiler.version() or "not installed"),
             ("target", f"{lanes}, {self.target.cores} cores with {caches}"),
-            ("linker", find_linker() or "none; kernels need one of " + ", ".join(LINKERS)),
+            ("linker", find_linker() or f"none, so no kernel can be compiled: {INSTALL}"),
         )
 
     def operands(self, graph: LoopGraph, layouts: Mapping[Buffer, Layout]) -> Prepared:

@@ -11,6 +11,7 @@ import functools
 import importlib
 import logging
 import os
+import platform
 import re
 import threading
 import weakref
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 
 from torch_hybrid_backend.errors import REFUSED_VALUES, STICKY, DeviceError, HybridError, RefusedValuesError, failures
+from torch_hybrid_backend.machine import unsupported
 from torch_hybrid_backend.runtime.native.description import PlanDescription
 from torch_hybrid_backend.runtime.native.libraries import OpenLibrary, use_library
 from torch_hybrid_backend.runtime.native.module import native_module
@@ -94,6 +96,8 @@ def _also_caught_at_its_start(run_segment: Callable[..., list[torch.Tensor]]) ->
 @functools.cache
 def _ops() -> Any:
     """The operators of the C++ runtime; loads it. Raises HybridError, with what to do, where it cannot be loaded."""
+    if platform.system() != "Linux":  # Linux on other processors was never tried, but nothing is known to forbid it
+        raise HybridError(f"{unsupported()}: use another backend here, such as torch.compile(model)")
     if not _LIBRARY.exists():
         raise HybridError(
             f"the C++ runtime {_LIBRARY.name} is missing from {_LIBRARY.parent}: build it with `pip install .` in the source"

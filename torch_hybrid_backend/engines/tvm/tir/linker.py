@@ -60,13 +60,12 @@ def _commands(object_file: Path, library: Path) -> list[list[str]]:
     return commands
 
 
+INSTALL = (
+    "xcode-select --install"
+    if sys.platform == "darwin"
+    else "install binutils (apt-get install binutils, dnf install binutils, or conda install -c conda-forge binutils)"
+)
 _NO_LINKER = (
-    f"no linker: none of {', '.join(LINKERS)} is on the PATH. The TVM engine compiles "
-    "kernels itself but needs the system's linker to make libraries of them. Install one ("
-    + (
-        "xcode-select --install"
-        if sys.platform == "darwin"
-        else "apt-get install binutils, dnf install binutils, or conda install -c conda-forge binutils"
-    )
-    + "), or leave the engine out with HYBRID_DISABLE_ENGINES=tvm"
+    f"no linker is on the PATH (none of {', '.join(LINKERS)}): the TVM engine needs one to make libraries of the kernels that it compiles; "
+    f"{INSTALL}"
 )
