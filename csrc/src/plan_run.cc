@@ -158,9 +158,9 @@ RunResult Plan::Run(int64_t key, const Binding& binding, const std::vector<Tenso
   if (!bound) return {{}, RunStatus::kStaleBinding};
   const FramePool::Lease frame(frames_, std::move(bound));
   const RunContext context{values_, *frame, key};
-  const bool done = profiled ? RunStepsProfiled(context) : InTeams([&](const PlannedStep& step) {
-    return RunStep(context, step);
-  });
+  const bool done = profiled
+                        ? RunStepsProfiled(context)
+                        : InTeams([&](const PlannedStep& step) { return RunStep(context, step); });
   if (!done) return {{}, RunStatus::kCallbackRaised};
   return {Outputs(*frame), RunStatus::kDone};
 }
