@@ -15,6 +15,11 @@ class Halves(nn.Module):
         return torch.cos(x)
 
 
+class Unusual(nn.Module):
+    def forward(me, x: torch.Tensor) -> torch.Tensor:  # noqa: N805
+        return torch.sin(x)
+
+
 def _names(model: object) -> list[str]:
     found: list[str] = []
 
@@ -29,6 +34,7 @@ def _names(model: object) -> list[str]:
 def test_a_module_has_the_name_of_its_class() -> None:
     """Those of torch.nn too. Where a function calls it, the function is traced; after a graph break the rest of a frame."""
     assert _names(nn.Sequential(nn.Linear(3, 3))) == ["Sequential"]
+    assert _names(Unusual()) == ["Unusual"]
     assert _names(Halves()) == ["Halves", "forward from line 14"]
     layer = nn.Linear(3, 3)
 

@@ -20,8 +20,10 @@ def model_name() -> str:
         translator = InstructionTranslator.current_tx()
     except AttributeError:  # no frame is being traced
         return "a graph"
-    # A module of torch.nn itself is called by a function of Dynamo's, which has it as `fn`.
-    owner = translator.f_locals.get("self", translator.f_locals.get("fn"))
+    code = translator.f_code
+    # A module of torch.nn itself is called by a function of Dynamo's, which has it as `fn`. Not every `forward` calls its module `self`.
+    name = code.co_varnames[0] if code.co_name == "forward" and code.co_argcount else "self"
+    owner = translator.f_locals.get(name, translator.f_locals.get("fn"))
     if isinstance(owner, torch.nn.Module):
         return type(owner).__name__
-    return _REST.sub(r"\1 from line \2", translator.f_code.co_name)
+    return _REST.sub(r"\1 from line \2", code.co_name)
