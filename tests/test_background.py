@@ -337,7 +337,7 @@ def test_explain_says_what_is_compiling(monkeypatch: pytest.MonkeyPatch, tmp_pat
     after = explanation.updated()
     assert after.compiling == 0
     assert [region.engine for region in after.plans[0].regions] == ["slow"]
-    assert str(after).startswith("Sequential (inference)")
+    assert str(after).startswith("Sequential (inference")
 
 
 def test_with_the_real_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -160,6 +160,7 @@ def test_what_runs_from_python_has_a_row_for_each_region() -> None:
 
 def test_a_call_that_eager_runs_has_a_row_for_each_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of Dynamo's graph: what it calls, what that needs, for which modules."""
+    monkeypatch.setenv("HYBRID_PLACEMENT", "measure")
     monkeypatch.setattr(whole_call, "cheapest", lambda costs: next(cost for cost in costs if cost.engine == "eager"))
     (plan,) = _explained(Block(), torch.randn(2, 3, 16, 16))
     assert plan.call is not None

@@ -36,8 +36,10 @@ def _call(engine: str, planned: float, eager: float, kind: str = "measured") -> 
     return Plan("Net", "inference", (), (), CallDecision(engine, costs, ()))
 
 
-def test_one_line_says_what_was_gained(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_line_says_what_was_gained(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the first call of a real model, and by no later one."""
+    monkeypatch.setenv("HYBRID_PLACEMENT", "measure")
+    torch._dynamo.reset()
     model = torch.compile(Net().eval(), backend="hybrid")
     with caplog.at_level(logging.INFO, "torch_hybrid_backend.ready"), torch.no_grad():
         for _ in range(3):

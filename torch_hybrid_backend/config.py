@@ -230,7 +230,7 @@ class Config:
     )
     min_region_nodes: int = dataclasses.field(
         default=1,
-        metadata=_setting(_whole(1), "at least 1", "regions with fewer computing operators than this stay in eager"),
+        metadata=_setting(_whole(0), "at least 0", "regions with fewer computing operators than this stay in eager"),
     )
     verify: str = dataclasses.field(
         default="first",

@@ -54,8 +54,8 @@ class Progress:
         if self._task is not None:
             self._shown, self._stream, self._line = self._task._shown, self._task._stream, self._task._line
         else:
-            self._stream = self._stream or sys.stderr
-            if self._shown and self._stream.isatty():
+            self._stream = self._stream or sys.stderr  # which is None in a process without one
+            if self._shown and self._stream is not None and self._stream.isatty():
                 self._line = _Line(self._stream, self._delay_s, self._spent_s)
         _here.current = self
         self._draw()

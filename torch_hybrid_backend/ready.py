@@ -80,13 +80,13 @@ def in_words(title: str, plan: Plan, seconds: float) -> str:
         if plan.call.engine == EAGER:
             gain = f"eager keeps the call: it takes {time_in_words(eager)}, the plan {time_in_words(planned)}{load}"
         else:
-            gain = f"{eager / planned:.2g}x eager ({who}{load})"
+            gain = f"{eager / planned:.2g}x eager ({who}{load})" if planned else who
     return f"hybrid: {title}{training} ready in {seconds:.1f} s: {gain}"
 
 
 def _show_on_terminal() -> None:
     """Have the line shown where standard error is a terminal and the program has not configured logging."""
-    if log.hasHandlers() or log.level or not sys.stderr.isatty():
+    if log.hasHandlers() or log.level or not (sys.stderr and sys.stderr.isatty()):
         return
     log.addHandler(logging.StreamHandler())
     log.setLevel(logging.INFO)

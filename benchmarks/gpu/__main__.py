@@ -32,6 +32,7 @@ from benchmarks.gpu import kernels, tensorrt
 from benchmarks.gpu.report import report
 from benchmarks.gpu.rows import Row, rows, tensorrt_rows
 from benchmarks.results import Record
+from torch_hybrid_backend.bench.machine import today
 from torch_hybrid_backend.bench.process import ROOT, WorkerError, WorkerProcess
 from torch_hybrid_backend.bench.worker import environment
 
@@ -205,7 +206,7 @@ class _Runner:
         from benchmarks.gpu import work
 
         title = " ".join(filter(None, (row.case, row.dtype, row.mode)))
-        identity = {"model": title, "batch": row.batch, "revision": machine.revision(), "day": machine.today()}
+        identity = {"model": title, "batch": row.batch, "revision": machine.revision(), "day": today()}
         found: dict[str, dict[str, Any]] = {peer: identity | {"peer": peer.partition(" ")[0]} for peer in peers}
         build = work.Build(row.case, row.batch, row.dtype, self._arguments.device, self._arguments.size)
         alive = list(peers)

@@ -108,7 +108,8 @@ class HostOverhead:
     def answer(self, state: State) -> dict[str, Any]:
         program, inputs = _smallest_program(self.device)
         one, many = (
-            ProgramRunner(dataclasses.replace(program, steps=program.steps * count)) for count in (1, self.kernels)
+            ProgramRunner(dataclasses.replace(program, steps=program.steps * count, origins=()))
+            for count in (1, self.kernels)
         )
         bare = _bare_loop(program, inputs, self.kernels)
         taken: list[list[float]] = [[], [], []]

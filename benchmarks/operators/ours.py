@@ -302,7 +302,10 @@ def _between(
         region, inputs=(*activations, *region.inputs), outputs=(_array(output, whole),), key=f"{region.key} inner"
     )
     inputs = (*operands, *whole.inputs)
-    return dataclasses.replace(whole, region=region, kernels=tuple(chosen), inputs=inputs, outputs=(output,))
+    origins = tuple(names for kernel, names in zip(kernels, whole.origins, strict=True) if kernel in chosen)
+    return dataclasses.replace(
+        whole, region=region, kernels=tuple(chosen), inputs=inputs, outputs=(output,), origins=origins
+    )
 
 
 def _array(buffer: Buffer, assembled: RegionKernels) -> TensorSpec:

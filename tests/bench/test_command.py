@@ -206,7 +206,11 @@ def test_no_process_is_left(models: Path, tmp_path: Path, number: signal.Signals
     """An interrupt ends the worker in the midst of its work, and so does the end of the command itself."""
     environment: dict[str, Any] = {**os.environ, "MARK": str(tmp_path)}
     arguments = ["bench", f"{models}:slow", "--against", "eager"]
-    running = subprocess.Popen([sys.executable, "-m", "torch_hybrid_backend.cli", *arguments], env=environment)
+    running = subprocess.Popen(
+        [sys.executable, "-m", "torch_hybrid_backend.cli", *arguments],
+        env=environment,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - a shell has its background jobs ignore it
+    )
     deadline = time.monotonic() + 120
     while len(_workers(tmp_path)) < 2 and time.monotonic() < deadline:
         time.sleep(0.1)

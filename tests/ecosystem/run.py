@@ -28,6 +28,7 @@ from tests.ecosystem import report
 from tests.ecosystem.catalogue import CASES, find
 from tests.ecosystem.libraries import missing
 from tests.ecosystem.trial import Trial
+from torch_hybrid_backend.bench.machine import today
 from torch_hybrid_backend.bench.process import WorkerError, WorkerProcess
 from torch_hybrid_backend.bench.worker import environment
 from torch_hybrid_backend.progress import Progress
@@ -88,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 continue
             progress.at(case.name)
             outcome = try_alone(case.name, arguments.seconds, arguments.threads, log)
-            found[case.name] = outcome | {"day": machine.today(), "revision": machine.revision()}
+            found[case.name] = outcome | {"day": today(), "revision": machine.revision()}
             known = [*CASES, *(name for name in found if name not in CASES)]  # in the catalogue's order
             models = [found[name] for name in known if name in found]
             machine.write_record(arguments.out, libraries=machine.versions(_LIBRARIES), models=models)

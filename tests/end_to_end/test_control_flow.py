@@ -126,25 +126,25 @@ def test_values(program: Program, calls: Sequence[tuple[Any, ...]], dynamic: boo
 def test_bodies_are_compiled() -> None:
     """Branches, conditions, loop bodies and steps are graphs of their own, run by the engine."""
     expected = {
-        (branch, rows(6, 2.0)): {"graph", "graph.true_graph_0"},
-        (branch, rows(6, -2.0)): {"graph", "graph.false_graph_0"},
-        (mapped, rows(5)): {"graph", "graph.body_graph_0"},
-        (recurrence, rows(5)): {"graph", "graph.scan_combine_graph_0"},
+        (branch, rows(6, 2.0)): {"branch", "branch.true_graph_0"},
+        (branch, rows(6, -2.0)): {"branch", "branch.false_graph_0"},
+        (mapped, rows(5)): {"mapped", "mapped.body_graph_0"},
+        (recurrence, rows(5)): {"recurrence", "recurrence.scan_combine_graph_0"},
     }
     for (program, x), names in expected.items():
         plans = plans_of(program, x)
         assert set(plans) == names
-        assert all(engines(plan) == {"tvm"} for name, plan in plans.items() if name != "graph")
+        assert all(engines(plan) == {"tvm"} for name, plan in plans.items() if name != program.__name__)
     plans = plans_of(loop, torch.tensor(3), rows(5))
-    assert engines(plans["graph.while_loop_body_graph_0"]) == {"tvm"}
-    assert "graph.while_loop_cond_graph_0" in plans
+    assert engines(plans["loop.while_loop_body_graph_0"]) == {"tvm"}
+    assert "loop.while_loop_cond_graph_0" in plans
     plans = plans_of(nested_branches, rows(6, 2.0))
-    assert engines(plans["graph.true_graph_0.true_graph_0"]) == {"tvm"}
+    assert engines(plans["nested_branches.true_graph_0.true_graph_0"]) == {"tvm"}
 
 
 def test_operator_is_refused_with_its_reason() -> None:
     """explain() says that eager runs the operator itself, and why."""
-    (node,) = (node for node in plans_of(branch, rows(6))["graph"].nodes if node.operator == "cond")
+    (node,) = (node for node in plans_of(branch, rows(6))["branch"].nodes if node.operator == "cond")
     assert node.engine == "eager"
     assert "sub-graphs" in node.refusals[0].why
 

@@ -52,7 +52,7 @@ def test_the_examples_run(capsys: pytest.CaptureFixture[str], tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```(\w*)\n(.*?)```", _PAGE.read_text(), re.DOTALL)
     code = [text for language, text in blocks if language == "python"]
-    (shown,) = (text for language, text in blocks if not language)
+    (shown,) = (text for language, text in blocks if language == "text")
     assert len(code) == 4
     with torch.no_grad():
         for text in code:

@@ -175,7 +175,7 @@ class Prepare:
         if self.peer.needs(precision):
             peers.search_folder_apart()
         model, inputs = _built(work)
-        reference = torch.load(work.reference)
+        reference = torch.load(work.reference, weights_only=True)
         if not _are_alike(_sums(model, inputs), reference["made"]):
             raise HybridError(
                 "two processes made different models or inputs, so results cannot be compared: have the factory seed its random numbers"
