@@ -89,7 +89,7 @@ def test_the_modes_torch_users_know_are_accepted(mode: str | None) -> None:
         ("placement", "guess", "'estimate', 'measure', 'tune'"),
         ("verify", "never", "'first', 'always', 'off'"),
         ("strict", "maybe", "1, true, yes, on"),
-        ("min_region_nodes", "0", "at least 1"),
+        ("min_region_nodes", "-1", "at least 0"),
         ("min_region_nodes", "many", "a whole number"),
         ("compile_threads", "-1", "at least 1"),
         ("tensorrt_constants_percent", "101", "at least 0 and at most 100"),
