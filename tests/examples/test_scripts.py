@@ -17,8 +17,6 @@ from urllib.request import Request, urlopen
 import pytest
 import torch
 
-import torch_hybrid_backend
-
 EXAMPLES = Path(__file__).parents[2] / "examples"
 _FASTER = r"eager [\d.]+ (ms|tokens/s), hybrid [\d.]+ (ms|tokens/s): [\d.]+ times as fast"
 
@@ -84,7 +82,6 @@ def _ask(address: str, texts: list[str]) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(torch_hybrid_backend, "warmup"), reason="warmup is not there yet")
 def test_server(address: str) -> None:
     """Requests of any number and length are answered without another compilation, each text alike alone and among others."""
     texts = ["A ferry crosses the strait every forty minutes in summer.", "The boat goes over the water.", "Rye bread."]

@@ -130,8 +130,13 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Image]:
     root.chmod(0o755)
     packages = tmp_path_factory.mktemp("packages")
     download = [sys.executable, "-m", "pip", "download", "-q", "-c", ROOT / "constraints.txt", "-d", packages]
-    subprocess.run([*download, "--only-binary=:all:", "--python-version=3.11", "torch", *_WHEELS], check=True)
-    build = {"TORCH_INDEX": "", "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "/packages", "DEBIAN_FRONTEND": "noninteractive"}
+    subprocess.run([*download, "--only-binary=:all:", "--python-version=3.11", "torch", "uv", *_WHEELS], check=True)
+    build = {
+        "INSTALL_TORCH": "pip install --no-cache-dir",
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": "/packages",
+        "DEBIAN_FRONTEND": "noninteractive",
+    }
     made = Image(root, build, {"packages": packages, "proc": Path("/proc")})
     try:
         made.make(ROOT / "Dockerfile")
