@@ -80,14 +80,26 @@ def test_the_caption_names_machine_and_versions() -> None:
     assert all(part in caption for part in ("A CPU", "2 cores", "AVX512", "torch 2.13.0", "2026-01-01"))
 
 
-def test_the_summary_names_the_fastest_other_peer() -> None:
-    """Eager has a column of its own, so it is not that peer; a row that was not measured is left out."""
+def test_the_summary_has_a_column_for_each_peer() -> None:
+    """Hybrid stands first; the fastest other peer is never eager; a model that was not measured has no row."""
     quick = {"model": "resnet50", "batch": 1, "peer": "openvino", "median_ms": 25.0}
     slow = {"model": "resnet50", "batch": 1, "peer": "onnxruntime", "median_ms": 90.0}
-    shown = table.summary({**_RECORD, "results": [*_RECORD["results"], slow, quick]})
-    rows = [_cells(line) for line in shown.splitlines()[2:] if line.startswith("|")]
-    assert rows[0] == ["ResNet-50", "1", "30.0", "20.0", "OpenVINO 25.0", "1.50", "1.25"]
-    assert "Llama" not in shown
+    shown = table.summary({**_RECORD, "results": [*_RECORD["results"], quick, slow]})
+    header, _, *rows = [_cells(line) for line in shown.splitlines() if line.startswith("|")]
+    assert header[1:4] == ["hybrid", "eager", "inductor"]
+    assert rows == [["ResNet-50", "20.0", "30.0", "-", "25.0", "90.0", "1.50", "1.25"]]
+    assert "A CPU" in shown.splitlines()[-1]
+
+
+def test_the_summary_is_of_one_record() -> None:
+    """Of the records the one with the most of its cells is shown, of equals the newest."""
+    whole = {**_RECORD, "machine": {**_RECORD["machine"], "cpu": "Old"}}
+    newer = {**_RECORD, "machine": {**_RECORD["machine"], "cpu": "New", "day": "2026-03-01"}}
+    newest = {**newer, "machine": {**newer["machine"], "cpu": "Newest", "day": "2026-04-01"}, "results": _RECORD["results"][:1]}
+    text = table.with_results("<!-- summary:start -->\nold\n<!-- summary:end -->\n", [whole, newer, newest])
+    assert "New," in text
+    assert "Old" not in text
+    assert "Newest" not in text
 
 
 def test_below_float32_a_row_has_errors_and_baselines() -> None:

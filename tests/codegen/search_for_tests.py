@@ -66,6 +66,10 @@ class Recorded:
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return self.run(inputs)
 
+    @property
+    def arena_bytes(self) -> int:
+        return self.run.arena_bytes
+
     def kernel_us(self, inputs: Sequence[torch.Tensor]) -> list[float]:
         if self.us.get("fail") == len(self.program.steps):
             raise HybridError("no")

@@ -44,11 +44,14 @@ def test_every_variant_is_right(case: str, tmp_path: Path, monkeypatch: pytest.M
             torch.testing.assert_close(result.double(), exact, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize(("budget_s", "one_by_one"), [(0.0, True), (10.0, False)])
-def test_one_run_is_held_at_a_time_where_one_round_spends_the_budget(
-    budget_s: float, one_by_one: bool, tmp_path: Path
+@pytest.mark.parametrize(
+    ("budget_s", "most_bytes", "one_by_one"), [(0.0, 1 << 30, True), (10.0, 1 << 30, False), (1.0, 0, True)]
+)
+def test_one_run_is_held_at_a_time_where_one_round_spends_the_budget_or_arenas_are_large(
+    budget_s: float, most_bytes: int, one_by_one: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each set of variants then gives back its memory before the next is made; else all take turns, round after round."""
+    monkeypatch.setattr("torch_hybrid_backend.codegen.search.MAX_HELD_BYTES", most_bytes)
     alive: set[int] = set()
     held: list[int] = []
 
@@ -70,6 +73,7 @@ def test_one_run_is_held_at_a_time_where_one_round_spends_the_budget(
     assert not alive
     assert all(option.times for option in refined.options if option.key)
     assert held[: 2 * sets] == ([1] * 2 * sets if one_by_one else [1 + i // 2 for i in range(2 * sets)])
+    assert budget_s == 0 or held.count(1 if one_by_one else sets) > 2 * sets
 
 
 def test_runs_that_fail_choose_nothing(tmp_path: Path) -> None:

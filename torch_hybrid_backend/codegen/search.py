@@ -20,6 +20,7 @@ from torch_hybrid_backend.codegen.assemble import RegionKernels
 from torch_hybrid_backend.codegen.kernel_cache import Artifact
 from torch_hybrid_backend.codegen.variants import Variant
 from torch_hybrid_backend.core.engine import ProgramCall, RunProgram
+from torch_hybrid_backend.core.limits import MAX_HELD_BYTES
 from torch_hybrid_backend.core.program import Program
 from torch_hybrid_backend.errors import HybridError, RefusedValuesError, is_sticky, tells_of_later
 
@@ -206,8 +207,8 @@ def search(
     in use, as an operator that does not take such tensors says nothing of the others. One that leaves the device unusable is raised, and
     RefusedValuesError.
 
-    Each run packs its weights and has an arena of its own. Where one round spends the budget no second would follow, and there is nothing to
-    gain from having all of them at once: each is then freed before the next is made.
+    Each run packs its weights and has an arena of its own. They take turns, round by round, but for two cases, in which each is freed before
+    the next is made: arenas that together are large, and a first round that spends the budget, as no second would follow.
     """
     sets: list[list[CompiledVariant]] = []
     for number in range(max((len(option.compiled) for option in options if option.is_open), default=0)):
@@ -243,8 +244,13 @@ def search(
         began = clock()
         sample(chosen, run)
         if number == 0:
-            one_by_one = least_rounds <= 1 and 2 * len(sets) * (clock() - began) >= budget_s
+            is_slow = least_rounds <= 1 and 2 * len(sets) * (clock() - began) >= budget_s
+            one_by_one = is_slow or (len(sets) - 1) * run.arena_bytes > MAX_HELD_BYTES
         if one_by_one:
+            rounds = 1
+            while rounds < least_rounds or (rounds < _MAX_ROUNDS and clock() - began < budget_s / len(sets)):
+                sample(chosen, run)
+                rounds += 1
             run.release()
         else:
             runs.append((chosen, run))

@@ -44,6 +44,11 @@ class ProgramCall(Protocol):
         """The microseconds that each kernel of the program takes in one call."""
         ...
 
+    @property
+    def arena_bytes(self) -> int:
+        """Memory for intermediate values that it keeps between calls; 0 before the first."""
+        ...
+
     def release(self) -> None:
         """Free what calling it holds; a later call makes it again."""
         ...

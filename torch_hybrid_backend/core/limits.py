@@ -6,6 +6,9 @@ from torch_hybrid_backend.sizes.size import MAX_SIZE
 MAX_CHANNELS_TOGETHER = 16
 # Elements that kernels address. A position at or beyond it (INT64_MAX is "to the end") is behind every dimension.
 MAX_ELEMENTS = MAX_SIZE
+# A first call that tries several ways of computing keeps what it tried until it has chosen, up to so many bytes: its peak of memory is to be
+# about that of a later call.
+MAX_HELD_BYTES = 32 << 20
 # Bytes by which every address can be divided that a kernel of a GPU is given: plans copy what lies elsewhere. csrc/include/device.h has it too.
 ADDRESS_ALIGNMENT = 16
 # Bytes by which the addresses can be divided of what a plan keeps in a GPU's memory for its steps. csrc/include/device.h has it too.

@@ -25,6 +25,7 @@ from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.engine import EAGER, CompiledRegion, PendingRegion
+from torch_hybrid_backend.core.limits import MAX_HELD_BYTES
 from torch_hybrid_backend.core.plan import Attempt, Cost, Refusal, RegionDecision, attempts_in_words
 from torch_hybrid_backend.core.program import OperatorCall
 from torch_hybrid_backend.core.region import Region
@@ -54,8 +55,6 @@ _CLEAR_RATIO = 1.3
 # An engine so many times as slow as eager tells more of the machine's load than of its kernels, where the system does not tell of it
 # (`other_load`): it loses now, and is timed again by the next process.
 _IMPLAUSIBLE_RATIO = 10.0
-# Outputs that are larger are not kept while candidates are timed, each of which makes its own.
-_HELD_BYTES = 32 << 20
 
 # Runs a region on its inputs, in order, and returns its outputs, in order.
 Runner = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
@@ -130,8 +129,8 @@ def choose(
     replay, unable = trials.replay, trials.unable
     if unable is not None:
         refusals.append(Refusal.of(EAGER, unable))
-    if alive and not region.draws and sum(t.nbytes for made in trials.results.values() for t in made) > _HELD_BYTES:
-        trials.results.clear()  # the winner runs once more
+    if alive and not region.draws and sum(t.nbytes for made in trials.results.values() for t in made) > MAX_HELD_BYTES:
+        trials.results.clear()  # each candidate makes its own while it is timed, and the winner runs once more
     costs = _price(region, alive, inputs, config, pricing, drop, eager_runs=unable is None)
     # Without costs all are equal: nobody is left, or the device is one for which nothing is estimated.
     winner = cheapest(costs).engine if costs else next(iter(alive), EAGER)

@@ -53,6 +53,10 @@ class ProgramRunner:
         executor, tensors = self._made(inputs)
         return executor.kernel_us(tensors)
 
+    @property
+    def arena_bytes(self) -> int:
+        return sum(executor.layout.arena_bytes for _, executor in self._plans.items())
+
     def _made(self, inputs: Sequence[torch.Tensor]) -> tuple[Executor, Sequence[torch.Tensor]]:
         """The executor for a call, and its inputs."""
         if self._reader is None:
