@@ -58,7 +58,7 @@ def latency(record: Record) -> str:
 
 
 def summary(record: Record) -> str:
-    """A row for each of `SUMMARY` that the record has, a column for each peer; milliseconds, and two ratios. Then when and where it was measured."""
+    """A row for each of `SUMMARY` that the record has, a column for each peer: milliseconds. Then when and where they were measured."""
     names = [name for name in results.peers(record) if name != OURS]
     body = []
     for row in SUMMARY:
