@@ -95,7 +95,11 @@ def test_the_summary_is_of_one_record() -> None:
     """Of the records the one with the most of its cells is shown, of equals the newest."""
     whole = {**_RECORD, "machine": {**_RECORD["machine"], "cpu": "Old"}}
     newer = {**_RECORD, "machine": {**_RECORD["machine"], "cpu": "New", "day": "2026-03-01"}}
-    newest = {**newer, "machine": {**newer["machine"], "cpu": "Newest", "day": "2026-04-01"}, "results": _RECORD["results"][:1]}
+    newest = {
+        **newer,
+        "machine": {**newer["machine"], "cpu": "Newest", "day": "2026-04-01"},
+        "results": _RECORD["results"][:1],
+    }
     text = table.with_results("<!-- summary:start -->\nold\n<!-- summary:end -->\n", [whole, newer, newest])
     assert "New," in text
     assert "Old" not in text
