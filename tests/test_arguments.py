@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import torch_hybrid_backend
-from torch_hybrid_backend.arguments import check_model, check_module, check_seconds, described, is_compiled
+from torch_hybrid_backend.arguments import check_model, check_module, check_seconds, described, is_compiled, uncompiled
 from torch_hybrid_backend.errors import ArgumentError, HybridError
 from torch_hybrid_backend.machine import unsupported
 
@@ -28,6 +28,10 @@ def _model() -> nn.Module:
         (
             lambda t: t.explain("resnet50", torch.zeros(1)),
             "explain got the str 'resnet50'; its first argument must be a model",
+        ),
+        (
+            lambda t: t.explain(nn.Linear, torch.zeros(1)),
+            "explain got the class Linear; pass an instance of it: Linear(...)",
         ),
         (lambda t: t.bisect(3), "bisect got the int 3; its first argument must be a model"),
         (lambda t: t.wait_for_builds("60"), "timeout_s is '60'; it must be a number of seconds"),
@@ -142,3 +146,15 @@ def test_other_systems_are_told_what_is_supported(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("platform.system", lambda: "Darwin")
     monkeypatch.setattr("platform.machine", lambda: "arm64")
     assert unsupported() == "torch_hybrid_backend supports Linux on x86-64; this is Darwin on arm64"
+
+
+def test_a_compiled_model_is_explained_as_what_it_was_made_of() -> None:
+    """A module or a function; other values are what they are."""
+    model = _model()
+    assert uncompiled(torch.compile(model)) is model
+    assert uncompiled(torch.compile(_model)) is _model
+    assert uncompiled(model) is model
+    with torch.no_grad():
+        assert str(torch_hybrid_backend.explain(torch.compile(model, backend="hybrid"), torch.zeros(2, 8))).startswith(
+            "Linear ("
+        )

@@ -38,6 +38,8 @@ def test_options_and_modes_are_settings() -> None:
         backend.hybrid(_graph(), [x], options={"speed": "high"})
     with pytest.raises(ConfigError, match="unknown mode 'fastest'"):
         backend.hybrid(_graph(), [x], mode="fastest")
+    with pytest.raises(ConfigError, match="it must be a dict of settings"):
+        backend.hybrid(_graph(), [x], options=["strict"])  # type: ignore[arg-type]
     (result,) = backend.hybrid(_graph(), [x], mode="max-autotune", options={"verify": "off"})(x)
     torch.testing.assert_close(result, x.sin() + 1)
 

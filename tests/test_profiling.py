@@ -203,6 +203,27 @@ def test_later_calls_run_what_they_ran_before() -> None:
     assert all(len(watch.plain_ns) == 1 for watch in watches)
 
 
+class Cached(nn.Module):
+    """What its first call keeps, its second finds: Dynamo compiles it twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.mask = nn.Linear(4, 4), None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.mask is None:
+            self.mask = torch.ones(4)
+        return self.layer(x) * self.mask
+
+
+def test_a_model_that_is_compiled_again_in_its_second_call() -> None:
+    """Times are those of the graph that later calls run."""
+    first, second = _explained(Cached(), torch.randn(2, 4))
+    assert first.profile is None or not first.profile.kernels
+    assert second.profile is not None
+    assert second.profile.kernels
+
+
 def test_ceilings_are_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What is kept is found; what is missing is measured and kept beside it. Of no engine that can, there are none."""
     session = backend.open_session(dataclasses.replace(Config(), cache_dir=tmp_path))

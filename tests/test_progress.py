@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import threading
 import time
 
@@ -36,6 +37,17 @@ def test_a_terminal_has_one_line_that_is_rewritten() -> None:
     assert any("3/3 [00:00<00:00], c" in line for line in stream.lines)
     assert "it gained 3%\n" in stream.getvalue()
     assert stream.getvalue().endswith("\r")
+
+
+def test_a_terminal_that_has_no_size_is_drawn_on() -> None:
+    """A pseudo-terminal whose size nobody set has no rows and columns."""
+    master, slave = os.openpty()
+    with os.fdopen(slave, "w") as stream, Progress("tuning", 3, stream=stream) as progress:
+        assert os.get_terminal_size(slave) == (0, 0)
+        time.sleep(0.15)
+        progress.step("a")
+        assert "tuning" in os.read(master, 4096).decode()
+    os.close(master)
 
 
 def test_a_file_gets_only_what_is_said() -> None:

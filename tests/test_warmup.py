@@ -55,6 +55,27 @@ def test_builds_off_the_call_are_waited_for() -> None:
     assert report.compiling == 0
 
 
+def test_inputs_that_torch_does_not_compile_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    """One warning, whatever their number; the others are compiled."""
+    torch._dynamo.reset()
+    compiled = torch.compile(Scaled().eval(), backend="hybrid", dynamic=False)
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=2):
+        report = torch_hybrid_backend.warmup(compiled, *(torch.randn(n, 32) for n in (2, 3, 4, 5)))
+    assert len(report.plans) == 2
+    [told] = [record.getMessage() for record in caplog.records if record.getMessage().startswith("warmup: ")]
+    assert "2 of 4 inputs are not compiled" in told
+
+
+def test_inputs_that_the_model_does_not_take_raise_its_own_error() -> None:
+    """Not Dynamo's report of it."""
+    torch._dynamo.reset()
+    compiled = torch.compile(Scaled().eval(), backend="hybrid")
+    with torch.no_grad(), pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
+        torch_hybrid_backend.warmup(compiled, torch.randn(2, 31))
+    assert type(raised.value) is RuntimeError
+    assert raised.value.__context__ is None
+
+
 def test_wrong_arguments_say_what_to_do() -> None:
     """A model that is not compiled, and no inputs."""
     with pytest.raises(ArgumentError, match=r"a Scaled that is not compiled; pass what torch\.compile"):

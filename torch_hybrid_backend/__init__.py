@@ -15,9 +15,15 @@ The line needs no import of this package. What the package offers beside it:
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if importlib.util.find_spec("torch") is None:
+    raise ModuleNotFoundError(
+        "torch_hybrid_backend needs PyTorch 2.11 or later, which is not installed here: pip install torch", name="torch"
+    )
 
 if TYPE_CHECKING:
     from torch_hybrid_backend.backend import explain, warmup

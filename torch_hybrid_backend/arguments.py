@@ -12,7 +12,9 @@ from torch_hybrid_backend.errors import ArgumentError
 
 
 def check_model(model: object, function: str) -> None:
-    """Raise ArgumentError unless `model` can be called: a module or a function."""
+    """Raise ArgumentError unless `model` can be called: a module or a function, but no class."""
+    if isinstance(model, type):
+        raise ArgumentError(f"{function} got the class {model.__name__}; pass an instance of it: {model.__name__}(...)")
     if not callable(model):
         raise ArgumentError(
             f"{function} got {described(model)}; its first argument must be a model (torch.nn.Module) or a function"
@@ -34,6 +36,11 @@ def is_compiled(model: object) -> bool:
     from torch._dynamo.eval_frame import OptimizedModule  # takes a second to import
 
     return isinstance(model, OptimizedModule) or hasattr(model, "_torchdynamo_orig_callable")
+
+
+def uncompiled(model: Any) -> Any:
+    """The module or function that `torch.compile` was given; `model` itself if `torch.compile` did not return it."""
+    return getattr(model, "_orig_mod", getattr(model, "_torchdynamo_orig_callable", model))
 
 
 def check_seconds(value: object, name: str) -> None:

@@ -23,9 +23,10 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch._dynamo.exc import ShortenTraceback
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.exc import FailOnRecompileLimitHit, ShortenTraceback, TorchRuntimeError
 
-from torch_hybrid_backend.arguments import check_model, described, is_compiled
+from torch_hybrid_backend.arguments import check_model, described, is_compiled, uncompiled
 from torch_hybrid_backend.background import InBackground, copies_of, wait_for_builds
 from torch_hybrid_backend.bisection import applied_in_capture, is_running
 from torch_hybrid_backend.capture.aot import capture
@@ -51,7 +52,7 @@ from torch_hybrid_backend.machine import lacking_instructions
 from torch_hybrid_backend.partition.seen_graphs import SeenGraphs, graph_key
 from torch_hybrid_backend.partition.whole_call import PricedCall
 from torch_hybrid_backend.prepared import copy_of, hindrance
-from torch_hybrid_backend.profiling import PlannedGraph, Timeable, WholeGraph, profile_calls
+from torch_hybrid_backend.profiling import PlannedGraph, Timeable, WholeGraph, profile_calls, warm_up
 from torch_hybrid_backend.progress import Progress
 from torch_hybrid_backend.quantization.ranges import left_in_float
 from torch_hybrid_backend.ready import Ready
@@ -76,6 +77,10 @@ class _Unwrapped(ShortenTraceback):
 
 class _UnwrappedConfigError(_Unwrapped, ConfigError):
     """The same of settings: a ConfigError also for who calls the backend directly."""
+
+
+_UnwrappedConfigError.__qualname__ = ConfigError.__qualname__  # a traceback shows the name that users catch
+_UnwrappedConfigError.__module__ = ConfigError.__module__
 
 
 @contextlib.contextmanager
@@ -347,17 +352,32 @@ def explain(
             print(torch_hybrid_backend.explain(model, x))
     """
     check_model(model, "explain")
+    model = uncompiled(model)
     config = Config.from_env(os.environ).with_options(options, None)
     told = _Told()
     # Dynamo recognises a compilation by its backend object: a new partial is a new compilation.
     backend: Callable[..., Any] = functools.partial(compile_for_dynamo, config=config, **told.hooks)  # type: ignore[arg-type]
     compiled = torch.compile(model, backend=backend, dynamic=dynamic)
     with telling_graph_breaks(told.take_graph_break):
-        compiled(*args, **kwargs)
+        _without_report(model, lambda: compiled(*args, **kwargs), args, kwargs)
     if profile:
         wait_for_builds()
         told.profile(lambda: compiled(*args, **kwargs), open_session(with_instructions(config)))
     return told.of(model, about_call(model, args, kwargs))
+
+
+def _without_report(
+    model: Callable[..., Any], call: Callable[[], object], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Make a call of the compiled model. Where the model does not take these inputs, raise what it raises itself, not Dynamo's report of it."""
+    try:
+        call()
+    except TorchRuntimeError as error:
+        refused = error
+    else:
+        return
+    model(*args, **kwargs)
+    raise refused
 
 
 def warmup(model: Callable[..., Any], *inputs: Any) -> Explanation:
@@ -366,6 +386,7 @@ def warmup(model: Callable[..., Any], *inputs: Any) -> Explanation:
     model: what `torch.compile(..., backend="hybrid")` returned, or a module after `model.compile(backend="hybrid")`. inputs: one call each: a
     tuple of positional arguments, a dict of keyword arguments, or a single argument. The calls are made in order, in the caller's grad mode,
     and what they begin to build off the call (`background`) is waited for. Graphs that were compiled before have no plan in the result.
+    One WARNING tells how many inputs torch does not compile, as the function was compiled for too many others.
 
         model = torch.compile(model, backend="hybrid", dynamic=False)
         with torch.no_grad():
@@ -382,17 +403,30 @@ def warmup(model: Callable[..., Any], *inputs: Any) -> Explanation:
         )
     if not inputs:
         raise ArgumentError("warmup got no inputs; pass one for each shape that the model will be called with")
-    told = _Told()
+    told, plain, in_eager = _Told(), uncompiled(model), 0
     before = _listening.set(told.hooks)
     try:
         for each in inputs:
             args, kwargs = ((), each) if isinstance(each, dict) else (each if isinstance(each, tuple) else (each,), {})
-            model(*args, **kwargs)
+            call = functools.partial(model, *args, **kwargs)
+            try:
+                # Dynamo does not take both settings.
+                with dynamo_config.patch(fail_on_recompile_limit_hit=not dynamo_config.suppress_errors):
+                    _without_report(plain, call, args, kwargs)
+            except FailOnRecompileLimitHit:
+                in_eager += 1
     finally:
         _listening.reset(before)
+    if in_eager:
+        log.warning(
+            "warmup: %d of %d inputs are not compiled and will run in eager: torch compiles a function at most %d times; raise "
+            "torch._dynamo.config.recompile_limit, or mark the dimensions that vary with torch._dynamo.mark_dynamic",
+            in_eager,
+            len(inputs),
+            dynamo_config.recompile_limit,
+        )
     wait_for_builds()
-    model = getattr(model, "_orig_mod", model)
-    return told.of(model, about_call(model, inputs, {}))
+    return told.of(plain, about_call(plain, inputs, {}))
 
 
 class _Told:
@@ -418,8 +452,9 @@ class _Told:
 
     def profile(self, call: Callable[[], object], session: Session) -> None:
         """Time calls of the model; the plans are told anew, with times."""
+        warm_up(call, self._graphs)
         self._plans.clear()
-        self._call_us = profile_calls(call, self._graphs, session)
+        self._call_us = profile_calls(call, tuple(self._graphs), session)
 
     def take_graph_break(self, found: GraphBreak) -> None:
         """One that Dynamo met, maybe not for the first time."""

@@ -361,6 +361,8 @@ class Config:
         `mode` when it is "default" and `options` when empty. Raises ConfigError for unknown names and illegal values.
         """
         config = self
+        if options is not None and not isinstance(options, Mapping):
+            raise ConfigError(f"options is {options!r}; it must be a dict of settings, such as {{'precision': 'bf16'}}")
         if mode is not None:
             if mode not in MODES:
                 hint = did_you_mean(mode, MODES)

@@ -38,7 +38,8 @@ from torch_hybrid_backend.stages import Placed
 
 # Rounds of two calls: as many as the budget allows, between these.
 _BUDGET_S, _LEAST_ROUNDS, _MOST_ROUNDS = 2.0, 5, 100
-_WARMUP_CALLS = 2
+# Dynamo compiles a function eight times at most, then leaves it in eager.
+_MOST_WARMUP_CALLS = 12
 
 _CEILINGS = "ceilings"  # their kind in the cache of timings
 # Precisions of which ceilings are known, in the order in which they are shown.
@@ -260,13 +261,22 @@ class Turns:
         self.depth = 0
 
 
+def warm_up(call: Callable[[], object], graphs: Sequence[Timeable]) -> None:
+    """Call the model until a call compiles nothing, so adds nothing to `graphs`. A model that counts its calls is compiled several times."""
+    for number in range(_MOST_WARMUP_CALLS):
+        known = len(graphs)
+        call()
+        if number and len(graphs) == known:
+            break
+
+
 def profile_calls(call: Callable[[], object], graphs: Sequence[Timeable], session: Session) -> float:
-    """Time calls of a model and have each of its graphs tell its plan anew, with its profile. Returns the median microseconds of a call."""
+    """Time calls of a model that is warm, and have each of its graphs tell its plan anew, with its profile.
+
+    Returns the median microseconds of a call."""
     turns = Turns()
     watches = [Watch(turns) for _ in graphs]
     spent: list[int] = []
-    for _ in range(_WARMUP_CALLS):
-        call()
     load = OtherLoad()
     with contextlib.ExitStack() as stack:
         for graph, watch in zip(graphs, watches, strict=True):

@@ -12,6 +12,7 @@ A task that begins within another one of the same thread is a stage of it, and s
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -114,6 +115,15 @@ class _Here(threading.local):
 _here = _Here()
 
 
+def _size(stream: TextIO) -> dict[str, Any]:
+    """tqdm's options for the terminal's size; a usual one where the terminal has none, as under `script`, in which tqdm would draw nothing."""
+    try:
+        has_size = all(os.get_terminal_size(stream.fileno()))
+    except (OSError, ValueError):
+        has_size = False
+    return {"dynamic_ncols": True} if has_size else {"ncols": 80, "nrows": 24}
+
+
 class _Line:
     """One line of a terminal. A thread of its own draws it now and then."""
 
@@ -157,7 +167,7 @@ class _Line:
                 from tqdm import tqdm  # when first needed: importing this package must stay cheap
 
                 # With a delay, as a bar without one is drawn before it has its title.
-                self._bar = tqdm(total=0, leave=False, file=self._stream, dynamic_ncols=True, delay=1e-6)
+                self._bar = tqdm(total=0, leave=False, file=self._stream, delay=1e-6, **_size(self._stream))
                 self._bar.start_t = time.time() - (now - self._start)
             title, done, total, note, is_stage = self._state
             bar = self._bar

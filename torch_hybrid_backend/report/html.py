@@ -34,6 +34,7 @@ from torch_hybrid_backend.report.share import (
     title,
     without_digits,
 )
+from torch_hybrid_backend.report.text import NOTHING_COMPILED
 from torch_hybrid_backend.report.times import ceilings_in_words
 
 
@@ -46,7 +47,7 @@ def render_html(
         "title": escape(facts.pop("model", "Plans")),
         "about": "".join(f'<span title="{escape(name)}">{escape(value)}</span>' for name, value in facts.items()),
         "graphs": "\n".join(_section(number, _head(plan)) for number, plan in enumerate(plans))
-        or "<p>no graph was compiled</p>",
+        or f"<p>{escape(NOTHING_COMPILED)}</p>",
         "breaks": "\n".join(_graph_breaks(graph_breaks)),
         "shown": "" if plans else "hidden",
         "several": "" if len(plans) > 1 else "hidden",

@@ -90,6 +90,8 @@ def call_in_words(plan: Plan) -> tuple[str, ...]:
         return ()
     lost = (f"not the {r.engine}: {r.code}: {r.why}" for r in plan.call.refusals)
     runs = "the plan runs it" if plan.call.engine == "plan" else f"{plan.call.engine} runs it"
+    if plan.call.engine != min(plan.call.costs, key=lambda cost: cost.microseconds, default=plan.call).engine:
+        runs += ", as another must be clearly faster"
     return f"a whole call: {costs_in_words(plan.call.costs)}: {runs}", *lost
 
 
@@ -188,8 +190,9 @@ def summary(plan: Plan) -> str:
     for share in shares(plan):
         part = f"{share.engine} runs {share.operators}"
         parts.append(part if share.fraction is None else f"{part} ({share.fraction:.1%} of flops)")
-    total = flops_in_words(sum(node.flops for node in plan.nodes))
-    size = f"{counted(len(plan.nodes), 'operator')}, {total}, {counted(len(plan.regions), 'region')}"
+    total = sum(node.flops for node in plan.nodes)  # of products and convolutions alone
+    work = [flops_in_words(total)] if total else []
+    size = ", ".join([counted(len(plan.nodes), "operator"), *work, counted(len(plan.regions), "region")])
     return f"{title(plan)}: {size}; " + (", ".join(parts) or "nothing to run")
 
 

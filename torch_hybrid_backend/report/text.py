@@ -24,11 +24,16 @@ from torch_hybrid_backend.report.share import (
 )
 from torch_hybrid_backend.report.times import profile_in_words
 
+NOTHING_COMPILED = (
+    "no graph was compiled: torch had compiled these calls before, or for another backend, or finds nothing to compile in them "
+    "(docs/guides/troubleshooting.md)"
+)
+
 
 def render_text(plans: Sequence[Plan]) -> str:
     """Each plan's summary, regions, operators by kind and refusals; ends without a newline."""
     if not plans:
-        return "no graph was compiled"
+        return NOTHING_COMPILED
     several = len(plans) > 1
     numbered = (f"graph {k} of {len(plans)}: " if several else "" for k in range(1, len(plans) + 1))
     return "\n\n".join(number + "\n".join(_plan(plan)) for number, plan in zip(numbered, plans, strict=True))
@@ -74,7 +79,8 @@ def _plan(plan: Plan) -> Iterable[str]:
 
 
 def _region(decision: RegionDecision, *, with_precision: bool) -> Iterable[str]:
-    size = f"{counted(len(decision.node_names), 'operator')}, {flops_in_words(decision.flops)}"
+    work = f", {flops_in_words(decision.flops)}" if decision.flops else ""
+    size = f"{counted(len(decision.node_names), 'operator')}{work}"
     kernels = f", in {counted(len(decision.kernels), 'kernel')}" if decision.kernels else ""
     error = "results not compared with eager's"
     if decision.max_error is not None:

@@ -58,3 +58,15 @@ class _ToItself(nn.Module):
 def test_attention(recorder, options, masks):
     """Self-attention with and without its weights."""
     _same(recorder, _ToItself(**options), _X, **masks)
+
+
+@pytest.mark.parametrize("shape", [(0, 7, 24), (3, 0, 24)])
+def test_empty_inputs(recorder, shape):
+    """No sample, and no position."""
+    x = torch.randn(shape)
+    for module in (
+        nn.TransformerEncoderLayer(24, 4, 40, batch_first=True).eval(),
+        _ToItself(need_weights=False).eval(),
+    ):
+        with torch.no_grad():
+            torch.testing.assert_close(recorder.compile(module)(x), module(x))

@@ -96,8 +96,8 @@ def _heads(x: Tensor, heads: int, weight: Tensor, bias: Tensor) -> tuple[Tensor,
 
 
 def _joined(y: Tensor) -> Tensor:
-    n, _, t, _ = y.shape
-    return y.transpose(1, 2).reshape(n, t, -1)
+    n, heads, t, width = y.shape
+    return y.transpose(1, 2).reshape(n, t, heads * width)  # sizes may be 0, of which -1 says nothing
 
 
 def _as_scores(mask: Tensor, mask_type: int | None, x: Tensor) -> Tensor:
