@@ -34,6 +34,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite golden files with what the tests produce")
+    parser.addoption(
+        "--golden-texts", type=Path, help="a folder for the full texts of what golden files have hashes of"
+    )
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,13 @@ def golden(request: pytest.FixtureRequest) -> Golden:
     folder = _TESTS / "golden" / Path(request.node.path).relative_to(_TESTS).with_suffix("")
     name = re.sub(r"[^\w.-]+", "-", request.node.name).strip("-")
     return Golden(folder / f"{name}.txt", request.config.getoption("--update-golden"))
+
+
+@pytest.fixture
+def golden_texts(request: pytest.FixtureRequest) -> Path | None:
+    """The folder for full texts; None where none are asked for."""
+    folder: Path | None = request.config.getoption("--golden-texts")
+    return folder
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -20,6 +20,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, ParamSpec, TextIO, TypeVar
 
+from torch_hybrid_backend.errors import failures
+
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -119,7 +121,7 @@ def _size(stream: TextIO) -> dict[str, Any]:
     """tqdm's options for the terminal's size; a usual one where the terminal has none, as under `script`, in which tqdm would draw nothing."""
     try:
         has_size = all(os.get_terminal_size(stream.fileno()))
-    except (OSError, ValueError):
+    except failures(OSError, ValueError):
         has_size = False
     return {"dynamic_ncols": True} if has_size else {"ncols": 80, "nrows": 24}
 

@@ -14,22 +14,23 @@ from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.captured import CapturedGraph
 from torch_hybrid_backend.core.engine import Engine
 from torch_hybrid_backend.partition.regions import Partition, partition_graph
-from torch_hybrid_backend.passes.context import PassContext
-from torch_hybrid_backend.passes.hoist import hoist
-from torch_hybrid_backend.passes.inline_subgraphs import inline_subgraphs
-from torch_hybrid_backend.passes.pipeline import run_passes
+from torch_hybrid_backend.prepared import prepare
 
 
-def partitions(model: str, engine: Engine, dtype: torch.dtype = torch.float32) -> list[Partition]:
-    """How the wiring partitions each graph of a model at its published size, of one sample. Nothing runs."""
+def partitions(
+    model: str, engine: Engine, dtype: torch.dtype = torch.float32, precision: str = "as-written"
+) -> list[Partition]:
+    """How the wiring partitions each graph of a model at its published size, of one sample. Nothing runs.
+
+    dtype: the model's. precision: the setting, one of `core.precision.PRECISIONS`.
+    """
     module, inputs = ZOO[model].make("full").eval().to(dtype), ZOO[model].inputs("full", batch=1)
+    config = Config(precision=precision)
     found: list[Partition] = []
 
     def partitioned(captured: CapturedGraph) -> Callable[[list[Any]], list[Any]]:
-        inline_subgraphs(captured.graph_module)
-        run_passes(captured.graph_module, PassContext.of(captured))
-        hoisted = hoist(captured.graph_module, captured.static_inputs)
-        found.append(partition_graph(hoisted.main, [engine], Config()))
+        prepared = prepare(captured, model, config, _no_bodies)
+        found.append(partition_graph(prepared.hoisted.main, [engine], config))
         return lambda values: [torch.empty(())] * 100
 
     def backend(graph: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
@@ -42,3 +43,7 @@ def partitions(model: str, engine: Engine, dtype: torch.dtype = torch.float32) -
             *(x.to(dtype) if x.is_floating_point() else x for x in inputs)
         )
     return found
+
+
+def _no_bodies(name: str, captured: CapturedGraph) -> Callable[[list[Any]], list[Any]]:
+    raise NotImplementedError("models of the zoo have no control flow")
