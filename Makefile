@@ -153,6 +153,7 @@ ecosystem: $(VENV)/.built $(VENV)/torchvision $(VENV)/ecosystem
 docs: $(VENV)/.built $(VENV)/.bench
 	$(PY) -m tools.settings_table docs/settings.md
 	$(PY) -m tools.commands_page docs/commands.md
+	$(PY) -m tools.adr_index docs/adr/index.md
 	$(PY) -m benchmarks.table README.md docs/benchmarks.md docs/precision.md
 	$(PY) -m benchmarks.picture
 	$(PY) -m benchmarks.operators.tables
