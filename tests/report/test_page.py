@@ -175,6 +175,31 @@ def test_the_address_says_what_is_shown(act: Act) -> None:
     assert seen == {"theme": "dark", "selected": ["=mm_1"], "sections": ["1", "1"], "colour": "time"}
 
 
+def test_what_the_address_selects_is_unfolded_marked_in_view_and_told(act: Act) -> None:
+    """A module of a folded repetition that calls one operator, a block where all is unfolded, a view."""
+    page = render_html([graph_of_blocks(40)])
+    script = """
+    const go = (address) => { location.hash = address; follow(); return state(); };
+    const state = () => {
+      const chosen = all(".box.selected");
+      const [at, panel] = [chosen[0].getBoundingClientRect(), document.getElementById("graph").getBoundingClientRect()];
+      const inside = at.top >= panel.top && at.bottom <= panel.bottom && at.left >= panel.left && at.right <= panel.right;
+      return { ids: chosen.map((each) => each.dataset.id), inside, told: shown("details"), views: document.getElementById("views").checked };
+    };
+    seen.layer = go("select=layers.20.linear");
+    seen.block = go("select=layers.38&unfold=1");
+    seen.view = go("select=t_39");
+    """
+    seen = act(page, script)
+    assert (seen["layer"]["ids"], seen["layer"]["inside"]) == (["=mm_20"], True)
+    for shown in ("linear", "Linear", "aten.mm.default", "layers.20.linear", "Time", "model.py:12"):
+        assert shown in seen["layer"]["told"]
+    assert (seen["block"]["ids"], seen["block"]["inside"]) == (["layers.38"], True)
+    for shown in ("Block", "Operators3", "Time", "Slowest operators", "model.py:12"):
+        assert shown in seen["block"]["told"]
+    assert (seen["view"]["ids"], seen["view"]["inside"], seen["view"]["views"]) == (["=t_39"], True, True)
+
+
 def test_search_and_keys(act: Act) -> None:
     """Enter goes to the first operator that is found and unfolds what it lies in; a box takes Enter; Escape lets go."""
     script = """

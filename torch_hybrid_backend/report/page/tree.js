@@ -4,7 +4,7 @@
 const MOST_IN_A_BOX = 60; // more operators side by side are gathered, PER_CHUNK in a box
 const PER_CHUNK = 30;
 
-/* Returns {root, boxes, operators}: every box by id, and every operator and graph input by name. With `views` false, operators that compute
+/* Returns {root, boxes, operators}: what is drawn for every module and box by id, and every operator and graph input by name. With `views` false, operators that compute
    nothing are left out: what they return counts as their input's value. */
 function buildTree(graph, views) {
   const operators = new Map();
@@ -55,6 +55,7 @@ function simplify(box, boxes) {
   box.children = box.children.map((child) => {
     if (!child.children || child.children.length !== 1 || child.children[0].children) return child;
     const only = child.children[0];
+    boxes.set(child.id, only);
     const label = only.named ? child.label + "." + only.label : child.label;
     return Object.assign(only, { label, named: true, className: only.className || child.className, parent: box });
   });
@@ -167,6 +168,11 @@ function setOpen(box, open) {
 
 function reveal(item) {
   for (let box = item.parent; box; box = box.parent) box.open = true;
+}
+
+function isDrawn(item) {
+  for (; item.parent; item = item.parent) if (!item.parent.children.includes(item)) return false;
+  return true;
 }
 
 function ancestors(item) {
