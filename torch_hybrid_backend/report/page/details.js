@@ -33,7 +33,7 @@ function timeOf(item) {
 function factsOfBox(item) {
   const engines = Object.entries(item.engines).map(([engine, part]) => `${engine}: ${part.count} operators${part.us && graph.timing !== "work" ? ", " + timeInWords(part.us) : ""}`);
   const path = item.kind === "module" ? item.id : "";
-  return [["Module", path], ["Time", timeOf(item)], ["Operators", String(item.count)], ["Engines", engines], ["Refused by an engine", item.refused ? `${item.refused} operators` : ""], ["Source", sourcesOf(item)]];
+  return [["Module", path], ["Time", timeOf(item)], ["Operators", operatorsInWords(item)], ["Engines", engines], ["Refused by an engine", item.refused ? `${item.refused} operators` : ""], ["Source", sourcesOf(item)]];
 }
 
 function operatorsIn(box) {
@@ -49,12 +49,13 @@ function sourcesOf(box) {
 function factsOfOperator(item) {
   const node = item.node;
   if (item.kind === "input") return [["Input of the graph", node.name], ["Value", node.out], ["Size", bytesInWords(node.bytes)]];
-  if (item.kind === "output") return [["Outputs of the graph", node.in]];
-  const region = graph.regions[node.region];
-  const given = node.in.map((name) => {
+  const valueOf = (name) => {
     const from = tree.operators.get(name)?.node.out ?? graph.constants[name];
-    return from && from.length ? `${name}: ${from.join(", ")}` : name;
-  });
+    const shown = graph.called[name] || name;
+    return from && from.length ? `${shown}: ${from.join(", ")}` : shown;
+  };
+  if (item.kind === "output") return [[node.in.length > 1 ? "Outputs of the graph" : "Output of the graph", node.in.map(valueOf)]];
+  const region = graph.regions[node.region];
   const kernels = (node.kernels || []).map((index) => {
     const kernel = graph.kernels[index];
     const shared = kernel.nodes > 1 ? `, fused with ${kernel.nodes - 1} other operators` : "";
@@ -69,7 +70,7 @@ function factsOfOperator(item) {
     ["Kernel", kernels],
     ["Refused", node.refused],
     ["Source", node.source],
-    ["Inputs", given],
+    ["Inputs", node.in.map(valueOf)],
     ["Output", node.out.length ? [...node.out, bytesInWords(node.bytes)] : []],
     ["Work", node.work],
     ["Region", region ? `${node.region}: ${region.about}` : "runs outside any region"],

@@ -2,7 +2,7 @@
 "use strict";
 
 const data = JSON.parse(document.getElementById("data").textContent);
-const view = { number: 0, colour: "engine", views: false, direction: "", selected: null, colours: engineColours(data.graphs), total: 0 };
+const view = { number: 0, colour: "engine", views: false, direction: "", selected: null, colours: engineColours(data.graphs), operators: 1, total: 1 };
 const READABLE = 0.5; // of the size of a text of 12 pixels
 let graph = null;
 let tree = null;
@@ -21,6 +21,7 @@ function show(number) {
 function rebuild() {
   tree = buildTree(graph, view.views);
   view.selected = null;
+  view.operators = tree.root.us || 1;
   view.total = tree.root.us + (graph.other_us || 0) || 1;
   // As much as can be read at once.
   let fits = 1;
@@ -51,7 +52,6 @@ function scaleOf(root) {
 function refresh(fitted) {
   const start = view.selected && { ...place(view.selected) };
   const placed = layoutTree(graph, tree, tree.direction);
-  view.most = mostTime(tree.root) || 1;
   drawTree(placed, graph, view, { select, toggle });
   drawFlame(graph, tree, view, { select });
   legend();
@@ -59,10 +59,6 @@ function refresh(fitted) {
   if (!start || !isShown(view.selected)) return;
   const end = place(view.selected); // what was clicked stays where it was
   svg.call(zoom.translateBy, start.x - end.x, start.y - end.y);
-}
-
-function mostTime(item) {
-  return item.open ? d3.max(item.children, mostTime) : item.us;
 }
 
 function place(item) {
@@ -147,9 +143,12 @@ function legend() {
       host.append("span").text(engine);
     }
   } else {
-    host.append("span").text("0");
-    host.append("span").attr("class", "scale").style("background", `linear-gradient(90deg, ${d3.range(0, 1.01, 0.1).map((x) => heat(x * x)).join(",")})`);
-    host.append("span").text(graph.timing === "work" ? "most work" : timeInWords(view.most));
+    const least = Math.log10(LEAST_SHARE);
+    host.append("span").text(`of ${graph.timing === "work" ? "all work" : timeInWords(view.operators) + " in operators"}: ${100 * LEAST_SHARE}%`);
+    const scale = host.append("span").attr("class", "scale");
+    scale.style("background", `linear-gradient(90deg, ${d3.range(0, 1.01, 0.1).map((x) => heat(10 ** (least * (1 - x)))).join(",")})`);
+    for (const share of [0.01, 0.1]) scale.append("i").style("left", `${100 * (1 - Math.log10(share) / least)}%`).text(`${100 * share}%`);
+    host.append("span").text("100%");
   }
   if (tree.root.refused) {
     host.append("span").attr("class", "key round");
@@ -201,10 +200,15 @@ function follow() {
   const name = wanted.get("select");
   const holds = (each) => each.modules.some(([path]) => path === name) || each.nodes.some((node) => node.name === name);
   const holder = name ? data.graphs.findIndex(holds) : -1;
-  const largest = d3.greatestIndex(data.graphs, (each) => each.nodes.length);
-  show(Math.min(Number(wanted.get("graph") ?? (holder < 0 ? largest : holder)), data.graphs.length - 1));
+  show(Math.min(Number(wanted.get("graph") ?? (holder < 0 ? largest(data.graphs) : holder)), data.graphs.length - 1));
   if (wanted.has("unfold")) d3.select("#unfold").dispatch("click");
   if (name) goTo(name);
+}
+
+// The graph that takes most time; the one of most operators where not all were timed.
+function largest(graphs) {
+  const timed = graphs.every((each) => each.timing !== "work");
+  return d3.greatestIndex(graphs, (each) => (timed ? d3.sum(each.nodes, (node) => node.us || 0) + each.other_us : each.nodes.length));
 }
 
 // Unfolds what holds the module or operator, and it too.

@@ -3,6 +3,7 @@
 
 const MOST_IN_A_BOX = 60; // more operators side by side are gathered, PER_CHUNK in a box
 const PER_CHUNK = 30;
+const MOST_OUTPUTS = 8; // more are one box
 
 /* Returns {root, boxes, operators}: what is drawn for every module and box by id, and every operator and graph input by name. With `views` false, operators that compute
    nothing are left out: what they return counts as their input's value. */
@@ -23,22 +24,31 @@ function buildTree(graph, views) {
     place(box.parent);
     box.parent.children.push(box);
   };
-  for (const input of graph.inputs) {
-    const item = { id: "=" + input.name, kind: "input", label: /^(arg|primals_|tangents_)\d/.test(input.name) ? "input" : input.name, node: input, parent: root };
+  graph.inputs.forEach((input, i) => {
+    const label = graph.called[input.name] || (/^(arg|primals_|tangents_)\d/.test(input.name) ? `input ${i + 1}` : input.name);
+    const item = { id: "=" + input.name, kind: "input", label, node: input, parent: root };
     operators.set(input.name, item);
     root.children.push(item);
-  }
+  });
   for (const node of graph.nodes) {
     const box = boxes.get(node.module) || root;
     const item = { id: "=" + node.name, kind: "operator", label: shortName(node.op), node, parent: box };
     operators.set(node.name, item);
-    if (node.view && !views) continue;
+    if (node.view && !views) {
+      box.hidden = (box.hidden || 0) + 1;
+      continue;
+    }
     place(box);
     box.children.push(item);
   }
-  const returned = { id: "=(outputs)", kind: "output", label: "outputs", node: { name: "(outputs)", in: graph.outputs }, parent: root };
-  operators.set("(outputs)", returned);
-  root.children.push(returned);
+  const output = (name, label, values) => {
+    const item = { id: "=" + name, kind: "output", label, node: { name, in: values, out: values.flatMap((value) => operators.get(value)?.node.out || []) }, parent: root };
+    operators.set(name, item);
+    root.children.push(item);
+  };
+  const { outputs } = graph;
+  if (outputs.length > MOST_OUTPUTS) output("(outputs)", `${outputs.length} outputs`, outputs);
+  else outputs.forEach((value, i) => output(`(output ${i + 1})`, outputs.length > 1 ? `output ${i + 1}` : "output", [value]));
   simplify(root, boxes);
   measure(root);
   return { root, boxes, operators };
@@ -57,7 +67,7 @@ function simplify(box, boxes) {
     const only = child.children[0];
     boxes.set(child.id, only);
     const label = only.named ? child.label + "." + only.label : child.label;
-    return Object.assign(only, { label, named: true, className: only.className || child.className, parent: box });
+    return Object.assign(only, { label, named: true, hidden: (only.hidden || 0) + (child.hidden || 0), className: only.className || child.className, parent: box });
   });
   box.children = gatherRepeated(box, boxes);
   if (box.children.length > MOST_IN_A_BOX) box.children = gatherChunks(box, boxes);
@@ -123,6 +133,7 @@ function measure(item) {
   item.count = 0;
   item.engines = {};
   item.refused = 0;
+  item.views = item.hidden || 0; // that are not drawn
   if (!item.children) {
     if (item.kind !== "operator") return;
     item.us = item.node.us || 0;
@@ -136,6 +147,7 @@ function measure(item) {
     item.us += child.us;
     item.count += child.count;
     item.refused += child.refused;
+    item.views += child.views;
     for (const [engine, part] of Object.entries(child.engines)) {
       const own = (item.engines[engine] ??= { us: 0, count: 0 });
       own.us += part.us;
