@@ -19,6 +19,7 @@ from torch_hybrid_backend.capture.input_names import called, name_inputs
         ("L_pairs_0_", "pairs_0"),
         ("G_table_", "table"),
         ("L_self_modules_layers_modules_0_parameters_weight_", "layers.0.weight"),
+        ("L_model_modules_head_parameters_bias_", "model.head.bias"),
         ("L_self_modules_norm_buffers_running_mean_", "norm.running_mean"),
         ("L_stack0_", ""),
         ("s77", ""),

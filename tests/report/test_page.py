@@ -242,11 +242,21 @@ def test_search_and_keys(act: Act) -> None:
 
 
 def test_views_are_shown_on_request(act: Act) -> None:
-    """Edges pass through them otherwise."""
-    script = 'seen.before = ids(); click(document.getElementById("views")); click(document.getElementById("unfold")); seen.after = ids();'
-    seen = act(render_html([graph_of_blocks(2)]), script)
-    assert "=t_1" not in seen["before"]
-    assert "=t_1" in seen["after"]
+    """Edges pass through them otherwise. Many inputs, as a graph for training has, are one box that unfolds, and so many outputs are one."""
+    plan = graph_of_blocks(9)
+    inputs = tuple(dataclasses.replace(given, is_constant=False) for given in plan.inputs)
+    plan = dataclasses.replace(plan, inputs=inputs, outputs=tuple(f"add_{i}" for i in range(9)))
+    script = """
+    seen.before = ids();
+    seen.ends = all(".box.inputs .name, .box.output .name").map((each) => each.textContent);
+    click(document.getElementById("views"));
+    click(document.getElementById("unfold"));
+    seen.after = ids();
+    """
+    seen = act(render_html([plan]), script)
+    assert not {"=t_1", "=x"} & {*seen["before"]}
+    assert {"=t_1", "=x", "=weight_8"} <= {*seen["after"]}
+    assert seen["ends"] == ["10 inputs", "9 outputs"]
 
 
 def _flat(count: int) -> Plan:

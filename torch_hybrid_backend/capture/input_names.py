@@ -13,8 +13,8 @@ def called(placeholder: str) -> str:
     found = re.fullmatch(r"[LG]_(.+?)_?", placeholder)
     name = found[1] if found else ""
     first, *others = re.split("_(?:modules|parameters|buffers)_", name)
-    if first == "self" and others:
-        return ".".join(others)
+    if re.search("_(?:parameters|buffers)_", name):
+        return ".".join(others if first == "self" else [first, *others])
     return "" if re.fullmatch(r"stack\d+(_.*)?", name) else name.removeprefix("kwargs_")
 
 

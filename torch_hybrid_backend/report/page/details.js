@@ -31,6 +31,7 @@ function timeOf(item) {
 }
 
 function factsOfBox(item) {
+  if (item.kind === "inputs") return [["Inputs of the graph", item.children.map((child) => [child.label, ...child.node.out].join(": "))]];
   const engines = Object.entries(item.engines).map(([engine, part]) => `${engine}: ${part.count} operators${part.us && graph.timing !== "work" ? ", " + timeInWords(part.us) : ""}`);
   const path = item.kind === "module" ? item.id : "";
   return [["Module", path], ["Time", timeOf(item)], ["Operators", operatorsInWords(item)], ["Engines", engines], ["Refused by an engine", item.refused ? `${item.refused} operators` : ""], ["Source", sourcesOf(item)]];
@@ -87,7 +88,7 @@ function slowest(panel, box) {
   const found = operatorsIn(box).sort((a, b) => b.us - a.us);
   panel.append("h4").text(timed ? "Slowest operators" : "Operators with most work");
   const list = panel.append("div").attr("class", "slowest");
-  for (const item of found.slice(0, 8).filter((each) => each.us)) {
+  for (const item of found.slice(0, 8).filter((each) => (timed ? each.us >= 0.05 : each.us))) {
     const line = list.append("button").attr("title", item.node.module).on("click", () => select(item));
     line.append("b").text(timed ? timeInWords(item.us) : `${((100 * item.us) / view.total).toFixed(1)}%`);
     line.append("span").text(shortName(item.node.op));

@@ -29,7 +29,7 @@ function mainEngine(item) {
 }
 
 function fillOf(item, view) {
-  if (item.kind === "input" || item.kind === "output") return css("--panel");
+  if (["input", "inputs", "output"].includes(item.kind)) return css("--panel");
   if (view.colour === "time" && !item.open) return heat(item.us / view.operators);
   if (view.colour === "time") return css("--panel");
   return d3.interpolateRgb(css("--panel"), view.colours.get(mainEngine(item)) || EAGER_COLOUR)(item.open ? 0.08 : 0.24);
@@ -114,7 +114,7 @@ function frame(group, box, graph, view, on) {
 // What the box is called, in full: its text may be cut.
 function wholeTitle(box) {
   const name = box.children ? box.id.replace(/\/.*/, "") : box.kind === "operator" ? `${box.node.op} ${box.node.name}` : "";
-  const count = box.children ? operatorsInWords(box) : "";
+  const count = box.children && box.count ? operatorsInWords(box) : "";
   return [...new Set([box.label, box.className, name, box.node?.module, count].filter(Boolean))].join("\n");
 }
 

@@ -37,6 +37,7 @@ function operatorsInWords(box) {
 // The first line is what the user wrote, the second what it is.
 function linesOf(item, graph) {
   if (item.kind === "input") return [shortened(item.label, 34), shortened(item.node.out.join(", "), 34)];
+  if (item.kind === "inputs") return [item.label, ""];
   if (item.kind === "output") return [item.label, item.node.in.length > 1 ? "" : shortened(item.node.out.join(", "), 34)];
   const time = graph.timing !== "work" && item.us >= 0.05 ? timeInWords(item.us) : "";
   if (item.kind === "operator") {

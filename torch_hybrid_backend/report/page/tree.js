@@ -3,7 +3,7 @@
 
 const MOST_IN_A_BOX = 60; // more operators side by side are gathered, PER_CHUNK in a box
 const PER_CHUNK = 30;
-const MOST_OUTPUTS = 8; // more are one box
+const MOST_ENDS = 8; // more inputs or outputs are one box
 
 /* Returns {root, boxes, operators}: what is drawn for every module and box by id, and every operator and graph input by name. With `views` false, operators that compute
    nothing are left out: what they return counts as their input's value. */
@@ -24,11 +24,17 @@ function buildTree(graph, views) {
     place(box.parent);
     box.parent.children.push(box);
   };
+  let above = root;
+  if (graph.inputs.length > MOST_ENDS) {
+    above = { id: "=(inputs)", kind: "inputs", label: `${graph.inputs.length} inputs`, className: "", children: [], parent: root };
+    boxes.set(above.id, above);
+    root.children.push(above);
+  }
   graph.inputs.forEach((input, i) => {
     const label = graph.called[input.name] || (/^(arg|primals_|tangents_)\d/.test(input.name) ? `input ${i + 1}` : input.name);
-    const item = { id: "=" + input.name, kind: "input", label, node: input, parent: root };
+    const item = { id: "=" + input.name, kind: "input", label, node: input, parent: above };
     operators.set(input.name, item);
-    root.children.push(item);
+    above.children.push(item);
   });
   for (const node of graph.nodes) {
     const box = boxes.get(node.module) || root;
@@ -47,7 +53,7 @@ function buildTree(graph, views) {
     root.children.push(item);
   };
   const { outputs } = graph;
-  if (outputs.length > MOST_OUTPUTS) output("(outputs)", `${outputs.length} outputs`, outputs);
+  if (outputs.length > MOST_ENDS) output("(outputs)", `${outputs.length} outputs`, outputs);
   else outputs.forEach((value, i) => output(`(output ${i + 1})`, outputs.length > 1 ? `output ${i + 1}` : "output", [value]));
   simplify(root, boxes);
   measure(root);
@@ -69,6 +75,7 @@ function simplify(box, boxes) {
     const label = only.named ? child.label + "." + only.label : child.label;
     return Object.assign(only, { label, named: true, hidden: (only.hidden || 0) + (child.hidden || 0), className: only.className || child.className, parent: box });
   });
+  if (box.kind === "inputs") return;
   box.children = gatherRepeated(box, boxes);
   if (box.children.length > MOST_IN_A_BOX) box.children = gatherChunks(box, boxes);
 }
@@ -114,8 +121,8 @@ function gatherRepeated(box, boxes) {
 }
 
 function gatherChunks(box, boxes) {
-  const kept = (item) => item.kind === "input" || item.kind === "output";
-  const items = box.children.filter((item) => !kept(item));
+  const isInput = (item) => item.kind === "input" || item.kind === "inputs";
+  const items = box.children.filter((item) => !isInput(item) && item.kind !== "output");
   const size = Math.max(PER_CHUNK, Math.ceil(items.length / MOST_IN_A_BOX));
   const chunks = [];
   for (let i = 0; i < items.length; i += size) {
@@ -123,7 +130,7 @@ function gatherChunks(box, boxes) {
     const label = members.length > 1 ? members[0].label + " … " + members[members.length - 1].label : members[0].label;
     chunks.push(gather(box, boxes, members, { kind: "chunk", label, className: members.length + " in a row" }));
   }
-  return [...box.children.filter((i) => i.kind === "input"), ...chunks, ...box.children.filter((i) => i.kind === "output")];
+  return [...box.children.filter(isInput), ...chunks, ...box.children.filter((i) => i.kind === "output")];
 }
 
 // Totals of each box: operators, time, and both by engine.
