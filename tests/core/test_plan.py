@@ -79,7 +79,7 @@ _plans = st.builds(
     st.none() | _conversions,
     _texts,
     st.none() | _profiles,
-    _several(st.builds(GraphInput, _texts, st.none() | _specs, st.booleans())),
+    _several(st.builds(GraphInput, _texts, st.none() | _specs, st.booleans(), _texts)),
     _several(_texts),
     _several(st.builds(ModuleCall, _texts, _texts, _texts)),
 )

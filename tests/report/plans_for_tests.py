@@ -117,7 +117,7 @@ def graph_of_blocks(blocks: int) -> Plan:
         tuple(nodes),
         (dataclasses.replace(PLAN.regions[0], node_names=region, costs=costs, kernels=("matmul_relu_add",) * blocks),),
         inputs=(
-            GraphInput("x", _SPEC, is_constant=False),
+            GraphInput("x", _SPEC, is_constant=False, called="hidden_states"),
             *(GraphInput(f"weight_{i}", _SPEC, is_constant=True) for i in range(blocks)),
         ),
         outputs=("getitem",),

@@ -59,11 +59,25 @@ def test_well_formed_html_with_the_data_of_each_plan() -> None:
 
 
 def test_kernels_that_were_timed_are_a_table() -> None:
-    """By time, the longest first."""
+    """By time, the longest first, in the units that people use; sorted by the number."""
     page = render_html([profiled(graph_of_blocks(2))])
+    assert '<td class="n" data-value="50">50.0 us</td>' in page
     assert page.index("<td>eager</td>") < page.index("<td>matmul_relu_add</td>")
     assert "Kernels by time" in page
     assert "Kernels by time" not in render_html([PLAN])
+
+
+def test_the_head_says_inputs_once_and_counts_views() -> None:
+    """The model and its inputs stand in the title, or where graphs are chosen; operators that are not drawn are counted."""
+    plan = graph_of_blocks(2)
+    about = {"model": "Net", "inputs": "8x8 float32"}
+    (line,) = re.findall('<p class="line">(.*)</p>', render_html([plan], about))
+    assert line.startswith(
+        "inference: 10 operators (3 views among them, drawn on request), 2.05 kFLOP, 1 region; tvm runs 8"
+    )
+    (line,) = re.findall('<p class="line">(.*)</p>', render_html([plan]))
+    assert line.startswith("graph (inference, 8x8 float32): 10 operators")
+    assert '<p class="line">graph (' not in render_html([plan, plan])
 
 
 def test_graph_breaks_and_ceilings_are_told() -> None:

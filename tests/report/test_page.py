@@ -89,11 +89,11 @@ class _Model(nn.Module):
         self.blocks = nn.ModuleList(_Block() for _ in range(4))
         self.head = nn.Linear(16, 8)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embed(x)
+    def forward(self, image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.embed(image)
         for block in self.blocks:
             x = block(x)
-        return torch.sort(self.head(x))[0]
+        return torch.sort(self.head(x))
 
 
 _REPEATED = "/blocks.0…"  # the box that gathers the four blocks
@@ -109,6 +109,7 @@ def test_a_model_is_drawn_unfolds_and_tells_what_is_clicked(act: Act) -> None:
     seen.repeated = box("{_REPEATED}").textContent;
     seen.values = all("text.value").map((each) => each.textContent);
     seen.flame = all("#flame .part").length;
+    seen.ends = all(".box.input .name, .box.output .name").map((each) => each.textContent);
     fold("{_REPEATED}");
     seen.blocks = ids();
     fold("blocks.2");
@@ -133,6 +134,7 @@ def test_a_model_is_drawn_unfolds_and_tells_what_is_clicked(act: Act) -> None:
     assert "2x16" in seen["values"]
     assert "f32 · 128 B" in seen["values"]
     assert seen["flame"] > 4
+    assert seen["ends"] == ["image", "output 1", "output 2"]
     assert {f"blocks.{i}" for i in range(4)} <= set(seen["blocks"])
     assert {"norm", "linear", "relu", "add"} <= set(seen["inside"])
     for shown in ("aten.addmm.default", "blocks.2.linear", "test_page.py", "tvm", "Kernel", "2x16 float32", "Region"):
@@ -154,9 +156,23 @@ def test_a_refusal_is_marked_and_told(act: Act) -> None:
 
 
 def test_times_of_kernels_are_used(act: Act) -> None:
-    """Measured times in boxes and in the bar, which has the overhead as a part of its own; a fused operator tells its kernel."""
-    script = 'seen.bar = shown("flame"); click(box("=relu_1")); seen.told = shown("details");'
+    """Measured times in boxes and in the bar, which has the overhead as a part of its own; a fused operator tells its kernel. Colours have one
+    scale in both, and tell modules apart. Heads of tables are one line."""
+    script = """
+    seen.bar = shown("flame");
+    const part = (name) => all("#flame .part").find((each) => each.textContent.startsWith(name)).querySelector("rect").getAttribute("fill");
+    seen.bars = ["layers", "0 ", "sort"].map(part);
+    seen.box = box("=sort").querySelector(".shape").getAttribute("fill");
+    seen.scale = shown("legend");
+    seen.heads = all("th").map((each) => each.getClientRects()[0].height);
+    click(box("=relu_1"));
+    seen.told = shown("details");
+    """
     seen = act(render_html([profiled(graph_of_blocks(2))]), script, "unfold=1&color=time")
+    assert len({*seen["bars"]}) == 3
+    assert seen["bars"][2] == seen["box"]
+    assert seen["scale"].startswith("of 180.0 us in operators: 0.1%1%10%100%")
+    assert max(seen["heads"]) < 40
     assert "outside kernels: 20.0 us, 10%" in seen["bar"]
     assert "estimated" not in seen["bar"]
     assert "matmul_relu_add: 50.0 us, 0.0 GFLOP/s, 0.0 GB/s, fused with 3 other operators" in seen["told"]
@@ -173,6 +189,37 @@ def test_the_address_says_what_is_shown(act: Act) -> None:
     """
     seen = act(page, script, "graph=1&select=mm_1&color=time&theme=dark")
     assert seen == {"theme": "dark", "selected": ["=mm_1"], "sections": ["1", "1"], "colour": "time"}
+
+
+def test_what_the_address_selects_is_unfolded_marked_in_view_and_told(act: Act) -> None:
+    """A module of a folded repetition that calls one operator, a block where all is unfolded, a view. Of several graphs that one is
+    shown which has it."""
+    page = render_html([graph_of_blocks(1), profiled(graph_of_blocks(40)), _flat(400)])
+    script = """
+    const go = (address) => { location.hash = address; follow(); return state(); };
+    const state = () => {
+      const chosen = all(".box.selected");
+      const [at, panel] = [chosen[0].getBoundingClientRect(), document.getElementById("graph").getBoundingClientRect()];
+      const inside = at.top >= panel.top && at.bottom <= panel.bottom && at.left >= panel.left && at.right <= panel.right;
+      return { ids: chosen.map((each) => each.dataset.id), inside, told: shown("details"), views: document.getElementById("views").checked };
+    };
+    seen.layer = go("select=layers.20.linear");
+    seen.block = go("select=layers.38&unfold=1");
+    seen.view = go("select=t_39");
+    seen.graph = document.getElementById("pick").value;
+    location.hash = "";
+    follow();
+    seen.largest = document.getElementById("pick").value;
+    """
+    seen = act(page, script)
+    assert (seen["layer"]["ids"], seen["layer"]["inside"]) == (["=mm_20"], True)
+    for shown in ("linear", "Linear", "aten.mm.default", "layers.20.linear", "Time", "model.py:12"):
+        assert shown in seen["layer"]["told"]
+    assert (seen["block"]["ids"], seen["block"]["inside"]) == (["layers.38"], True)
+    for shown in ("Block", "3 operators and 1 view, not drawn", "Time", "Slowest operators", "model.py:12"):
+        assert shown in seen["block"]["told"]
+    assert (seen["view"]["ids"], seen["view"]["inside"], seen["view"]["views"]) == (["=t_39"], True, True)
+    assert (seen["graph"], seen["largest"]) == ("1", "2")
 
 
 def test_search_and_keys(act: Act) -> None:
@@ -195,11 +242,21 @@ def test_search_and_keys(act: Act) -> None:
 
 
 def test_views_are_shown_on_request(act: Act) -> None:
-    """Edges pass through them otherwise."""
-    script = 'seen.before = ids(); click(document.getElementById("views")); click(document.getElementById("unfold")); seen.after = ids();'
-    seen = act(render_html([graph_of_blocks(2)]), script)
-    assert "=t_1" not in seen["before"]
-    assert "=t_1" in seen["after"]
+    """Edges pass through them otherwise. Many inputs, as a graph for training has, are one box that unfolds, and so many outputs are one."""
+    plan = graph_of_blocks(9)
+    inputs = tuple(dataclasses.replace(given, is_constant=False) for given in plan.inputs)
+    plan = dataclasses.replace(plan, inputs=inputs, outputs=tuple(f"add_{i}" for i in range(9)))
+    script = """
+    seen.before = ids();
+    seen.ends = all(".box.inputs .name, .box.output .name").map((each) => each.textContent);
+    click(document.getElementById("views"));
+    click(document.getElementById("unfold"));
+    seen.after = ids();
+    """
+    seen = act(render_html([plan]), script)
+    assert not {"=t_1", "=x"} & {*seen["before"]}
+    assert {"=t_1", "=x", "=weight_8"} <= {*seen["after"]}
+    assert seen["ends"] == ["10 inputs", "9 outputs"]
 
 
 def _flat(count: int) -> Plan:

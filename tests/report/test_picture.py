@@ -20,6 +20,7 @@ def test_operators_with_their_values() -> None:
     assert (product["module"], product["work"], product["region"]) == ("layers.1.linear", "1.02 kFLOP", "r0")
     assert drawn["inputs"] == [{"name": "x", "out": ["8x8 float32"], "bytes": 256}]
     assert drawn["constants"] == {"weight_0": ["8x8 float32"], "weight_1": ["8x8 float32"]}
+    assert drawn["called"] == {"x": "hidden_states"}
     assert drawn["outputs"] == ["getitem"]
     assert drawn["modules"][1] == ["layers.0", "Block", "layers"]
     assert drawn["timing"] == "estimated"

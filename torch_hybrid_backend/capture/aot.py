@@ -47,6 +47,7 @@ from torch_hybrid_backend.capture.fixes.output_aliases import separate_aliases
 from torch_hybrid_backend.capture.fixes.overlap import watch_overlaps
 from torch_hybrid_backend.capture.fixes.strided_reads import read_owners
 from torch_hybrid_backend.capture.fixes.strides import strides_of_eager
+from torch_hybrid_backend.capture.input_names import name_inputs
 from torch_hybrid_backend.core.captured import CapturedGraph, GraphKind
 from torch_hybrid_backend.core.lazy_bits import LazyBits
 from torch_hybrid_backend.fork_lock import ForkLock
@@ -109,6 +110,8 @@ def capture(
             and kind == "inference"
             and aot_cache.add(key, graph_module, frozenset(static))
         )
+        if kind != "backward":
+            name_inputs(graph_module, gm)
         returned = range(0) if kind == "backward" else _returned(kind)
         mutated = _mutated_inputs() if kind == "inference" else ()
         boxed = _boxed(
@@ -228,6 +231,7 @@ def _with_cached(
     if found is None or fake_mode is None:
         return None
     graph_module, static = found
+    name_inputs(graph_module, gm)
     with fake_mode, enable_python_dispatcher(), torch._C._DisableAutocast():  # as AOTAutograd calls compilers
         boxed = _boxed(graph_module, "inference", static, False, compile_graph)
     return _called_directly(boxed, example_inputs)

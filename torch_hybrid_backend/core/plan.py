@@ -84,11 +84,12 @@ class NodeDecision:
 @dataclass(frozen=True, slots=True)
 class GraphInput:
     """A value that calls of the graph are given; `spec` is None where it is no tensor. Constants are parameters, buffers, and what is computed
-    of these once."""
+    of these once. `called`: what the user's code calls it, "input_ids"; "" where that is not known."""
 
     name: str
     spec: TensorSpec | None
     is_constant: bool
+    called: str = ""
 
 
 @dataclass(frozen=True, slots=True)

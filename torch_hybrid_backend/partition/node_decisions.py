@@ -43,7 +43,12 @@ def node_decision(
 def graph_inputs(graph: torch.fx.Graph, constants: frozenset[str]) -> tuple[GraphInput, ...]:
     """What operators of the graph read that none of them computes: its inputs, constants by the names in `constants`, and its attributes."""
     return tuple(
-        GraphInput(node.name, next(_specs(node.meta.get("val")), None), node.op == "get_attr" or node.name in constants)
+        GraphInput(
+            node.name,
+            next(_specs(node.meta.get("val")), None),
+            node.op == "get_attr" or node.name in constants,
+            node.meta.get("called", ""),
+        )
         for node in graph.nodes
         if node.op in ("placeholder", "get_attr")
     )

@@ -11,11 +11,12 @@ import functools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from importlib import resources
 
 from torch_hybrid_backend.core.plan import Attempt, GraphBreak, Plan, attempts_in_words
-from torch_hybrid_backend.core.units import flops_in_words
+from torch_hybrid_backend.core.units import flops_in_words, time_in_words
 from torch_hybrid_backend.report.picture import picture
 from torch_hybrid_backend.report.share import (
     call_in_words,
@@ -26,16 +27,25 @@ from torch_hybrid_backend.report.share import (
     cuda_graphs_in_words,
     engine_in_words,
     graph_break_in_words,
+    kind_in_words,
     operator_kinds,
+    parts_in_words,
     precision_in_words,
     refused_operators,
     regions_title,
-    summary,
     title,
     without_digits,
 )
 from torch_hybrid_backend.report.text import NOTHING_COMPILED
 from torch_hybrid_backend.report.times import ceilings_in_words
+
+
+@dataclass(frozen=True, slots=True)
+class _Number:
+    """A number in words, by which a table shows it, and the number by which it is sorted."""
+
+    words: str
+    value: float
 
 
 def render_html(
@@ -46,7 +56,7 @@ def render_html(
     parts = {
         "title": escape(facts.pop("model", "Plans")),
         "about": "".join(f'<span title="{escape(name)}">{escape(value)}</span>' for name, value in facts.items()),
-        "graphs": "\n".join(_section(number, _head(plan)) for number, plan in enumerate(plans))
+        "graphs": "\n".join(_section(n, _head(plan, _name(plan, facts, plans))) for n, plan in enumerate(plans))
         or f"<p>{escape(NOTHING_COMPILED)}</p>",
         "breaks": "\n".join(_graph_breaks(graph_breaks)),
         "shown": "" if plans else "hidden",
@@ -59,6 +69,11 @@ def render_html(
         ),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _template())
+
+
+def _name(plan: Plan, facts: Mapping[str, str], plans: Sequence[Plan]) -> str:
+    """What the page does not say of the plan elsewhere: the only one has the model's inputs, one of several is chosen by its title."""
+    return kind_in_words(plan) if "inputs" in facts or len(plans) > 1 else title(plan)
 
 
 @functools.cache
@@ -86,10 +101,17 @@ def _section(number: int, lines: Iterable[str]) -> str:
     return f'<section data-graph="{number}">\n' + "\n".join(lines) + "\n</section>"
 
 
-def _head(plan: Plan) -> Iterable[str]:
-    yield f'<p class="line">{escape(summary(plan))}</p>'
+def _head(plan: Plan, name: str) -> Iterable[str]:
+    """Lines about the plan, the first of which begins with `name`."""
+    parts = parts_in_words(plan, views="drawn on request")
     ceilings = plan.profile and plan.profile.ceilings
-    lines = (*call_in_words(plan), *conversion_in_words(plan), *covers_in_words(plan), *cuda_graphs_in_words(plan))
+    lines = (
+        f"{name}: {parts}",
+        *call_in_words(plan),
+        *conversion_in_words(plan),
+        *covers_in_words(plan),
+        *cuda_graphs_in_words(plan),
+    )
     for line in (*lines, *([ceilings_in_words(ceilings)] if ceilings else [])):
         yield f'<p class="line">{escape(line)}</p>'
 
@@ -98,12 +120,12 @@ def _tables(plan: Plan) -> Iterable[str]:
     if plan.profile is not None:
         yield _table(
             "Kernels by time",
-            ("kernel", "time (us)", "share", "GFLOP/s", "GB/s", "modules", "region", "source"),
+            ("kernel", "time", "share", "GFLOP/s", "GB/s", "modules", "region", "source"),
             (
                 (
                     without_digits(row.kernel),
-                    round(row.microseconds, 1),
-                    f"{row.microseconds / plan.profile.call_us:.1%}" if plan.profile.call_us else "",
+                    _Number(time_in_words(row.microseconds), row.microseconds),
+                    _share(row.microseconds, plan.profile.call_us),
                     round(row.gflops, 1),
                     round(row.gbytes, 1),
                     ", ".join(row.modules),
@@ -134,7 +156,7 @@ def _tables(plan: Plan) -> Iterable[str]:
                 decision.name,
                 engine_in_words(decision),
                 len(decision.node_names),
-                flops_in_words(decision.flops),
+                _Number(flops_in_words(decision.flops), decision.flops),
                 len(decision.kernels),
                 "; ".join(decision.operators),
                 costs_in_words(decision.costs),
@@ -164,6 +186,10 @@ def _tables(plan: Plan) -> Iterable[str]:
     )
 
 
+def _share(part: float, whole: float) -> _Number | str:
+    return _Number(f"{part / whole:.1%}", part / whole) if whole else ""
+
+
 def _with(attempts: Sequence[Attempt]) -> list[str]:
     return [f"with {attempts_in_words(attempts)}"] if attempts else []
 
@@ -181,5 +207,7 @@ def _table(title: str, heads: Sequence[str], rows: Iterable[Sequence[object]]) -
 
 
 def _data(value: object) -> str:
+    if isinstance(value, _Number):
+        return f'<td class="n" data-value="{value.value:.12g}">{escape(value.words)}</td>'
     kind = ' class="n"' if isinstance(value, int | float) else ""
     return f"<td{kind}>{escape(str(value))}</td>"

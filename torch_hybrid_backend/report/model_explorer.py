@@ -62,7 +62,7 @@ def _graph(name: str, plan: Plan, colours: Mapping[str, str]) -> dict[str, Any]:
         )
         for values in drawn["nodes"]
     )
-    inputs = (node(given, "input") for given in drawn["inputs"])
+    inputs = (node(given, drawn["called"].get(given["name"], "input")) for given in drawn["inputs"])
     outputs = node({"name": "(outputs)", "in": drawn["outputs"]}, "outputs")
     classes = {places[call.path]: {"class": call.class_name} for call in plan.modules}
     return {"id": name, "nodes": [*inputs, *operators, outputs], "groupNodeAttributes": classes}

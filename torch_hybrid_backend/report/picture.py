@@ -45,6 +45,7 @@ def picture(plan: Plan) -> Mapping[str, Any]:
             if not given.is_constant and given.name in read
         ],
         "constants": {g.name: _values([g.spec])["out"] for g in plan.inputs if g.is_constant and g.spec is not None},
+        "called": _filled(**{given.name: given.called for given in plan.inputs}),
         "outputs": list(plan.outputs),
         "modules": [[call.path, call.class_name, call.parent] for call in plan.modules],
         "regions": {region.name: _region(region) for region in plan.regions},

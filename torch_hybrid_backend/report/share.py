@@ -185,20 +185,34 @@ def counted(number: int, noun: str) -> str:
 
 
 def summary(plan: Plan) -> str:
-    """The plan in one line: operators, regions and each engine's part."""
+    """The plan in one line: its title, operators, regions and each engine's part."""
+    return f"{title(plan)}: {parts_in_words(plan)}"
+
+
+def parts_in_words(plan: Plan, views: str = "") -> str:
+    """Operators, regions and each engine's part: "3 operators, 4.00 MFLOP, 2 regions; tvm runs 2, eager runs 1". `views`: what is said of the
+    operators that compute nothing, behind their number; "" leaves them out."""
     parts = []
     for share in shares(plan):
         part = f"{share.engine} runs {share.operators}"
         parts.append(part if share.fraction is None else f"{part} ({share.fraction:.1%} of flops)")
     total = sum(node.flops for node in plan.nodes)  # of products and convolutions alone
     work = [flops_in_words(total)] if total else []
-    size = ", ".join([counted(len(plan.nodes), "operator"), *work, counted(len(plan.regions), "region")])
-    return f"{title(plan)}: {size}; " + (", ".join(parts) or "nothing to run")
+    nothing = sum(node.is_view for node in plan.nodes)
+    of_them = f" ({counted(nothing, 'view')} among them, {views})" if nothing and views else ""
+    operators = counted(len(plan.nodes), "operator") + of_them
+    size = ", ".join([operators, *work, counted(len(plan.regions), "region")])
+    return f"{size}; " + (", ".join(parts) or "nothing to run")
+
+
+def kind_in_words(plan: Plan) -> str:
+    """The use of the graph: "inference", "training, forward" or "training, backward"."""
+    return plan.kind if plan.kind == "inference" else f"training, {plan.kind}"
 
 
 def title(plan: Plan) -> str:
     """Model, shapes and use of the graph, for example "ResNet (inference, 1x3x224x224 float32)"."""
-    kind = plan.kind if plan.kind == "inference" else f"training, {plan.kind}"
+    kind = kind_in_words(plan)
     given = [value.spec for value in plan.inputs if not value.is_constant and value.spec is not None]
     shapes = [tensor_in_words(spec.shape, spec.dtype) for spec in given[:_NAMED_INPUTS]]
     more = [f"{len(given) - _NAMED_INPUTS} more inputs"] if len(given) > _NAMED_INPUTS else []

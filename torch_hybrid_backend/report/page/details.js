@@ -1,6 +1,8 @@
 // The panel beside the graph: all that is known of what was clicked.
 "use strict";
 
+const MOST_LINES = 4; // of sources in a box
+
 function details(item) {
   const panel = d3.select("#details");
   panel.selectChildren().remove();
@@ -29,20 +31,32 @@ function timeOf(item) {
 }
 
 function factsOfBox(item) {
+  if (item.kind === "inputs") return [["Inputs of the graph", item.children.map((child) => [child.label, ...child.node.out].join(": "))]];
   const engines = Object.entries(item.engines).map(([engine, part]) => `${engine}: ${part.count} operators${part.us && graph.timing !== "work" ? ", " + timeInWords(part.us) : ""}`);
   const path = item.kind === "module" ? item.id : "";
-  return [["Module", path], ["Time", timeOf(item)], ["Operators", String(item.count)], ["Engines", engines], ["Refused by an engine", item.refused ? `${item.refused} operators` : ""]];
+  return [["Module", path], ["Time", timeOf(item)], ["Operators", operatorsInWords(item)], ["Engines", engines], ["Refused by an engine", item.refused ? `${item.refused} operators` : ""], ["Source", sourcesOf(item)]];
+}
+
+function operatorsIn(box) {
+  return box.children.flatMap((child) => (child.children ? operatorsIn(child) : child.kind === "operator" ? [child] : []));
+}
+
+// The user's lines that call the operators, the first of them.
+function sourcesOf(box) {
+  const found = [...new Set(operatorsIn(box).map((item) => item.node.source).filter(Boolean))];
+  return found.length > MOST_LINES ? [...found.slice(0, MOST_LINES), `and ${found.length - MOST_LINES} more lines`] : found;
 }
 
 function factsOfOperator(item) {
   const node = item.node;
   if (item.kind === "input") return [["Input of the graph", node.name], ["Value", node.out], ["Size", bytesInWords(node.bytes)]];
-  if (item.kind === "output") return [["Outputs of the graph", node.in]];
-  const region = graph.regions[node.region];
-  const given = node.in.map((name) => {
+  const valueOf = (name) => {
     const from = tree.operators.get(name)?.node.out ?? graph.constants[name];
-    return from && from.length ? `${name}: ${from.join(", ")}` : name;
-  });
+    const shown = graph.called[name] || name;
+    return from && from.length ? `${shown}: ${from.join(", ")}` : shown;
+  };
+  if (item.kind === "output") return [[node.in.length > 1 ? "Outputs of the graph" : "Output of the graph", node.in.map(valueOf)]];
+  const region = graph.regions[node.region];
   const kernels = (node.kernels || []).map((index) => {
     const kernel = graph.kernels[index];
     const shared = kernel.nodes > 1 ? `, fused with ${kernel.nodes - 1} other operators` : "";
@@ -57,7 +71,7 @@ function factsOfOperator(item) {
     ["Kernel", kernels],
     ["Refused", node.refused],
     ["Source", node.source],
-    ["Inputs", given],
+    ["Inputs", node.in.map(valueOf)],
     ["Output", node.out.length ? [...node.out, bytesInWords(node.bytes)] : []],
     ["Work", node.work],
     ["Region", region ? `${node.region}: ${region.about}` : "runs outside any region"],
@@ -69,16 +83,14 @@ function factsOfOperator(item) {
 
 // What to look at first inside a box.
 function slowest(panel, box) {
-  if (!box.us || graph.timing === "work") return;
-  const found = [];
-  const collect = (item) => (item.children ? item.children.forEach(collect) : found.push(item));
-  collect(box);
-  found.sort((a, b) => b.us - a.us);
-  panel.append("h4").text("Slowest operators");
+  if (!box.us) return;
+  const timed = graph.timing !== "work";
+  const found = operatorsIn(box).sort((a, b) => b.us - a.us);
+  panel.append("h4").text(timed ? "Slowest operators" : "Operators with most work");
   const list = panel.append("div").attr("class", "slowest");
-  for (const item of found.slice(0, 8).filter((each) => each.us)) {
+  for (const item of found.slice(0, 8).filter((each) => (timed ? each.us >= 0.05 : each.us))) {
     const line = list.append("button").attr("title", item.node.module).on("click", () => select(item));
-    line.append("b").text(timeInWords(item.us));
+    line.append("b").text(timed ? timeInWords(item.us) : `${((100 * item.us) / view.total).toFixed(1)}%`);
     line.append("span").text(shortName(item.node.op));
     line.append("small").text(item.node.module);
   }

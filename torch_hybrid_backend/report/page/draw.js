@@ -16,10 +16,12 @@ function css(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
-// Share of the most that is seen -> colour, by the root of it: a few per cent are seen beside the whole.
+// Share of what all operators take -> colour, by its logarithm: operators of 1% differ from those of 0.1% as modules of 100% from those of 10%.
+const LEAST_SHARE = 0.001;
+
 function heat(share) {
   const mixed = d3.interpolateRgbBasis([css("--cool"), css("--warm"), css("--hot")]);
-  return mixed(Math.sqrt(Math.min(1, share)));
+  return mixed(Math.max(0, 1 - Math.log10(Math.max(share, LEAST_SHARE)) / Math.log10(LEAST_SHARE)));
 }
 
 function mainEngine(item) {
@@ -27,8 +29,8 @@ function mainEngine(item) {
 }
 
 function fillOf(item, view) {
-  if (item.kind === "input" || item.kind === "output") return css("--panel");
-  if (view.colour === "time" && !item.open) return heat(item.us / view.most);
+  if (["input", "inputs", "output"].includes(item.kind)) return css("--panel");
+  if (view.colour === "time" && !item.open) return heat(item.us / view.operators);
   if (view.colour === "time") return css("--panel");
   return d3.interpolateRgb(css("--panel"), view.colours.get(mainEngine(item)) || EAGER_COLOUR)(item.open ? 0.08 : 0.24);
 }
@@ -106,7 +108,14 @@ function frame(group, box, graph, view, on) {
     fold.append("title").text(box.open ? "Fold" : "Unfold");
   }
   if (box.refused && !box.open) group.append("circle").attr("class", "refused").attr("cx", box.width - 8).attr("cy", 8).attr("r", 3.5);
-  group.append("title").text(`${box.children ? box.id.replace(/\/.*/, "") || box.label : box.node.name} ${box.className || ""}`);
+  group.append("title").text(wholeTitle(box));
+}
+
+// What the box is called, in full: its text may be cut.
+function wholeTitle(box) {
+  const name = box.children ? box.id.replace(/\/.*/, "") : box.kind === "operator" ? `${box.node.op} ${box.node.name}` : "";
+  const count = box.children && box.count ? operatorsInWords(box) : "";
+  return [...new Set([box.label, box.className, name, box.node?.module, count].filter(Boolean))].join("\n");
 }
 
 // Along the lower edge of a folded box: which engines run what is inside, by time.

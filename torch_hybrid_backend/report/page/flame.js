@@ -24,7 +24,7 @@ function drawFlame(graph, tree, view, on) {
   part.attr("class", (d) => `part${d.data.item && d.data.item === view.selected ? " selected" : ""}`);
   const fill = (d) => {
     if (!d.data.item || !d.depth) return css("--line");
-    if (view.colour === "time") return heat(d.value / view.most);
+    if (view.colour === "time") return heat(d.value / view.operators);
     return d3.interpolateRgb(css("--panel"), view.colours.get(mainEngine(d.data.item)) || EAGER_COLOUR)(0.5 - 0.05 * Math.min(d.depth, 5));
   };
   part.append("rect").attr("width", (d) => Math.max(0.5, d.x1 - d.x0 - 1)).attr("height", ROW - 2).attr("rx", 2).attr("fill", fill);

@@ -22,16 +22,23 @@ function bytesInWords(bytes) {
   return `${bytes} B`;
 }
 
+// As `time_in_words` of core/units.py.
 function timeInWords(us) {
-  if (us >= 1e6) return `${(us / 1e6).toFixed(2)} s`;
-  if (us >= 1e3) return `${(us / 1e3).toFixed(us >= 1e4 ? 1 : 2)} ms`;
-  return `${us.toFixed(us >= 100 ? 0 : 1)} us`;
+  if (us < 1e3) return `${us.toFixed(1)} us`;
+  const [value, unit] = us < 1e6 ? [us / 1e3, "ms"] : [us / 1e6, "s"];
+  return `${value.toFixed(value < 10 ? 2 : value < 100 ? 1 : 0)} ${unit}`;
+}
+
+function operatorsInWords(box) {
+  const counted = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
+  return counted(box.count, "operator") + (box.views ? ` and ${counted(box.views, "view")}, not drawn` : "");
 }
 
 // The first line is what the user wrote, the second what it is.
 function linesOf(item, graph) {
-  if (item.kind === "input") return [item.label, shortened(item.node.out.join(", "), 34)];
-  if (item.kind === "output") return [item.label, ""];
+  if (item.kind === "input") return [shortened(item.label, 34), shortened(item.node.out.join(", "), 34)];
+  if (item.kind === "inputs") return [item.label, ""];
+  if (item.kind === "output") return [item.label, item.node.in.length > 1 ? "" : shortened(item.node.out.join(", "), 34)];
   const time = graph.timing !== "work" && item.us >= 0.05 ? timeInWords(item.us) : "";
   if (item.kind === "operator") {
     const fused = graph.timing === "measured" && item.node.kernels && !time;
@@ -153,5 +160,5 @@ function labelOf(edge) {
 
 function titleOf(box, graph) {
   const time = graph.timing !== "work" && box.us ? timeInWords(box.us) : "";
-  return [box.label, box.className, time].filter(Boolean).join(" · ");
+  return [shortened(box.label, 40), shortened(box.className, 40), time].filter(Boolean).join(" · ");
 }

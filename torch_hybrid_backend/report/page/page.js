@@ -2,7 +2,7 @@
 "use strict";
 
 const data = JSON.parse(document.getElementById("data").textContent);
-const view = { number: 0, colour: "engine", views: false, direction: "", selected: null, colours: engineColours(data.graphs), total: 0 };
+const view = { number: 0, colour: "engine", views: false, direction: "", selected: null, colours: engineColours(data.graphs), operators: 1, total: 1 };
 const READABLE = 0.5; // of the size of a text of 12 pixels
 let graph = null;
 let tree = null;
@@ -21,6 +21,7 @@ function show(number) {
 function rebuild() {
   tree = buildTree(graph, view.views);
   view.selected = null;
+  view.operators = tree.root.us || 1;
   view.total = tree.root.us + (graph.other_us || 0) || 1;
   // As much as can be read at once.
   let fits = 1;
@@ -51,7 +52,6 @@ function scaleOf(root) {
 function refresh(fitted) {
   const start = view.selected && { ...place(view.selected) };
   const placed = layoutTree(graph, tree, tree.direction);
-  view.most = mostTime(tree.root) || 1;
   drawTree(placed, graph, view, { select, toggle });
   drawFlame(graph, tree, view, { select });
   legend();
@@ -59,10 +59,6 @@ function refresh(fitted) {
   if (!start || !isShown(view.selected)) return;
   const end = place(view.selected); // what was clicked stays where it was
   svg.call(zoom.translateBy, start.x - end.x, start.y - end.y);
-}
-
-function mostTime(item) {
-  return item.open ? d3.max(item.children, mostTime) : item.us;
 }
 
 function place(item) {
@@ -86,6 +82,21 @@ function zoomTo(item, duration, most) {
   (duration ? svg.transition().duration(duration) : svg).call(zoom.transform, to);
 }
 
+// What is off the panel is brought into it: with the box around it if that can be read, else alone.
+function bring(item, duration) {
+  const box = svg.node().getBoundingClientRect();
+  const fits = (each) => Math.min((box.width - 40) / each.width, (box.height - 40) / each.height) >= READABLE;
+  zoomTo(fits(item.parent) ? item.parent : item, duration, 1.1);
+}
+
+function isInPanel(item) {
+  const box = svg.node().getBoundingClientRect();
+  const to = d3.zoomTransform(svg.node());
+  const at = place(item);
+  const seen = (start, size, room) => Math.min(start + size, room) - Math.max(start, 0) >= Math.min(size, 40);
+  return seen(to.applyX(at.x), item.width * to.k, box.width) && seen(to.applyY(at.y), item.height * to.k, box.height);
+}
+
 function toggle(box) {
   if (!box.children) return;
   box.open = !box.open;
@@ -101,8 +112,8 @@ function select(item, folds) {
   if (item && !isShown(item)) {
     reveal(item);
     refresh(false);
-    zoomTo(item.parent, 300, 1.1);
-  }
+    bring(item, 300);
+  } else if (item && item.parent && !isInPanel(item)) bring(item, 300);
   d3.selectAll(".box").classed("selected", function () { return item !== null && this.dataset.id === item.id; });
   d3.selectAll(".edge").classed("near", (edge) => item !== null && (edge.from === item || edge.to === item));
   drawFlame(graph, tree, view, { select });
@@ -132,9 +143,12 @@ function legend() {
       host.append("span").text(engine);
     }
   } else {
-    host.append("span").text("0");
-    host.append("span").attr("class", "scale").style("background", `linear-gradient(90deg, ${d3.range(0, 1.01, 0.1).map((x) => heat(x * x)).join(",")})`);
-    host.append("span").text(graph.timing === "work" ? "most work" : timeInWords(view.most));
+    const least = Math.log10(LEAST_SHARE);
+    host.append("span").text(`of ${graph.timing === "work" ? "all work" : timeInWords(view.operators) + " in operators"}: ${100 * LEAST_SHARE}%`);
+    const scale = host.append("span").attr("class", "scale");
+    scale.style("background", `linear-gradient(90deg, ${d3.range(0, 1.01, 0.1).map((x) => heat(10 ** (least * (1 - x)))).join(",")})`);
+    for (const share of [0.01, 0.1]) scale.append("i").style("left", `${100 * (1 - Math.log10(share) / least)}%`).text(`${100 * share}%`);
+    host.append("span").text("100%");
   }
   if (tree.root.refused) {
     host.append("span").attr("class", "key round");
@@ -157,7 +171,7 @@ d3.select("#theme").on("click", () => {
 d3.select("#search").on("input", (event) => search(event.target.value)).on("keydown", (event) => {
   if (event.key === "Enter") { const [first] = search(event.target.value); if (first) select(first); }
 });
-d3.select(window).on("resize", () => refresh(true)).on("keydown", (event) => {
+d3.select(window).on("resize", () => { refresh(true); if (view.selected?.parent) bring(view.selected, 0); }).on("keydown", (event) => {
   if (event.target.matches("input, select")) return;
   const keys = { f: fit, "+": () => svg.call(zoom.scaleBy, 1.25), "-": () => svg.call(zoom.scaleBy, 0.8), Escape: () => select(null) };
   if (event.key === "/") { event.preventDefault(); document.getElementById("search").focus(); }
@@ -175,16 +189,41 @@ document.querySelectorAll("table.sorts th").forEach((head, column) => head.addEv
 }));
 
 // "#color=time&graph=1&select=layer1.0&theme=dark" in the address: what a link shows first.
-const wanted = new URLSearchParams(location.hash.slice(1));
-if (wanted.get("theme")) document.documentElement.dataset.theme = wanted.get("theme");
-if (wanted.get("color")) {
-  view.colour = wanted.get("color");
-  document.querySelector(`[name=colour][value=${CSS.escape(view.colour)}]`).checked = true;
+function follow() {
+  const wanted = new URLSearchParams(location.hash.slice(1));
+  if (wanted.get("theme")) document.documentElement.dataset.theme = wanted.get("theme");
+  if (wanted.get("color")) {
+    view.colour = wanted.get("color");
+    document.querySelector(`[name=colour][value=${CSS.escape(view.colour)}]`).checked = true;
+  }
+  if (!data.graphs.length) return;
+  const name = wanted.get("select");
+  const holds = (each) => each.modules.some(([path]) => path === name) || each.nodes.some((node) => node.name === name);
+  const holder = name ? data.graphs.findIndex(holds) : -1;
+  show(Math.min(Number(wanted.get("graph") ?? (holder < 0 ? largest(data.graphs) : holder)), data.graphs.length - 1));
+  if (wanted.has("unfold")) d3.select("#unfold").dispatch("click");
+  if (name) goTo(name);
 }
-const largest = d3.greatestIndex(data.graphs, (each) => each.nodes.length);
-if (data.graphs.length) show(Math.min(Number(wanted.get("graph") ?? largest), data.graphs.length - 1));
-if (wanted.has("unfold")) d3.select("#unfold").dispatch("click");
-if (wanted.get("select")) {
-  const item = tree.boxes.get(wanted.get("select")) || tree.operators.get(wanted.get("select"));
-  if (item) select(item, item.children !== undefined && !item.open);
+
+// The graph that takes most time; the one of most operators where not all were timed.
+function largest(graphs) {
+  const timed = graphs.every((each) => each.timing !== "work");
+  return d3.greatestIndex(graphs, (each) => (timed ? d3.sum(each.nodes, (node) => node.us || 0) + each.other_us : each.nodes.length));
 }
+
+// Unfolds what holds the module or operator, and it too.
+function goTo(name) {
+  const find = () => tree.boxes.get(name) || tree.operators.get(name);
+  if (find() && !isDrawn(find())) d3.select("#views").property("checked", true).dispatch("change"); // it computes nothing
+  const item = find();
+  if (!item?.parent) return;
+  reveal(item);
+  if (item.children) item.open = true;
+  view.selected = item;
+  refresh(false);
+  bring(item, 0);
+  select(item);
+}
+
+addEventListener("hashchange", follow);
+follow();

@@ -3,8 +3,9 @@
 
 const MOST_IN_A_BOX = 60; // more operators side by side are gathered, PER_CHUNK in a box
 const PER_CHUNK = 30;
+const MOST_ENDS = 8; // more inputs or outputs are one box
 
-/* Returns {root, boxes, operators}: every box by id, and every operator and graph input by name. With `views` false, operators that compute
+/* Returns {root, boxes, operators}: what is drawn for every module and box by id, and every operator and graph input by name. With `views` false, operators that compute
    nothing are left out: what they return counts as their input's value. */
 function buildTree(graph, views) {
   const operators = new Map();
@@ -23,22 +24,37 @@ function buildTree(graph, views) {
     place(box.parent);
     box.parent.children.push(box);
   };
-  for (const input of graph.inputs) {
-    const item = { id: "=" + input.name, kind: "input", label: /^(arg|primals_|tangents_)\d/.test(input.name) ? "input" : input.name, node: input, parent: root };
-    operators.set(input.name, item);
-    root.children.push(item);
+  let above = root;
+  if (graph.inputs.length > MOST_ENDS) {
+    above = { id: "=(inputs)", kind: "inputs", label: `${graph.inputs.length} inputs`, className: "", children: [], parent: root };
+    boxes.set(above.id, above);
+    root.children.push(above);
   }
+  graph.inputs.forEach((input, i) => {
+    const label = graph.called[input.name] || (/^(arg|primals_|tangents_)\d/.test(input.name) ? `input ${i + 1}` : input.name);
+    const item = { id: "=" + input.name, kind: "input", label, node: input, parent: above };
+    operators.set(input.name, item);
+    above.children.push(item);
+  });
   for (const node of graph.nodes) {
     const box = boxes.get(node.module) || root;
     const item = { id: "=" + node.name, kind: "operator", label: shortName(node.op), node, parent: box };
     operators.set(node.name, item);
-    if (node.view && !views) continue;
+    if (node.view && !views) {
+      box.hidden = (box.hidden || 0) + 1;
+      continue;
+    }
     place(box);
     box.children.push(item);
   }
-  const returned = { id: "=(outputs)", kind: "output", label: "outputs", node: { name: "(outputs)", in: graph.outputs }, parent: root };
-  operators.set("(outputs)", returned);
-  root.children.push(returned);
+  const output = (name, label, values) => {
+    const item = { id: "=" + name, kind: "output", label, node: { name, in: values, out: values.flatMap((value) => operators.get(value)?.node.out || []) }, parent: root };
+    operators.set(name, item);
+    root.children.push(item);
+  };
+  const { outputs } = graph;
+  if (outputs.length > MOST_ENDS) output("(outputs)", `${outputs.length} outputs`, outputs);
+  else outputs.forEach((value, i) => output(`(output ${i + 1})`, outputs.length > 1 ? `output ${i + 1}` : "output", [value]));
   simplify(root, boxes);
   measure(root);
   return { root, boxes, operators };
@@ -55,9 +71,11 @@ function simplify(box, boxes) {
   box.children = box.children.map((child) => {
     if (!child.children || child.children.length !== 1 || child.children[0].children) return child;
     const only = child.children[0];
+    boxes.set(child.id, only);
     const label = only.named ? child.label + "." + only.label : child.label;
-    return Object.assign(only, { label, named: true, className: only.className || child.className, parent: box });
+    return Object.assign(only, { label, named: true, hidden: (only.hidden || 0) + (child.hidden || 0), className: only.className || child.className, parent: box });
   });
+  if (box.kind === "inputs") return;
   box.children = gatherRepeated(box, boxes);
   if (box.children.length > MOST_IN_A_BOX) box.children = gatherChunks(box, boxes);
 }
@@ -103,8 +121,8 @@ function gatherRepeated(box, boxes) {
 }
 
 function gatherChunks(box, boxes) {
-  const kept = (item) => item.kind === "input" || item.kind === "output";
-  const items = box.children.filter((item) => !kept(item));
+  const isInput = (item) => item.kind === "input" || item.kind === "inputs";
+  const items = box.children.filter((item) => !isInput(item) && item.kind !== "output");
   const size = Math.max(PER_CHUNK, Math.ceil(items.length / MOST_IN_A_BOX));
   const chunks = [];
   for (let i = 0; i < items.length; i += size) {
@@ -112,7 +130,7 @@ function gatherChunks(box, boxes) {
     const label = members.length > 1 ? members[0].label + " … " + members[members.length - 1].label : members[0].label;
     chunks.push(gather(box, boxes, members, { kind: "chunk", label, className: members.length + " in a row" }));
   }
-  return [...box.children.filter((i) => i.kind === "input"), ...chunks, ...box.children.filter((i) => i.kind === "output")];
+  return [...box.children.filter(isInput), ...chunks, ...box.children.filter((i) => i.kind === "output")];
 }
 
 // Totals of each box: operators, time, and both by engine.
@@ -122,6 +140,7 @@ function measure(item) {
   item.count = 0;
   item.engines = {};
   item.refused = 0;
+  item.views = item.hidden || 0; // that are not drawn
   if (!item.children) {
     if (item.kind !== "operator") return;
     item.us = item.node.us || 0;
@@ -135,6 +154,7 @@ function measure(item) {
     item.us += child.us;
     item.count += child.count;
     item.refused += child.refused;
+    item.views += child.views;
     for (const [engine, part] of Object.entries(child.engines)) {
       const own = (item.engines[engine] ??= { us: 0, count: 0 });
       own.us += part.us;
@@ -167,6 +187,11 @@ function setOpen(box, open) {
 
 function reveal(item) {
   for (let box = item.parent; box; box = box.parent) box.open = true;
+}
+
+function isDrawn(item) {
+  for (; item.parent; item = item.parent) if (!item.parent.children.includes(item)) return false;
+  return true;
 }
 
 function ancestors(item) {
