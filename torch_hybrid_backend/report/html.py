@@ -156,7 +156,7 @@ def _tables(plan: Plan) -> Iterable[str]:
                 decision.name,
                 engine_in_words(decision),
                 len(decision.node_names),
-                _Number(flops_in_words(decision.flops), decision.flops),
+                _Number(flops_in_words(decision.flops) if decision.flops else "", decision.flops),
                 len(decision.kernels),
                 "; ".join(decision.operators),
                 costs_in_words(decision.costs),

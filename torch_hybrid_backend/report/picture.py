@@ -11,9 +11,9 @@ from torch_hybrid_backend.core.units import flops_in_words
 from torch_hybrid_backend.report.operator_times import operator_times
 from torch_hybrid_backend.report.share import (
     costs_in_words,
-    counted,
     engine_in_words,
     kernels_in_words,
+    size_in_words,
     tensor_in_words,
     title,
     without_digits,
@@ -86,7 +86,7 @@ def _values(specs: Sequence[TensorSpec]) -> dict[str, Any]:
 
 
 def _region(region: RegionDecision) -> dict[str, Any]:
-    about = f"{engine_in_words(region)}, {counted(len(region.node_names), 'operator')}, {flops_in_words(region.flops)}"
+    about = f"{engine_in_words(region)}, {size_in_words(len(region.node_names), region.flops)}"
     return {
         "about": about,
         "cost": costs_in_words(region.costs),

@@ -184,6 +184,12 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def size_in_words(operators: int, flops: int, of_them: str = "") -> str:
+    """For example "12 operators, 8.20 GFLOP". Operations are counted of products and convolutions alone, and left out where there are none.
+    `of_them`: what is said behind the number of operators."""
+    return ", ".join([counted(operators, "operator") + of_them, *([flops_in_words(flops)] if flops else [])])
+
+
 def summary(plan: Plan) -> str:
     """The plan in one line: its title, operators, regions and each engine's part."""
     return f"{title(plan)}: {parts_in_words(plan)}"
@@ -196,13 +202,10 @@ def parts_in_words(plan: Plan, views: str = "") -> str:
     for share in shares(plan):
         part = f"{share.engine} runs {share.operators}"
         parts.append(part if share.fraction is None else f"{part} ({share.fraction:.1%} of flops)")
-    total = sum(node.flops for node in plan.nodes)  # of products and convolutions alone
-    work = [flops_in_words(total)] if total else []
     nothing = sum(node.is_view for node in plan.nodes)
     of_them = f" ({counted(nothing, 'view')} among them, {views})" if nothing and views else ""
-    operators = counted(len(plan.nodes), "operator") + of_them
-    size = ", ".join([operators, *work, counted(len(plan.regions), "region")])
-    return f"{size}; " + (", ".join(parts) or "nothing to run")
+    size = size_in_words(len(plan.nodes), sum(node.flops for node in plan.nodes), of_them)
+    return f"{size}, {counted(len(plan.regions), 'region')}; " + (", ".join(parts) or "nothing to run")
 
 
 def kind_in_words(plan: Plan) -> str:

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from torch_hybrid_backend.core.plan import Plan, RegionDecision, attempts_in_words
-from torch_hybrid_backend.core.units import flops_in_words
 from torch_hybrid_backend.report.share import (
     call_in_words,
     conversion_in_words,
@@ -20,6 +19,7 @@ from torch_hybrid_backend.report.share import (
     precision_in_words,
     refused_operators,
     regions_title,
+    size_in_words,
     summary,
 )
 from torch_hybrid_backend.report.times import profile_in_words
@@ -79,8 +79,7 @@ def _plan(plan: Plan) -> Iterable[str]:
 
 
 def _region(decision: RegionDecision, *, with_precision: bool) -> Iterable[str]:
-    work = f", {flops_in_words(decision.flops)}" if decision.flops else ""
-    size = f"{counted(len(decision.node_names), 'operator')}{work}"
+    size = size_in_words(len(decision.node_names), decision.flops)
     kernels = f", in {counted(len(decision.kernels), 'kernel')}" if decision.kernels else ""
     error = "results not compared with eager's"
     if decision.max_error is not None:
