@@ -39,6 +39,10 @@ def from_beside():
     return beside_script_for_cli.MODEL, (torch.zeros(1, 2),)
 constant = 3
 MODULE = torch.nn.Linear(2, 2)
+class Demanding(torch.nn.Module):
+    def __init__(self, *sizes):
+        super().__init__()
+        self.inner = torch.nn.Linear(*sizes)
 def demanding(width):
     return torch.nn.Linear(2, width), (torch.zeros(1, 2),)
 """
@@ -152,6 +156,11 @@ def test_explain_times_kernels_on_request(script: Path) -> None:
             "cannot be called with no arguments (missing a required argument: 'width')",
         ),
         ("script_for_cli.py:constant", "no callable named 'constant'"),
+        (
+            "script_for_cli.py:torch",
+            "is a module, no function: name a function in it that makes the model and its inputs, torch:FUNCTION",
+        ),
+        ("script_for_cli.py:Demanding", "is a class of models; a factory must be callable without arguments"),
         ("script_for_cli.py:wrong", r"returned Linear; it must return (model, args)"),
         ("script_for_cli.py:no_model", r"returned (int, tuple); it must return (model, args)"),
         (".script_for_cli:make", "must be module:factory"),
@@ -191,6 +200,27 @@ def test_a_wrong_command_suggests_the_nearest(capsys: pytest.CaptureFixture[str]
     said = capsys.readouterr().err
     assert "invalid choice: 'explainn'" in said
     assert "Did you mean 'explain'?" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["explain", "x:y", "--jsn"], "unrecognized arguments: --jsn. Did you mean '--json'?"),
+        (["explain", "x:y", "--htm", "file"], "unrecognized arguments: --htm file. Did you mean '--html'?"),
+        (["bench", "x:y", "--agianst=eager"], "unrecognized arguments: --agianst=eager. Did you mean '--against'?"),
+        (["doctor", "now"], "unrecognized arguments: now\n"),
+    ],
+)
+def test_a_wrong_option_suggests_the_nearest(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the usage of its subcommand; the beginning of a name is not taken for it."""
+    with pytest.raises(SystemExit) as ended:
+        _run(*arguments)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.startswith(f"usage: hybrid {arguments[0]} ")
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

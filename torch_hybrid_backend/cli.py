@@ -28,7 +28,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 import torch
 
@@ -78,10 +78,25 @@ def main(
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors suggest the nearest right name: of commands, and of options that have choices."""
+    """A parser whose errors suggest the nearest right name: of commands, of options, and of what options have for choices. It takes options
+    by their whole names alone."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse, and end the program where something is left: a subcommand that returned it would have it shown with the usage of `hybrid`."""
+        parsed, left = super().parse_known_args(args, namespace)
+        if left:
+            self.error(f"unrecognized arguments: {' '.join(left)}")
+        return parsed, left
 
     def error(self, message: str) -> NoReturn:
         """End the program with the message."""
+        if message.startswith("unrecognized arguments: "):
+            options = [option.partition("=")[0] for option in message.split() if option.startswith("-")]
+            hints = (did_you_mean(option, self._option_string_actions) for option in options)
+            message = f"{message}. {''.join(hints)}".rstrip(" .")
         if found := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
             known = re.findall(r"[\w-]+", found[2])
             message = f"{message}. {did_you_mean(found[1], known)}".rstrip(" .")
