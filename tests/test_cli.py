@@ -244,6 +244,33 @@ def test_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"{tmp_path / 'cache'}: 0 entries" in text
 
 
+class _WithoutLinker(FakeEngine):
+    def compiles(self) -> Verdict:
+        return Refused(Reason.MISSING_DEPENDENCY, "no linker is on the PATH: install binutils")
+
+
+@pytest.mark.parametrize(
+    ("engines", "disabled", "status", "said"),
+    [
+        ([_WithoutLinker("ours")], "", 1, "not ready: ours cannot compile, so eager runs what is not in the cache"),
+        ([_WithoutLinker("ours")], "ours", 0, "binutils, and is switched off"),
+        ([_Absent("ours")], "", 1, "not ready: no engine but eager can run, so nothing is compiled"),
+        ([_Absent("ours"), FakeEngine("other")], "", 0, "cannot run: apache-absent"),
+    ],
+)
+def test_doctor_fails_where_something_needed_is_missing(
+    engines: list[Engine], disabled: str, status: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that cannot compile, or that none can run; what is switched off, or has another in its place, is not needed."""
+    monkeypatch.setenv("HYBRID_DISABLE_ENGINES", disabled)
+    out = io.StringIO()
+    assert cli.main(["doctor"], engines=lambda config: [*engines, EagerEngine()], out=out) == status
+    assert said in out.getvalue()
+    assert ("not ready" in out.getvalue()) == bool(status)
+    if isinstance(engines[0], _WithoutLinker):
+        assert "runs what is in the cache, but cannot compile: no linker is on the PATH: install" in out.getvalue()
+
+
 def test_doctor_tells_why_a_cache_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It diagnoses, so a bad cache directory is a finding and no failure."""
     tmp_path.chmod(0o777)
