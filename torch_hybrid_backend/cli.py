@@ -16,7 +16,7 @@
 `explain` compiles the model for inference, calls it once on the arguments and shows the plan; with `--kernels` it also writes the text of
 every kernel into a folder: Triton programs as files that run alone. `bench` measures a model beside other runtimes (docs/bench.md). `doctor`
 shows which engines can run in this installation, what they say of themselves, and what to install for those that cannot; its exit status is
-1 where something is missing without which eager runs everything. `cache` shows
+1 where something is missing without which nothing is compiled. `cache` shows
 where compiled kernels are kept, how much disk they take, and which builds failed within the last day and are therefore not tried; it removes
 all of that, or the memory of failures alone.
 """
