@@ -15,7 +15,8 @@ from benchmarks import results
 from benchmarks.catalogue import MODELS
 from benchmarks.results import OURS, Record
 from torch_hybrid_backend.bench.peers import FLOAT32, title
-from torch_hybrid_backend.bench.table import markdown, milliseconds
+from torch_hybrid_backend.bench.record import milliseconds
+from torch_hybrid_backend.bench.table import markdown
 
 # One row for each kind of model, at batch 1.
 SUMMARY = tuple(

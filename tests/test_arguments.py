@@ -13,7 +13,15 @@ import torch
 from torch import nn
 
 import torch_hybrid_backend
-from torch_hybrid_backend.arguments import check_model, check_module, check_seconds, described, is_compiled, uncompiled
+from torch_hybrid_backend.arguments import (
+    check_metric,
+    check_model,
+    check_module,
+    check_seconds,
+    described,
+    is_compiled,
+    uncompiled,
+)
 from torch_hybrid_backend.errors import ArgumentError, HybridError
 from torch_hybrid_backend.machine import unsupported
 
@@ -43,6 +51,10 @@ def _model() -> nn.Module:
         (lambda t: t.quantize(_model(), np.zeros((4, 8))), "got a ndarray as its loader"),
         (lambda t: t.quantize(_model(), {"input": torch.zeros(4, 8)}), "got a dict as its loader"),
         (lambda t: t.quantize(_model(), 3), "got the int 3 as its loader"),
+        (
+            lambda t: t.quantize(_model(), [torch.zeros(4, 8)], metric=3),
+            "quantize got the int 3 as its metric; it must be a function that takes a module",
+        ),
         (
             lambda t: t.quantize(torch.compile(_model())),
             "quantize got a compiled model; pass the model that was given to torch.compile",
@@ -106,6 +118,8 @@ def test_right_arguments_pass() -> None:
     check_model(nn.Linear(1, 1), "f")
     check_model(torch.compile(_model()), "f")
     check_module(nn.Linear(1, 1), "f")
+    check_metric(None, "f")
+    check_metric(len, "f")
     for seconds in (None, 0, 1.5, math.inf):
         check_seconds(seconds, "timeout_s")
     for wrong in (True, math.nan):

@@ -39,6 +39,10 @@ def from_beside():
     return beside_script_for_cli.MODEL, (torch.zeros(1, 2),)
 constant = 3
 MODULE = torch.nn.Linear(2, 2)
+class Demanding(torch.nn.Module):
+    def __init__(self, *sizes):
+        super().__init__()
+        self.inner = torch.nn.Linear(*sizes)
 def demanding(width):
     return torch.nn.Linear(2, width), (torch.zeros(1, 2),)
 """
@@ -152,6 +156,11 @@ def test_explain_times_kernels_on_request(script: Path) -> None:
             "cannot be called with no arguments (missing a required argument: 'width')",
         ),
         ("script_for_cli.py:constant", "no callable named 'constant'"),
+        (
+            "script_for_cli.py:torch",
+            "is a module, no function: name a function in it that makes the model and its inputs, torch:FUNCTION",
+        ),
+        ("script_for_cli.py:Demanding", "is a class of models; a factory must be callable without arguments"),
         ("script_for_cli.py:wrong", r"returned Linear; it must return (model, args)"),
         ("script_for_cli.py:no_model", r"returned (int, tuple); it must return (model, args)"),
         (".script_for_cli:make", "must be module:factory"),
@@ -193,6 +202,27 @@ def test_a_wrong_command_suggests_the_nearest(capsys: pytest.CaptureFixture[str]
     assert "Did you mean 'explain'?" in said
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["explain", "x:y", "--jsn"], "unrecognized arguments: --jsn. Did you mean '--json'?"),
+        (["explain", "x:y", "--htm", "file"], "unrecognized arguments: --htm file. Did you mean '--html'?"),
+        (["bench", "x:y", "--agianst=eager"], "unrecognized arguments: --agianst=eager. Did you mean '--against'?"),
+        (["doctor", "now"], "unrecognized arguments: now\n"),
+    ],
+)
+def test_a_wrong_option_suggests_the_nearest(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the usage of its subcommand; the beginning of a name is not taken for it."""
+    with pytest.raises(SystemExit) as ended:
+        _run(*arguments)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.startswith(f"usage: hybrid {arguments[0]} ")
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     """`hybrid --version`, as other programs have it."""
     with pytest.raises(SystemExit) as ended:
@@ -212,6 +242,33 @@ def test_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Linux on x86-64, which is supported" in text
     assert f"{torch.get_num_threads()} for kernels" in text
     assert f"{tmp_path / 'cache'}: 0 entries" in text
+
+
+class _WithoutLinker(FakeEngine):
+    def compiles(self) -> Verdict:
+        return Refused(Reason.MISSING_DEPENDENCY, "no linker is on the PATH: install binutils")
+
+
+@pytest.mark.parametrize(
+    ("engines", "disabled", "status", "said"),
+    [
+        ([_WithoutLinker("ours")], "", 1, "not ready: ours cannot compile, so eager runs what is not in the cache"),
+        ([_WithoutLinker("ours")], "ours", 0, "binutils, and is switched off"),
+        ([_Absent("ours")], "", 1, "not ready: no engine but eager can run, so nothing is compiled"),
+        ([_Absent("ours"), FakeEngine("other")], "", 0, "cannot run: apache-absent"),
+    ],
+)
+def test_doctor_fails_where_something_needed_is_missing(
+    engines: list[Engine], disabled: str, status: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that cannot compile, or that none can run; what is switched off, or has another in its place, is not needed."""
+    monkeypatch.setenv("HYBRID_DISABLE_ENGINES", disabled)
+    out = io.StringIO()
+    assert cli.main(["doctor"], engines=lambda config: [*engines, EagerEngine()], out=out) == status
+    assert said in out.getvalue()
+    assert ("not ready" in out.getvalue()) == bool(status)
+    if isinstance(engines[0], _WithoutLinker):
+        assert "runs what is in the cache, but cannot compile: no linker is on the PATH: install" in out.getvalue()
 
 
 def test_doctor_tells_why_a_cache_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

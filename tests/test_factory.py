@@ -17,6 +17,13 @@ def make(batch=1):
     return (lambda x: x), [batch], {"other": beside_script_for_factory.VALUE}
 def wrong():
     return 3
+class Hidden:
+    def __new__(cls, *args):
+        return object.__new__(cls)
+    def __init__(self, width):
+        pass
+def raising():
+    return len(3)
 """
 
 
@@ -54,3 +61,23 @@ def test_what_a_factory_must_return(script: Path) -> None:
     factory = Factory(f"{script}:wrong")
     with factory.importable(), pytest.raises(ConfigError, match=r"returned int; it must return \(model, args\)"):
         factory.load()()
+
+
+def test_a_module_is_told_with_its_place(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the file from which its functions can be named."""
+    monkeypatch.chdir(script.parent)
+    (script.parent / "module_for_factory.py").write_text("def make(): ...\n")
+    script.write_text("import module_for_factory\n")
+    factory = Factory(f"{script}:module_for_factory")
+    with factory.importable(), pytest.raises(ConfigError, match=r"is a module.* module_for_factory\.py:FUNCTION"):
+        factory.load()
+
+
+def test_arguments_that_only_the_call_shows_to_be_missing(script: Path) -> None:
+    """One sentence; a TypeError within a factory is its own."""
+    factory, raising = Factory(f"{script}:Hidden"), Factory(f"{script}:raising")
+    with factory.importable():
+        with pytest.raises(ConfigError, match=r"cannot be called with no arguments .*missing 1 required"):
+            factory.load()()
+        with pytest.raises(TypeError, match="has no len"):
+            raising.load()()

@@ -31,6 +31,15 @@ def check_module(model: object, function: str) -> None:
         raise ArgumentError(f"{function} got {described(model)}; its first argument must be a model (torch.nn.Module)")
 
 
+def check_metric(metric: object, function: str) -> None:
+    """Raise ArgumentError unless `metric` is None or can be called."""
+    if metric is not None and not callable(metric):
+        raise ArgumentError(
+            f"{function} got {described(metric)} as its metric; it must be a function that takes a module and returns how good it is: higher "
+            "is better"
+        )
+
+
 def is_compiled(model: object) -> bool:
     """True if `torch.compile` returned it."""
     from torch._dynamo.eval_frame import OptimizedModule  # takes a second to import

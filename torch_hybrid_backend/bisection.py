@@ -172,6 +172,9 @@ class _Bisected:
     def available(self) -> Verdict:
         return self._engine.available()
 
+    def compiles(self) -> Verdict:
+        return self._engine.compiles()
+
     def version(self, device: Device) -> str:
         return self._engine.version(device)
 

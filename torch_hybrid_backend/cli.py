@@ -15,7 +15,8 @@
 
 `explain` compiles the model for inference, calls it once on the arguments and shows the plan; with `--kernels` it also writes the text of
 every kernel into a folder: Triton programs as files that run alone. `bench` measures a model beside other runtimes (docs/bench.md). `doctor`
-shows which engines can run in this installation, what they say of themselves, and what to install for those that cannot. `cache` shows
+shows which engines can run in this installation, what they say of themselves, and what to install for those that cannot; its exit status is
+1 where something is missing without which nothing is compiled. `cache` shows
 where compiled kernels are kept, how much disk they take, and which builds failed within the last day and are therefore not tried; it removes
 all of that, or the memory of failures alone.
 """
@@ -28,7 +29,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 import torch
 
@@ -37,7 +38,7 @@ from torch_hybrid_backend.background import wait_for_builds
 from torch_hybrid_backend.bench import command as bench
 from torch_hybrid_backend.builds.failures import Failures
 from torch_hybrid_backend.config import Config
-from torch_hybrid_backend.core.engine import Engine
+from torch_hybrid_backend.core.engine import EAGER, Engine
 from torch_hybrid_backend.core.verdict import Refused
 from torch_hybrid_backend.errors import CacheError, ConfigError, HybridError, did_you_mean, failures
 from torch_hybrid_backend.factory import Factory
@@ -78,10 +79,25 @@ def main(
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors suggest the nearest right name: of commands, and of options that have choices."""
+    """A parser whose errors suggest the nearest right name: of commands, of options, and of what options have for choices. It takes options
+    by their whole names alone."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse, and end the program where something is left: a subcommand that returned it would have it shown with the usage of `hybrid`."""
+        parsed, left = super().parse_known_args(args, namespace)
+        if left:
+            self.error(f"unrecognized arguments: {' '.join(left)}")
+        return parsed, left
 
     def error(self, message: str) -> NoReturn:
         """End the program with the message."""
+        if message.startswith("unrecognized arguments: "):
+            options = [option.partition("=")[0] for option in message.split() if option.startswith("-")]
+            hints = (did_you_mean(option, self._option_string_actions) for option in options)
+            message = f"{message}. {''.join(hints)}".rstrip(" .")
         if found := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
             known = re.findall(r"[\w-]+", found[2])
             message = f"{message}. {did_you_mean(found[1], known)}".rstrip(" .")
@@ -108,7 +124,10 @@ def parser() -> argparse.ArgumentParser:
     )
     explain.add_argument("--kernels", type=Path, metavar="FOLDER", help="write the text of every kernel into FOLDER")
     bench.add_parser(commands)
-    commands.add_parser("doctor", help="show which engines can run here, and what the others lack")
+    commands.add_parser(
+        "doctor",
+        help="show which engines can run and compile here, and what the others lack; the exit status is 1 where something needed is missing",
+    )
     cache = commands.add_parser("cache", help="show what the cache of compiled kernels and timings takes of the disk")
     what = cache.add_mutually_exclusive_group()
     what.add_argument("--clear", action="store_true", help="remove it all; what is needed again is made again")
@@ -157,11 +176,19 @@ def _all_engines(config: Config) -> Sequence[Engine]:
 def _doctor(engines: Engines, out: TextIO) -> int:
     config = Config.from_env(os.environ)
     lines = ["engines:"]
+    lacking = [unsupported()] if unsupported() else []
     known = engines(config)
     selected = config.select([engine.name for engine in known])
+    compilers = [engine for engine in known if engine.name in selected and engine.name != EAGER]
+    if compilers and not any(engine.available() for engine in compilers):
+        lacking.append("no engine but eager can run, so nothing is compiled")
     for engine in known:
         verdict = engine.available()
         state, joined = (f"cannot run: {verdict.why}", "and") if isinstance(verdict, Refused) else ("can run", "but")
+        if verdict and isinstance(compiles := engine.compiles(), Refused):
+            state, joined = f"runs what is in the cache, but cannot compile: {compiles.why}", "and"
+            if engine.name in selected:
+                lacking.append(f"{engine.name} cannot compile, so eager runs what is not in the cache")
         if engine.name not in selected:
             state += f", {joined} is switched off (HYBRID_ENGINES, HYBRID_DISABLE_ENGINES)"
         lines.append(f"  {engine.name:<10} {state}")
@@ -177,8 +204,9 @@ def _doctor(engines: Engines, out: TextIO) -> int:
     lines.append(f"  {'gpu':<10} {_gpus()}")
     lines.append(f"  {'weights':<10} {_weights_state()}")
     lines.append(f"  {'cache':<10} {_cache_state(config)}")
+    lines += (f"not ready: {each}" for each in lacking)
     out.write("\n".join(lines) + "\n")
-    return 0
+    return int(bool(lacking))
 
 
 def _gpus() -> str:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from torch_hybrid_backend.errors import ConfigError, did_you_mean
+from torch_hybrid_backend.errors import ConfigError, did_you_mean, failures
 
 Made = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]  # a model, its positional and its named arguments
 
@@ -71,6 +71,16 @@ class Factory:
                 f"{self.target} is a model, but its inputs are needed too: write a function that returns both, "
                 f"`def make(): return {name}, (example_input,)`, and name that"
             )
+        if isinstance(factory, ModuleType):
+            raise ConfigError(
+                f"{self.target} is a module, no function: name a function in it that makes the model and its inputs, "
+                f"{self._place(factory)}:FUNCTION"
+            )
+        if isinstance(factory, type) and issubclass(factory, torch.nn.Module):
+            raise ConfigError(
+                f"{self.target} is a class of models; a factory must be callable without arguments and return the model with its inputs: write "
+                f"`def make(): return {name}(...), (example_input,)`, and name that"
+            )
         if not callable(factory):
             hint = did_you_mean(name, [each for each, value in vars(module).items() if callable(value)])
             raise ConfigError(f"{place} has no callable named {name!r}. {hint}".rstrip(" ."))
@@ -82,13 +92,28 @@ class Factory:
             except ValueError:  # what is built in does not tell its arguments
                 pass
             except TypeError as error:
-                raise ConfigError(
-                    f"{self.target} cannot be called with {', '.join(given) or 'no arguments'} ({error}); it must be a function that makes "
-                    "the model and its inputs and returns (model, args)"
-                ) from error
-            return self._checked(factory(**given))
+                raise self._not_called(given, error) from error
+            try:
+                made = factory(**given)
+            except failures(TypeError) as error:
+                if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+                    raise  # the factory's own: no line of it has run where the arguments are at fault
+                raise self._not_called(given, error) from error
+            return self._checked(made)
 
         return make
+
+    def _place(self, module: ModuleType) -> str:
+        """What names a module on the command line: its file if that lies beside the script, else its name."""
+        file = Path(getattr(module, "__file__", None) or "")
+        is_beside = self._is_script and file.suffix == ".py" and file.resolve().parent == Path(self.folder)
+        return os.path.relpath(file) if is_beside else module.__name__
+
+    def _not_called(self, given: Mapping[str, Any], error: TypeError) -> ConfigError:
+        return ConfigError(
+            f"{self.target} cannot be called with {', '.join(given) or 'no arguments'} ({error}); it must be a function or class that can be "
+            "called so, makes the model and its inputs and returns (model, args)"
+        )
 
     def _module(self, place: str) -> ModuleType:
         if not self._is_script:

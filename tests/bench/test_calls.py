@@ -78,4 +78,6 @@ def test_inputs_in_another_dtype() -> None:
 
 def test_a_function_as_a_module() -> None:
     """For tools that take modules alone."""
-    assert Inputs((2,), {"b": 3}).call(OfFunction(lambda a, b: a * b)) == 6
+    module = OfFunction(lambda a, b: a * b)
+    assert Inputs((2,), {"b": 3}).call(module) == 6
+    assert not module.training  # nobody is told to call eval() on a function

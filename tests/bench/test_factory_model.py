@@ -53,6 +53,7 @@ def test_batches(work: FactoryModel) -> None:
     model, inputs = _of(work, "with_batch", 4).build()
     assert inputs.batch == 4
     assert torch.equal(inputs.call(model), torch.ones(4, 3))
+    assert not model.training  # a function has no mode that could be complained of
     assert _of(work, "with_batch").build()[1].batch == 7
 
 

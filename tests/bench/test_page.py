@@ -23,3 +23,17 @@ def test_bars_are_as_long_as_times() -> None:
     assert "&lt;f&gt;" in page
     assert "http" not in page
     assert "<script" not in page
+
+
+def test_remarks_stand_with_the_verdict() -> None:
+    """Before the table, as plain as it; what is not installed stands once, after the last section."""
+    gap = {"peer": "zentorch", "batch": 8, "gap": "not installed: pip install zentorch"}
+    found = group(result("hybrid", 10.0, spread_ms=30.0, other_load=0.5), result("eager", 20.0), gap)
+    page = html(Record("m:f", False, MACHINE, {}, [found, found]))
+    verdict, remark = (
+        page.index("<b>not decided: hybrid against eager"),
+        page.index("<p>hybrid: measured beside other load"),
+    )
+    assert verdict < remark < page.index("<table>")
+    assert page.count("pip install zentorch") == 1
+    assert page.index("pip install zentorch") > page.rindex("</section>")

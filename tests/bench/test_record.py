@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from torch_hybrid_backend.bench.record import Group, Record
+from torch_hybrid_backend.bench.record import Group, Record, milliseconds
 from torch_hybrid_backend.bench.worker import Facts
 
 MACHINE = {"cpu": "EPYC", "threads": 2, "capability": "AVX2", "versions": {"torch": "2.13"}, "day": "2026-11-28"}
@@ -16,7 +16,14 @@ MACHINE = {"cpu": "EPYC", "threads": 2, "capability": "AVX2", "versions": {"torc
 
 def result(peer: str, median_ms: float, **more: Any) -> dict[str, Any]:
     """A result with figures."""
-    figures = {"spread_ms": 0.1, "first_call_s": 1.5, "preparing_mib": 300.0, "running_mib": 200.0, "other_load": 0.0}
+    figures = {
+        "spread_ms": 0.1,
+        "rounds": 5,
+        "first_call_s": 1.5,
+        "preparing_mib": 300.0,
+        "running_mib": 200.0,
+        "other_load": 0.0,
+    }
     return {"peer": peer, "batch": 8, "median_ms": median_ms, "rms_error": 1e-7, "max_error": 0.0, **figures, **more}
 
 
@@ -44,6 +51,49 @@ def group(*results: dict[str, Any], facts: Facts | None = None) -> Group:
 def test_who_is_faster_is_said_plainly(times: dict[str, float], expected: list[str]) -> None:
     """Also where it is another."""
     assert group(*(result(peer, ms) for peer, ms in times.items())).verdicts == expected
+
+
+@pytest.mark.parametrize(
+    ("ours", "other", "expected"),
+    [
+        (
+            (19.9, 14.5),
+            (14.1, 3.97),
+            "not decided: hybrid against OpenVINO: 5.80 ms apart, with spreads of 14.5 and 3.97 ms.",
+        ),
+        (
+            (10.0, 0.4),
+            (10.1, 0.4),
+            "not decided: hybrid against OpenVINO: 0.100 ms apart, with spreads of 0.400 and 0.400 ms.",
+        ),
+        ((8.5, 9.98), (624.0, 12.0), "hybrid is fastest: at least 45.81x OpenVINO."),
+        ((624.0, 12.0), (8.5, 9.98), "OpenVINO is faster: hybrid has at most 0.022x its speed."),
+        ((10.0, 0.2), (12.0, 0.2), "hybrid is fastest: 1.20x OpenVINO."),
+    ],
+)
+def test_who_is_faster_is_decided_by_more_than_the_spreads(
+    ours: tuple[float, float], other: tuple[float, float], expected: str
+) -> None:
+    """And ratios that the spreads change are told by their bound."""
+    both = (result(peer, ms, spread_ms=spread) for peer, (ms, spread) in (("hybrid", ours), ("openvino", other)))
+    assert group(*both).verdicts == [expected]
+
+
+def test_one_round_decides_nothing() -> None:
+    """Its spread is 0 and no spread."""
+    found = group(result("hybrid", 1.0, rounds=1), result("eager", 2.0, rounds=1)).verdicts
+    assert found == ["not decided: one round tells nothing of the spread; leave --rounds at 5."]
+
+
+def test_other_load_stands_with_the_verdict() -> None:
+    """In the same sentence, as the figures that it is drawn from may be far off."""
+    found = group(result("hybrid", 1.0), result("eager", 4.0, other_load=0.5)).verdicts
+    assert found == ["hybrid is fastest: 4.00x eager, measured beside other load."]
+
+
+def test_milliseconds() -> None:
+    """Short ones have more digits."""
+    assert [milliseconds(value) for value in (0.12345, 1.2345, 123.45)] == ["0.123", "1.23", "123.5"]
 
 
 def test_notes() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from tests.bench.test_record import MACHINE, group, result
-from torch_hybrid_backend.bench.record import Record
-from torch_hybrid_backend.bench.table import milliseconds, text
+from torch_hybrid_backend.bench.record import Group, Record
+from torch_hybrid_backend.bench.table import text
+from torch_hybrid_backend.bench.worker import Facts
 
 
 def test_a_table_lines_up_and_is_followed_by_what_it_means() -> None:
@@ -23,10 +24,26 @@ def test_a_table_lines_up_and_is_followed_by_what_it_means() -> None:
         "| eager   |      20.0 |     0.100 |    1.00 |          1.5 |      300 | 1.0e-07 |",
         "",
         "hybrid is fastest: 2.00x eager.",
+        "",
         "no result: zentorch: not installed: pip install zentorch",
     ]
 
 
-def test_milliseconds() -> None:
-    """Short ones have more digits."""
-    assert [milliseconds(value) for value in (0.12345, 1.2345, 123.45)] == ["0.123", "1.23", "123.5"]
+def test_what_is_not_installed_is_said_once() -> None:
+    """After the last table, with the precisions where others have it; other gaps stay with their table."""
+    missing = {"peer": "zentorch", "batch": 8, "gap": "not installed: pip install zentorch"}
+    half = {"peer": "inductor", "batch": 8, "gap": "not installed: pip install torchao"}
+    wrong = {"peer": "openvino", "batch": 8, "gap": "wrong answer"}
+    groups = [
+        Group(batch, precision, Facts(0, 8, was_training=False), [result("hybrid", 10.0), missing, *more])
+        for batch in (1, 8)
+        for precision, more in (("float32", []), ("int8", [half, wrong]))
+    ]
+    lines = text(Record("m.py:make", False, MACHINE, {}, groups)).splitlines()
+    assert lines[-3:] == [
+        "",
+        "no result: zentorch: not installed: pip install zentorch",
+        "no result: inductor in int8: not installed: pip install torchao",
+    ]
+    assert sum("not installed" in line for line in lines) == 2
+    assert lines.count("no result: OpenVINO: wrong answer") == 2

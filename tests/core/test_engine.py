@@ -41,6 +41,7 @@ def test_the_bases_make_whole_engines() -> None:
     assert (engine.devices, engine.keep_ops, engine.keeps_deadline) == (frozenset({"cpu"}), frozenset(), False)
     assert not engine.draws
     assert engine.available()
+    assert engine.compiles()
     assert (engine.version(CPU), tuple(engine.describe())) == ("", ())
     engine.prepare(7)
     region, deadline = Doubled(), Deadline(1.0)

@@ -65,6 +65,9 @@ class InterpreterBackend:
     def available(self) -> Verdict:
         return Supported()
 
+    def compiles(self) -> Verdict:
+        return Supported()
+
     def describe(self) -> Sequence[tuple[str, str]]:
         return ()
 

@@ -117,10 +117,11 @@ class _OfTensors(nn.Module):
 
 
 class OfFunction(nn.Module):
-    """A function as a module, for tools that take modules alone."""
+    """A function as a module, for tools that take modules alone. A function has no mode: it counts as one for inference."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
+        self.eval()
         self.function = function
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
 
 from torch_hybrid_backend.bench.peers import OURS, title
-from torch_hybrid_backend.bench.record import Group, Record
-from torch_hybrid_backend.bench.table import HEADER, cells, milliseconds
+from torch_hybrid_backend.bench.record import Group, Record, milliseconds
+from torch_hybrid_backend.bench.table import HEADER, cells
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 60em; padding: 0 1em; color: #222; background: #fff; }
@@ -26,7 +26,7 @@ _WIDTH, _NAMES, _VALUES, _ROW, _BAR = 720, 150, 160, 28, 18  # in pixels: the ch
 
 def html(record: Record) -> str:
     """The page."""
-    sections = "\n".join("\n".join(_section(group)) for group in record.groups)
+    sections = "\n".join([*("\n".join(_section(group)) for group in record.groups), *_gaps(record.absent)])
     heading = escape(f"{record.target}: {record.what}")
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{heading}</title><style>{_STYLE}</style></head>\n'
@@ -41,14 +41,18 @@ def _section(group: Group) -> Iterator[str]:
     if group.measured:
         yield _chart(group)
     yield from (f"<p><b>{escape(verdict)}</b></p>" for verdict in group.verdicts)
+    yield from (f"<p>{escape(note)}</p>" for note in group.notes)
     if group.measured:
         head = "".join(f"<th>{escape(name)}</th>" for name in HEADER)
         rows = ("".join(f"<td>{escape(cell)}</td>" for cell in cells(group, result)) for result in group.measured)
         yield f"<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
-    yield from (f'<p class="note">{escape(note)}</p>' for note in group.notes)
-    if group.gaps:
-        yield f"<p>No result:</p><ul>{''.join(f'<li>{escape(gap)}</li>' for gap in group.gaps)}</ul>"
+    yield from _gaps(group.gaps)
     yield "</section>"
+
+
+def _gaps(gaps: Sequence[str]) -> Iterator[str]:
+    if gaps:
+        yield f"<p>No result:</p><ul>{''.join(f'<li>{escape(gap)}</li>' for gap in gaps)}</ul>"
 
 
 def _chart(group: Group) -> str:

@@ -1,5 +1,9 @@
 """What `hybrid bench` found: results by batch size and precision, who is fastest, and what a reader must know of the figures.
 
+Who is faster is decided where two medians differ by more than the sum of their spreads. A spread is the distance between the quartiles of
+the rounds' medians. Of two runtimes that are equally fast, with five rounds, that calls one faster in 5% of runs; the larger spread alone would
+in 14% (200,000 simulated pairs of runs, normal times).
+
 The results are those of `bench.compare`: a dict for each runtime, which has either figures or a "gap", the reason why it has none.
 """
 
@@ -10,14 +14,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch_hybrid_backend.bench.peers import AS_WRITTEN, EAGER, FLOAT32, OURS, title
+from torch_hybrid_backend.bench.peers import AS_WRITTEN, EAGER, FLOAT32, NOT_INSTALLED, OURS, title
 from torch_hybrid_backend.bench.worker import Facts
 from torch_hybrid_backend.other_load import FELT
 from torch_hybrid_backend.report.share import DISTURBED
 
 Result = Mapping[str, Any]
 _AS_WRITTEN = "as-written"  # what `FLOAT32` is called here: the model may be in another dtype
-_EQUAL = 0.02  # medians that are this near to each other are called equal
+_EQUAL = 0.02  # medians that are this near to each other, with spreads as small, are called equal
+_NOTICEABLE = 1.1  # where the spreads may change a ratio by more, its bound is told
 _NOT_IN_FILES = ("samples_ms", "threads", "day")
 
 
@@ -52,26 +57,46 @@ class Group:
 
     @property
     def verdicts(self) -> list[str]:
-        """Who is faster than hybrid, and by how much; or by how much hybrid is ahead."""
+        """Who is faster than hybrid, and by how much; or by how much hybrid is ahead; or that the figures do not decide it."""
         ours = self.of(OURS)
         if ours is None:
             return ["hybrid has no result, so nothing can be compared with it."]
         others = [each for each in self.measured if each is not ours]
         if not others:
             return ["No other runtime has a result."]
-        ratios = {title(each["peer"]): float(each["median_ms"] / ours["median_ms"]) for each in others}
-        ahead = {name: ratio for name, ratio in ratios.items() if ratio < 1 - _EQUAL}
-        found = [f"{name} is faster: hybrid has {_times(ratio)} its speed." for name, ratio in ahead.items()]
-        found += [f"{name} and hybrid are equally fast." for name, r in ratios.items() if abs(r - 1) <= _EQUAL]
-        beaten = [f"{_times(ratio)} {name}" for name, ratio in ratios.items() if ratio > 1 + _EQUAL]
+        if ours["rounds"] < 2:
+            return ["not decided: one round tells nothing of the spread; leave --rounds at 5."]
+        ahead, equal, undecided, beaten = [], [], [], []
+        for each in others:
+            name = title(each["peer"])
+            apart, spread = abs(each["median_ms"] - ours["median_ms"]), each["spread_ms"] + ours["spread_ms"]
+            if max(apart, spread) <= _EQUAL * ours["median_ms"]:
+                equal.append(f"{name} and hybrid are equally fast")
+            elif apart <= spread:
+                undecided.append(f"not decided: hybrid against {name}: {_apart(each, ours)}")
+            elif each["median_ms"] < ours["median_ms"]:
+                ahead.append(f"{name} is faster: hybrid has {_ratio(each, ours)} its speed")
+            else:
+                beaten.append(f"{_ratio(each, ours)} {name}")
+        found = ahead + equal + undecided
         if beaten:
-            found.append(f"hybrid is {'faster than the others' if found else 'fastest'}: {'; '.join(beaten)}.")
-        return found
+            found.append(f"hybrid is {'faster than the others' if found else 'fastest'}: {'; '.join(beaten)}")
+        return [f"{verdict}{', measured beside other load' if self._disturbed else ''}." for verdict in found]
 
     @property
     def gaps(self) -> list[str]:
-        """Why runtimes have no figures, a line each."""
-        return [f"{title(each['peer'])}: {each['gap']}" for each in self.results if "gap" in each]
+        """Why runtimes that are installed have no figures, a line each."""
+        return [f"{title(each['peer'])}: {gap}" for each in self.results if (gap := _gap(each, is_installed=True))]
+
+    @property
+    def absent(self) -> list[tuple[str, str]]:
+        """The runtimes that are not installed, each with what to install."""
+        return [(title(each["peer"]), gap) for each in self.results if (gap := _gap(each, is_installed=False))]
+
+    @property
+    def _disturbed(self) -> list[str]:
+        """The runtimes whose threads waited for a core."""
+        return [title(each["peer"]) for each in self.measured if each["other_load"] > FELT]
 
     @property
     def notes(self) -> list[str]:
@@ -81,8 +106,7 @@ class Group:
             found.append("The model draws random numbers, so results were not compared with eager's.")
         if self.facts.was_training and not self.training:
             found.append("The model is in training mode: to measure inference, have the factory return model.eval().")
-        disturbed = [title(each["peer"]) for each in self.measured if each["other_load"] > FELT]
-        if disturbed:
+        if disturbed := self._disturbed:
             which = "; ".join(disturbed) if len(disturbed) < len(self.measured) else "all runtimes"
             found.append(f"{which}: {DISTURBED}. Measure again when nothing else runs on the machine.")
         return found
@@ -120,6 +144,20 @@ class Record:
         versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
         return f"{about['cpu']}, {about['threads']} threads, {about['capability']}; {versions}; {about['day']}"
 
+    @property
+    def absent(self) -> list[str]:
+        """What is not installed, a line for each runtime and all that it lacks, with the precisions where it is not lacking in all."""
+        lacking: dict[tuple[str, str], list[str]] = {}
+        for group in self.groups:
+            for line in group.absent:
+                lacking.setdefault(line, []).append(precision_title(group.precision))
+        asked = {precision_title(group.precision) for group in self.groups}
+        found = []
+        for (name, gap), where in lacking.items():
+            only = "" if asked == set(where) else f" in {', '.join(dict.fromkeys(where))}"
+            found.append(f"{name}{only}: {gap}")
+        return found
+
     def as_json(self) -> dict[str, Any]:
         """{"target", "what", "machine", "settings", "results": one dict for each row, "groups": verdicts and notes}: no NaN and no infinity."""
         results = [
@@ -130,7 +168,12 @@ class Record:
             for each in group.results
         ]
         groups = [
-            {"title": group.title, "verdicts": group.verdicts, "notes": group.notes, "missing": group.gaps}
+            {
+                "title": group.title,
+                "verdicts": group.verdicts,
+                "notes": group.notes,
+                "missing": [*group.gaps, *(f"{name}: {gap}" for name, gap in group.absent)],
+            }
             for group in self.groups
         ]
         return {
@@ -141,6 +184,34 @@ class Record:
             "results": results,
             "groups": groups,
         }
+
+
+def milliseconds(value: float) -> str:
+    """Milliseconds with three digits that count, or one after the point."""
+    return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
+
+
+def _gap(result: Result, *, is_installed: bool) -> str:
+    """Why a runtime that is installed, or one that is not, has no figures; "" where it has some, and for others."""
+    gap = str(result.get("gap", ""))
+    return gap if gap.startswith(NOT_INSTALLED) != is_installed else ""
+
+
+def _apart(result: Result, ours: Result) -> str:
+    """How far medians are from each other, and how far they spread."""
+    apart = milliseconds(abs(result["median_ms"] - ours["median_ms"]))
+    spreads = f"{milliseconds(ours['spread_ms'])} and {milliseconds(result['spread_ms'])}"
+    return f"{apart} ms apart, with spreads of {spreads} ms"
+
+
+def _ratio(result: Result, ours: Result) -> str:
+    """The ratio of two medians that differ by more than their spreads; with each half its spread nearer to the other where that tells."""
+    ratio = result["median_ms"] / ours["median_ms"]
+    nearer = 0.5 if ratio < 1 else -0.5
+    bound = (result["median_ms"] + nearer * result["spread_ms"]) / (ours["median_ms"] - nearer * ours["spread_ms"])
+    if max(ratio / bound, bound / ratio) <= _NOTICEABLE:
+        return _times(ratio)
+    return f"at {'most' if ratio < 1 else 'least'} {_times(bound)}"
 
 
 def _times(ratio: float) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from torch_hybrid_backend.bench.peers import title
-from torch_hybrid_backend.bench.record import Group, Record, Result
+from torch_hybrid_backend.bench.record import Group, Record, Result, milliseconds
 
 HEADER = ("runtime", "median ms", "spread ms", "x eager", "first call s", "peak MiB", "error")
 
 
 def text(record: Record) -> str:
-    """A heading, then for each batch size and precision a table, who is faster, notes, and why runtimes have no figures."""
+    """A heading, then for each batch size and precision a table, who is faster, notes, and why runtimes have no figures; what is not installed
+    once, at the end."""
     return "\n".join(_lines(record))
 
 
@@ -26,6 +27,9 @@ def _lines(record: Record) -> Iterator[str]:
         yield from group.verdicts
         yield from group.notes
         yield from (f"no result: {gap}" for gap in group.gaps)
+    if record.absent:
+        yield ""
+        yield from (f"no result: {line}" for line in record.absent)
 
 
 def cells(group: Group, result: Result) -> list[str]:
@@ -40,11 +44,6 @@ def cells(group: Group, result: Result) -> list[str]:
         f"{max(result['preparing_mib'], result['running_mib']):.0f}",
         "-" if error is None else f"{error:.1e}",
     ]
-
-
-def milliseconds(value: float) -> str:
-    """Milliseconds with three digits that count, or one after the point."""
-    return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
 
 
 def markdown(header: Sequence[str], body: Sequence[Sequence[str]], left: int) -> str:

@@ -60,7 +60,11 @@ class KernelBackend(Protocol):
         ...
 
     def available(self) -> Verdict:
-        """Whether kernels can be compiled and run in this installation, and on `device`; a refusal says what to do."""
+        """Whether kernels can run in this installation, and on `device`; a refusal says what to do."""
+        ...
+
+    def compiles(self) -> Verdict:
+        """Whether those that are not in the cache can be compiled; a refusal says what to do."""
         ...
 
     def describe(self) -> Sequence[tuple[str, str]]:

@@ -155,6 +155,9 @@ class KernelEngine(EngineBase):
     def available(self) -> Verdict:
         return self._backend.available()
 
+    def compiles(self) -> Verdict:
+        return self._backend.compiles()
+
     def describe(self) -> Sequence[tuple[str, str]]:
         return self._backend.describe()
 

@@ -200,6 +200,11 @@ class Engine(Protocol):
         """Whether the engine can run in this installation; a refusal says what to install."""
         ...
 
+    def compiles(self) -> Verdict:
+        """Whether an engine that is available can compile what was never compiled before; a refusal says what to install. It takes regions all
+        the same, for what is kept on disk; `hybrid doctor` asks."""
+        ...
+
     def version(self, device: Device) -> str:
         """What its results and timings on a device depend on, as a text: where that is equal, so are they. "": timings are not kept."""
         ...
@@ -290,6 +295,9 @@ class EngineBase(ABC):
     keeps_deadline: bool = False
 
     def available(self) -> Verdict:
+        return Supported()
+
+    def compiles(self) -> Verdict:
         return Supported()
 
     def version(self, device: Device) -> str:

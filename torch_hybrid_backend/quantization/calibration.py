@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from torch_hybrid_backend.errors import QuantizationError
+from torch_hybrid_backend.errors import QuantizationError, did_you_mean
 
 Range = tuple[float, float]
 
@@ -194,6 +194,8 @@ def collector_of(calibration: str | Collector) -> Collector | None:
         return calibration
     if calibration == "none":
         return None
-    if calibration not in CALIBRATIONS:
-        raise QuantizationError(f"calibration must be one of {', '.join(LEGAL)}, or a Collector; it is {calibration!r}")
+    if not isinstance(calibration, str) or calibration not in CALIBRATIONS:
+        hint = did_you_mean(calibration, LEGAL) if isinstance(calibration, str) else ""
+        said = f"calibration must be one of {', '.join(LEGAL)}, or a Collector; it is {calibration!r}. {hint}"
+        raise QuantizationError(said.rstrip(" ."))
     return CALIBRATIONS[calibration]()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import fnmatch
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_hybrid_backend.arguments import check_module
+from torch_hybrid_backend.arguments import check_metric, check_module
 from torch_hybrid_backend.config import shows_progress
-from torch_hybrid_backend.errors import QuantizationError
+from torch_hybrid_backend.errors import QuantizationError, did_you_mean, nearest
 from torch_hybrid_backend.graph.quantization import call as of_tensors
 from torch_hybrid_backend.graph.quantization import rows_now, tensor, tensor_now, weight
 from torch_hybrid_backend.progress import Progress
@@ -82,17 +81,20 @@ def quantize(
 
     Raises QuantizationError, a ValueError, for: a model in training mode, an empty loader, items that forward does not take, activations that
     are not finite (the layer is named), an exclusion that matches no module, unknown kinds or calibrations, a file of ranges that is damaged or
-    another model's. Raises ArgumentError, too a ValueError, for what is no model or no loader.
+    another model's. Raises ArgumentError, too a ValueError, for what is no model, no loader or no metric.
     """
     check_module(model, "quantize")
     check_loader(loader)
+    check_metric(metric, "quantize")
     if model.training:
         raise QuantizationError(
             "the model is in training mode, a quantised one is for inference: call model.eval() first"
         )
     excluded = _excluded(model, exclude)
     if unknown := set(exclude_kinds) - set(KINDS):
-        raise QuantizationError(f"exclude_kinds must be among {', '.join(KINDS)}; {', '.join(sorted(unknown))} is not")
+        hint = "".join(did_you_mean(kind, KINDS) for kind in sorted(unknown))
+        said = f"exclude_kinds must be among {', '.join(KINDS)}; {', '.join(sorted(unknown))} is not. {hint}"
+        raise QuantizationError(said.rstrip(" ."))
     if not max_drop >= 0:
         raise QuantizationError(f"max_drop must be 0 or more; it is {max_drop!r}")
     strengths = strengths_of(smooth)
@@ -265,11 +267,10 @@ def _excluded(model: nn.Module, patterns: Sequence[str]) -> Callable[[str], bool
     names = list(dict.fromkeys(name for name in (*dict(model.named_modules()), *layers_of(model)) if name))
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
-            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4)
-            advice = (
-                f"did you mean {' or '.join(map(repr, near))}?" if near else f"names are like {', '.join(names[:3])}"
+            advice = _near(pattern, names) or f"Names are like {', '.join(names[:3])}"
+            raise QuantizationError(
+                f"exclude={pattern!r} matches no module of the {type(model).__name__}. {advice}".rstrip()
             )
-            raise QuantizationError(f"exclude={pattern!r} matches no module of the {type(model).__name__}: {advice}")
 
     def excluded(name: str) -> bool:
         parts = name.split("#", maxsplit=1)[0].split(".")
@@ -280,6 +281,15 @@ def _excluded(model: nn.Module, patterns: Sequence[str]) -> Callable[[str], bool
         )
 
     return excluded
+
+
+def _near(pattern: str, names: Sequence[str]) -> str:
+    """What `did_you_mean` says of whole names, or else of their last parts: layers are often called by these alone."""
+    if hint := did_you_mean(pattern, names):
+        return hint
+    by_last = {name.rpartition(".")[2]: name for name in names}
+    last = nearest(pattern, by_last)
+    return f"Did you mean {by_last[last]!r}?" if last else ""
 
 
 def _dropped(before: Mapping[str, Site], after: Mapping[str, Site], why: str) -> dict[str, str]:

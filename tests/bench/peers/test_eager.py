@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.bench.work_for_tests import rows, three_layers
-from torch_hybrid_backend.bench.peers import Setting
+from torch_hybrid_backend.bench.peers import LacksError, Setting
 from torch_hybrid_backend.bench.peers.eager import prepare
 from torch_hybrid_backend.partition.deviation import relative_error
 
@@ -38,5 +38,5 @@ def test_a_precision_is_what_runs(
 
 def test_what_it_lacks_is_refused(tmp_path: Path) -> None:
     """Never computed in another precision without a word."""
-    with pytest.raises(NotImplementedError, match="eager computes quantised graphs in float32"):
+    with pytest.raises(LacksError, match="it has no int8 of its own; its times as written are shown"):
         prepare(three_layers(), rows(), Setting(1, tmp_path, "int8"))

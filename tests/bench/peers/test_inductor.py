@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.bench.work_for_tests import measured, rows, three_layers
-from torch_hybrid_backend.bench.peers import Setting
+from torch_hybrid_backend.bench.peers import LacksError, Setting
 from torch_hybrid_backend.bench.peers.inductor import prepare
 
 
@@ -21,5 +21,5 @@ def test_a_model_with_named_arguments_and_outputs(tmp_path: Path) -> None:
 
 def test_what_it_lacks_is_refused(tmp_path: Path) -> None:
     """Never computed in another precision without a word."""
-    with pytest.raises(NotImplementedError, match="see inductor, freezing"):
+    with pytest.raises(LacksError, match="see inductor, freezing"):
         prepare(three_layers(), rows(), Setting(1, tmp_path, "int8"))

@@ -60,12 +60,16 @@ def test_without_tvm(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_doctor_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     """Versions and sizes; what is missing is said, and what would do."""
     found = dict(TvmBackend(_AVX512).describe())
+    assert TvmBackend(_AVX512).compiles()
     assert found["tvm"] == compiler.version()
     assert found["target"] == "16 lanes of float32, 2 cores with 48 KiB and 1024 KiB of cache each"
     monkeypatch.setattr(backend_module, "find_linker", lambda: None)
     monkeypatch.setattr(compiler, "version", lambda: "")
     missing = dict(TvmBackend(_AVX512).describe())
     assert missing["tvm"] == "not installed"
+    refused = TvmBackend(_AVX512).compiles()
+    assert isinstance(refused, Refused)
+    assert refused.why.startswith("no linker is on the PATH (none of ")
     assert missing["linker"].startswith("none, so no kernel can be compiled: ")
     assert "binutils" in missing["linker"]
 

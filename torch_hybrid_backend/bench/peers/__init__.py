@@ -6,7 +6,8 @@ A peer's module has one function, called once in a process of its own, in which 
 
 It converts or compiles `model` for these inputs and returns a call that computes the outputs on the setting's threads: nested
 tensors, in the order of the model's own. A peer that is `tensors_only` gets a model of tensors by position (`calls.of_tensors`).
-Whatever it raises is shown as why the peer has no result, a precision that it lacks too (`Setting.precision`).
+Whatever it raises is shown as why the peer has no result; for what the peer lacks, a precision (`Setting.precision`) say, it raises
+`LacksError`.
 
 To add a peer, write its module, add a row to `PEERS`, and add its package to the extra `peers`.
 
@@ -28,7 +29,9 @@ import torch
 from torch import nn
 
 from torch_hybrid_backend.bench.calls import Inputs
+from torch_hybrid_backend.errors import HybridError
 
+NOT_INSTALLED = "not installed: "  # what `Peer.missing` begins with
 _FOLDER_APART = Path(sys.prefix) / "peers"
 OURS, EAGER = "hybrid", "eager"
 FLOAT32 = "float32"  # as written: nothing is converted
@@ -38,6 +41,10 @@ PRECISIONS = (FLOAT32, "bf16", "fp16", "int8", "int8+bf16", "int8-weights", "int
 CALIBRATED = ("int8", "int8+bf16")
 # Weights of 4 bits share a scale in groups of so many along a row: ours do, and every peer can.
 GROUP = 32
+
+
+class LacksError(HybridError):
+    """A peer lacks what it is asked for. The text is for people and follows the peer's name: "it has no ..."."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +132,7 @@ class Peer:
         """Why the peer cannot be imported here, with what to do; empty where it can."""
         where = [*sys.path, str(_FOLDER_APART)]
         names = [pip for package, pip in self.needs(precision) if PathFinder.find_spec(package, where) is None]
-        return f"not installed: pip install {' '.join(names)}" if names else ""
+        return f"{NOT_INSTALLED}pip install {' '.join(names)}" if names else ""
 
     def load(self) -> Prepare:
         """The peer's `prepare`."""

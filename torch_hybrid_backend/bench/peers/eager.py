@@ -6,15 +6,14 @@ import torch
 from torch import nn
 
 from torch_hybrid_backend.bench.calls import Inputs
-from torch_hybrid_backend.bench.peers import GROUP, Prepared, Setting, pytorch
+from torch_hybrid_backend.bench.peers import GROUP, LacksError, Prepared, Setting, pytorch
 
 
 def prepare(model: nn.Module, inputs: Inputs, setting: Setting) -> Prepared:
     """The model itself; half precision by autocast, packed weights by ATen's own operators."""
     if setting.is_int8:
-        raise NotImplementedError(
-            "eager computes quantised graphs in float32: torch.ao's integer modules gave way to PT2E"
-        )
+        # torch.ao's integer modules gave way to PT2E, whose graphs eager computes in float32.
+        raise LacksError(f"it has no {setting.precision} of its own; its times as written are shown")
     if setting.weight_bits is None or setting.training:
         return pytorch.prepared(model, inputs, setting, lambda module: module)
     packed = 0

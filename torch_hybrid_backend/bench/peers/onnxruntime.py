@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from torch_hybrid_backend.bench.calls import Inputs
-from torch_hybrid_backend.bench.peers import FLOAT32, GROUP, Prepared, Setting
+from torch_hybrid_backend.bench.peers import FLOAT32, GROUP, LacksError, Prepared, Setting
 
 # In the names of operators that multiply.
 _PRODUCTS = ("Conv", "Gemm", "MatMul", "Attention", "LSTM")
@@ -22,7 +22,7 @@ def prepare(model: nn.Module, inputs: Inputs, setting: Setting) -> Prepared:
     """All of the runtime's graph optimisations, which are its default; static shapes. Below float32 it reports the operators that multiply in
     the graph as optimised."""
     if setting.half:
-        raise NotImplementedError("ONNX Runtime's CPU provider has no kernels in half precision")
+        raise LacksError(f"it has no kernels in {setting.half} on the CPU")
     exported = export(model, inputs, setting)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = setting.threads

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torch_hybrid_backend.bench.calls import Inputs
-from torch_hybrid_backend.bench.peers import GROUP, Prepared, Setting
+from torch_hybrid_backend.bench.peers import GROUP, LacksError, Prepared, Setting
 
 # What a runtime model calls layers that multiply.
 _PRODUCTS = (
@@ -41,13 +41,11 @@ def prepare(model: nn.Module, inputs: Inputs, setting: Setting) -> Prepared:
 def compiled_model(model: nn.Module, inputs: Inputs, setting: Setting, **properties: str) -> Any:
     """OpenVINO's own object, with further properties of its CPU plugin.
 
-    Raises NotImplementedError where half precision is asked for and the processor has none.
+    Raises LacksError where half precision is asked for and the processor has none.
     """
     core = openvino.Core()
     if setting.half and setting.half.upper() not in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
-        raise NotImplementedError(
-            f"this processor has no {setting.half} for OpenVINO, which would compute in float32 without a word"
-        )
+        raise LacksError(f"it has no {setting.half} on this processor: it would compute in float32 without a word")
     converted = openvino.convert_model(torch.export.export(model, inputs.args))
     converted.reshape({port: list(value.shape) for port, value in zip(converted.inputs, inputs.args, strict=True)})
     hints = {

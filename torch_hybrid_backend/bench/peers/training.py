@@ -10,6 +10,7 @@ from torch import nn
 
 from torch_hybrid_backend.bench.calls import Inputs, tensors
 from torch_hybrid_backend.bench.peers import Prepared, Setting
+from torch_hybrid_backend.errors import ArgumentError
 
 _RATE = 1e-6  # steps change next to nothing: a thousand of them must not let numbers grow
 
@@ -17,12 +18,12 @@ _RATE = 1e-6  # steps change next to nothing: a thousand of them must not let nu
 def prepared(model: nn.Module, inputs: Inputs, setting: Setting, compiled: Callable[[nn.Module], Any]) -> Prepared:
     """The model in training mode under `compiled`; a call gives the loss and the gradients, `reset` takes back what steps changed.
 
-    Raises ValueError for a model without parameters that require gradients.
+    Raises ArgumentError for a model without parameters that require gradients.
     """
     model.train()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
-        raise ValueError("no parameter of the model requires a gradient, so there is nothing to train")
+        raise ArgumentError("no parameter of the model requires a gradient, so there is nothing to train")
     optimiser = torch.optim.SGD(parameters, lr=_RATE)
     begun = {name: value.detach().clone() for name, value in _state(model).items()}
     call, loss_of = compiled(model), _Loss()
@@ -63,7 +64,7 @@ class _Loss:
             return own
         found = [value for value in tensors(outputs) if value.is_floating_point() and value.requires_grad]
         if not found:
-            raise ValueError("no output of the model depends on a parameter, so there is nothing to train")
+            raise ArgumentError("no output of the model depends on a parameter, so there is nothing to train")
         if len(found) == 1 and found[0].numel() == 1:
             return found[0].reshape(())
         if not self._weights:

@@ -10,13 +10,13 @@ import zentorch  # registers its backend
 from torch import nn
 
 from torch_hybrid_backend.bench.calls import Inputs
-from torch_hybrid_backend.bench.peers import Prepared, Setting, pytorch
+from torch_hybrid_backend.bench.peers import LacksError, Prepared, Setting, pytorch
 
 
 def prepare(model: nn.Module, inputs: Inputs, setting: Setting) -> Prepared:
     """`torch.compile(model, backend="zentorch")` with freezing, as AMD's guide has it for inference; torchao's PT2E graphs, as in its
     example of a recommender."""
     if setting.weight_bits is not None:
-        raise NotImplementedError("zentorch documents packed weights for vLLM alone")
+        raise LacksError(f"it documents no {setting.precision}: packed weights are for vLLM alone")
     torch._inductor.config.freezing = True
     return pytorch.prepared(model, inputs, setting, functools.partial(torch.compile, backend=zentorch.__name__))

@@ -96,6 +96,9 @@ class TritonBackend:
             return _too_old(f"{self.device} is sm_{self._target.capability}")
         return _installed(compiler.version())
 
+    def compiles(self) -> Verdict:
+        return Supported()
+
     def describe(self) -> Sequence[tuple[str, str]]:
         found = [(self.device, self._target)] if self._target is not None else _gpus()
         return described([f"{d}: sm_{t.capability}, {t.multiprocessors} multiprocessors" for d, t in found])

@@ -25,7 +25,7 @@ from torch_hybrid_backend.engines.tvm.cpu.operands import packed_kernel, packed_
 from torch_hybrid_backend.engines.tvm.cpu.policy import POLICY
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tir import compiler
-from torch_hybrid_backend.engines.tvm.tir.linker import INSTALL, find_linker
+from torch_hybrid_backend.engines.tvm.tir.linker import INSTALL, NO_LINKER, find_linker
 from torch_hybrid_backend.loops.fusion import Group
 from torch_hybrid_backend.loops.graph import LoopGraph
 from torch_hybrid_backend.loops.ir import Buffer
@@ -63,6 +63,10 @@ class TvmBackend:
                 Reason.MISSING_DEPENDENCY, "apache-tvm is not installed: pip install 'apache-tvm>=0.27,<0.28'"
             )
         return Supported()
+
+    def compiles(self) -> Verdict:
+        """A linker is needed; what is in the cache does without."""
+        return Supported() if find_linker() else Refused(Reason.MISSING_DEPENDENCY, NO_LINKER)
 
     def describe(self) -> Sequence[tuple[str, str]]:
         """TVM, what kernels are compiled for, and what links them."""

@@ -37,7 +37,7 @@ def link(object_file: Path, library: Path) -> None:
             return
         failures.append(f"{' '.join(command)}: exit status {done.returncode}: {done.stderr.strip()}")
     if not failures:
-        raise CompileError(_NO_LINKER, recurs=False)
+        raise CompileError(NO_LINKER, recurs=False)
     raise CompileError("a kernel cannot be linked:\n" + "\n".join(failures), recurs=False)
 
 
@@ -65,7 +65,7 @@ INSTALL = (
     if sys.platform == "darwin"
     else "install binutils (apt-get install binutils, dnf install binutils, or conda install -c conda-forge binutils)"
 )
-_NO_LINKER = (
+NO_LINKER = (
     f"no linker is on the PATH (none of {', '.join(LINKERS)}): the TVM engine needs one to make libraries of the kernels that it compiles; "
     f"{INSTALL}"
 )
