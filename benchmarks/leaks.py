@@ -1,4 +1,4 @@
-"""Whether a process that lives long stays small: resident memory over many calls, training steps and recompilations.
+"""Leaks of a process that lives long: resident memory over many calls, training steps and recompilations.
 
     python -m benchmarks.leaks                                  # all scenarios, at the numbers a release is judged by
     python -m benchmarks.leaks --scenarios reset --count 200    # some of them, or fewer repetitions

@@ -166,6 +166,6 @@ def replaced(record: Record, row: Row, found: Sequence[dict[str, Any]]) -> Recor
 
 
 def complete(record: Record, row: Row, wanted: Sequence[str]) -> bool:
-    """Whether the row has a result, or a gap, for every peer wanted."""
+    """True if the row has a result, or a gap, for every peer wanted."""
     there = {r["peer"] for r in record["results"] if (r["model"], r["batch"]) == row}
     return there >= set(wanted)

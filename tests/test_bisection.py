@@ -30,7 +30,7 @@ _X = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
 
 
 def works() -> bool:
-    """Whether the compiled program is right."""
+    """True if the compiled program is right."""
     torch._dynamo.reset()
     with torch.no_grad():
         return torch.allclose(torch.compile(program, backend="hybrid")(_X), program(_X), rtol=1e-3, atol=1e-4)

@@ -1,9 +1,11 @@
-"""Habits of the tests that a reader would have to look for: none asserts how long something took."""
+"""Habits that a reader would have to look for: no test asserts how long something took; docstrings begin with a verb or a noun."""
 
 from __future__ import annotations
 
 import ast
+import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,3 +89,33 @@ def test_the_rule_finds_what_it_forbids() -> None:
                 assert time.monotonic() < until
     """
     assert list(_timed_asserts(ast.parse(textwrap.dedent(text)))) == [6, 10]
+
+
+# First words that are neither a verb nor the noun that is returned.
+_NO_BEGINNING = frozenset("as how if it of one such that they what when where whether which who whose why".split())
+# Docstrings that still begin so, by folder. Numbers only fall: who mends some lowers the number.
+_STILL = {"benchmarks": 74, "examples": 0, "tests": 887, "tools": 0, "torch_hybrid_backend": 670}
+
+
+def _first_words(tree: ast.AST) -> Iterator[str]:
+    """The first word of each docstring, in small letters."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            found = re.match(r"\W*(\w+)", ast.get_docstring(node) or "")
+            if found:
+                yield found[1].lower()
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
+    """CONTRIBUTING.md has the rule, and examples."""
+    root, found = TESTS.parent, Counter[str]()
+    for folder in ("benchmarks", "examples", "tests", "tools", "torch_hybrid_backend"):
+        for path in (root / folder).rglob("*.py"):
+            words = _first_words(ast.parse(path.read_text()))
+            found[folder] += sum(word in _NO_BEGINNING for word in words)
+    assert dict(found) == _STILL, "a docstring begins with a verb, or with the noun that is returned; 'True if ...'"
+    assert "whether" not in {
+        word
+        for path in (root / "torch_hybrid_backend").rglob("*.py")
+        for word in _first_words(ast.parse(path.read_text()))
+    }

@@ -178,7 +178,7 @@ def test_engines_do_not_import_each_other(path: Path) -> None:
 
 
 def _reads_environment(tree: ast.AST) -> bool:
-    """Whether a module looks at os.environ; handing all of it on to a child process (`{**os.environ, ...}`) is no look."""
+    """True if a module looks at os.environ; handing all of it on to a child process (`{**os.environ, ...}`) is no look."""
     handed_on = {
         id(value)
         for node in ast.walk(tree)

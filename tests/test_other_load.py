@@ -1,4 +1,4 @@
-"""Whether other load is felt while something is timed."""
+"""Other load is felt while something is timed."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ def test_common_regions_are_compiled_once(clock: _Clock, wiring: _Wiring) -> Non
 
 
 def test_an_engine_is_asked_once_about_a_common_region(clock: _Clock, wiring: _Wiring) -> None:
-    """Whether it accepts it or not; a refusal is in each cover's plan."""
+    """The engine may accept or refuse it; a refusal is in each cover's plan."""
 
     class Picky(_TimedEngine):
         asked_about: tuple[tuple[str, ...], ...] = ()

@@ -40,13 +40,13 @@ __all__ = [
 
 
 def get_requires_for_build_wheel(config_settings: Any = None) -> Any:
-    """What setuptools requires, on a machine that can build."""
+    """Return what setuptools requires, on a machine that can build."""
     torch_folder()
     return build_meta.get_requires_for_build_wheel(config_settings)
 
 
 def get_requires_for_build_editable(config_settings: Any = None) -> Any:
-    """What setuptools requires, on a machine that can build."""
+    """Return what setuptools requires, on a machine that can build."""
     torch_folder()
     return build_meta.get_requires_for_build_editable(config_settings)
 

@@ -16,7 +16,7 @@ START, END = "<!-- commands:start -->", "<!-- commands:end -->"
 
 
 def commands_page(parser: argparse.ArgumentParser) -> str:
-    """One section a subcommand: what it does, how it is called, and a row for each argument."""
+    """A section for each subcommand: what it does, how it is called, and a row for each argument."""
     (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     helps = {choice.dest: choice.help or "" for choice in commands._choices_actions}
     return "\n\n".join(_section(command, helps[name]) for name, command in commands.choices.items() if name in helps)

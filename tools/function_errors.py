@@ -67,7 +67,7 @@ def samples(dtype: torch.dtype, count: int, seed: int = 0) -> tuple[torch.Tensor
 
 
 def errors(dtype: torch.dtype, count: int) -> dict[str, Error]:
-    """Of every function of a dtype, over about six times `count` arguments."""
+    """Largest errors of every function of a dtype, over about six times `count` arguments."""
     os.environ.setdefault("HYBRID_PLACEMENT", "estimate")
 
     def every(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -118,7 +118,7 @@ def _distance(name: str, *numbers: float) -> float:
 
 
 def table(count32: int = 400_000, count64: int = 1_000) -> str:
-    """One row a function."""
+    """A row for each function."""
     single, double = errors(torch.float32, count32), errors(torch.float64, count64)
     lines = ["| function | float32, ulp | at | denormal results | float64, ulp | at |", "|---|---|---|---|---|---|"]
     for name in (*UNARY, *BINARY):

@@ -14,7 +14,7 @@ START, END = "<!-- settings:start -->", "<!-- settings:end -->"
 
 
 def settings_table() -> str:
-    """One row a setting."""
+    """A row for each setting."""
     lines = ["| option | environment | values | default | meaning |", "|---|---|---|---|---|"]
     for field in setting_fields():
         default = field.metadata["shown_default"] or _shown_default(field.default)

@@ -277,7 +277,7 @@ def _without_grad(graph: EagerGraph) -> Callable[[list[Any]], list[Any]]:
 
 
 def _is_static(_position: int, value: object) -> bool:
-    """Whether Dynamo takes a tensor for one that keeps its memory: a parameter or a buffer."""
+    """True if Dynamo takes a tensor for one that keeps its memory: a parameter or a buffer."""
     return isinstance(value, torch.nn.Parameter) or getattr(value, "_dynamo_static_input_type", None) is not None
 
 
@@ -321,7 +321,7 @@ def with_instructions(config: Config) -> Config:
 
 
 def _is_priced_whole(captured: CapturedGraph, config: Config) -> bool:
-    """Whether whole calls of the graph can be timed, and are to be: not where nothing is timed, or all is compared with eager anyway."""
+    """True if whole calls of the graph can be timed, and are to be: not where nothing is timed, or all is compared with eager anyway."""
     if captured.kind != "inference" or captured.writes_inputs or is_running():
         return False
     if config.placement == "estimate" or config.verify == "always":

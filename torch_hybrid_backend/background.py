@@ -194,7 +194,7 @@ class InBackground:
 
     @property
     def compiling(self) -> bool:
-        """Whether a build is under way, and eager answers meanwhile."""
+        """True if a build is under way, and eager answers meanwhile."""
         return self._job is not None
 
     def call(self, *inputs: Any) -> Any:

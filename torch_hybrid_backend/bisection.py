@@ -94,7 +94,7 @@ def bisect(program: Callable[..., Any], *args: Any, **kwargs: Any) -> BisectionR
 
 
 def _agrees(program: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the program compiled does what it does in eager."""
+    """True if the program compiled does what it does in eager."""
     expected = _results(program, args, kwargs, lambda own: own)
     torch._dynamo.reset()
     try:
@@ -138,7 +138,7 @@ def _is_off(subsystem: str, what: Callable[[], str]) -> bool:
 
 
 def is_running() -> bool:
-    """Whether a bisector runs the program."""
+    """True if a bisector runs the program."""
     from torch._inductor.compiler_bisector import CompilerBisector
 
     return CompilerBisector.bisection_enabled

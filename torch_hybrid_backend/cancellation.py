@@ -21,7 +21,7 @@ class Cancelled(BaseException):
 
 
 class Cancellation:
-    """Whether some work is still wanted."""
+    """Work that can be given up: it tells whether it is still wanted."""
 
     def __init__(self) -> None:
         self.is_cancelled = False
@@ -45,7 +45,7 @@ def cancellable(cancellation: Cancellation) -> Iterator[None]:
 
 
 def is_awaited() -> bool:
-    """Whether somebody waits for what this thread does."""
+    """True if somebody waits for what this thread does."""
     return _current.get() is None
 
 

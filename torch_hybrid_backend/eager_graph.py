@@ -276,7 +276,7 @@ def _dims(values: Sequence[int | torch.SymInt]) -> tuple[Dim, ...] | None:
 
 
 def _refuses_form(node: Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: Exception) -> bool:
-    """Whether the operator raises for inputs of this form whatever they hold: tried with zeros and with ones.
+    """True if the operator raises for inputs of this form whatever they hold: tried with zeros and with ones.
 
     What raises for some values only (an index out of range, a singular matrix, an assertion) is the user's own fault to see.
     """
@@ -293,7 +293,7 @@ def _refuses_form(node: Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
 
 
 def _is_mistake(node: Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: Exception) -> bool:
-    """Whether an operator that refuses the form of its inputs does so for any strides: dtypes that do not go together, say. Not where
+    """True if an operator that refuses the form of its inputs does so for any strides: dtypes that do not go together, say. Not where
     NotImplementedError says that there is no kernel."""
     assert isinstance(node.target, torch._ops.OpOverload)
     return not isinstance(error, NotImplementedError) and _raises(node.target, args, kwargs, _contiguous)
@@ -305,7 +305,7 @@ def _raises(
     kwargs: Mapping[str, Any],
     filled: Callable[[int, Any], Any],
 ) -> bool:
-    """Whether the operator raises both for zeros and for ones in the place of its tensors."""
+    """True if the operator raises both for zeros and for ones in the place of its tensors."""
     for number in (0, 1):
         fill = functools.partial(filled, number)
         try:
@@ -319,7 +319,7 @@ def _raises(
 
 
 def _is_form(traced: object) -> bool:
-    """Whether a traced value is a plain tensor, or a size that the graph's inputs tell."""
+    """True if a traced value is a plain tensor, or a size that the graph's inputs tell."""
     return _is_strided(traced) or (isinstance(traced, int | torch.SymInt) and is_computable(dim(traced)))
 
 

@@ -110,7 +110,7 @@ class OperatorRefusedError(HybridError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory could not be had: by Python, by an allocator of PyTorch's (which raises RuntimeError on CPU)."""
+    """True if an error says that memory could not be had: by Python, by an allocator of PyTorch's (which raises RuntimeError on CPU)."""
     import torch  # not above: processes that compile kernels import this module, and must stay small
 
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
@@ -133,7 +133,7 @@ _OUT_OF_MEMORY = (
 
 
 def is_from_outside(error: BaseException) -> bool:
-    """Whether an error in a process that compiles tells of the machine, not of what is compiled: what is missing, full or forbidden there."""
+    """True if an error in a process that compiles tells of the machine, not of what is compiled: what is missing, full or forbidden there."""
     if isinstance(error, OSError | MemoryError | ImportError) or (isinstance(error, CompileError) and not error.recurs):
         return True
     return tells_of_shortage(str(error)) or (error.__cause__ is not None and is_from_outside(error.__cause__))
@@ -179,7 +179,7 @@ _SHORTAGE = (
 
 
 def is_sticky(error: BaseException) -> bool:
-    """Whether an error says that the process can use a device no more: on CUDA an illegal address or a failed assertion of a kernel, after
+    """True if an error says that the process can use a device no more: on CUDA an illegal address or a failed assertion of a kernel, after
     which every call fails. Nothing can be recovered from there, and what reports it may not be what caused it: it is the caller's.
 
     PyTorch raises `torch.AcceleratorError` for what a device's runtime says, plans raise DeviceError for what a driver says; where the code is

@@ -38,7 +38,7 @@ def default_generator(device: Device) -> torch.Generator:
 
 
 def is_captured(device: Device) -> bool:
-    """Whether the caller captures the device's current stream into a CUDA graph. The state of a generator is then on the device, where only
+    """True if the caller captures the device's current stream into a CUDA graph. The state of a generator is then on the device, where only
     PyTorch's operators advance it with each replay."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
@@ -87,7 +87,7 @@ def own_generator(state: torch.Tensor) -> Iterator[None]:
 
 
 def draws_apart() -> bool:
-    """Whether this thread has a generator of its own."""
+    """True if this thread has a generator of its own."""
     return _own.get() is not None
 
 
@@ -100,7 +100,7 @@ def apart() -> Iterator[None]:
 
 
 def can_draw_apart(target: object) -> bool:
-    """Whether an operator that draws random numbers, a node's target, draws them from another generator within `apart`, on the CPU."""
+    """True if an operator that draws random numbers, a node's target, draws them from another generator within `apart`, on the CPU."""
     return _taking_generator(target) is not None
 
 
@@ -189,7 +189,7 @@ class Replay:
 
     @property
     def agrees(self) -> bool:
-        """Whether the last whole run left the generator as the first one did."""
+        """True if the last whole run left the generator as the first one did."""
         return not self._left or torch.equal(self._left[0], self._left[-1])
 
     def rewind(self) -> None:

@@ -128,7 +128,7 @@ class HybridGraph:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the next call runs a plan, and waits for nothing."""
+        """True if the next call runs a plan, and waits for nothing."""
         return isinstance(self._state, Installed)
 
     @property
@@ -405,7 +405,7 @@ class HybridGraph:
 
 
 def _is_repeatable(prepared: Prepared) -> bool:
-    """Whether a call that this thread makes now can be repeated unnoticed."""
+    """True if a call that this thread makes now can be repeated unnoticed."""
     return prepared.is_repeatable_apart if draws_apart() else _is_repeatable_here(prepared)
 
 

@@ -102,13 +102,13 @@ def float32_precision(device_type: str) -> tuple[str, str]:
 
 
 def may_round_products() -> bool:
-    """Whether products of float32 on the host may round more than float32 does (`torch.set_float32_matmul_precision`)."""
+    """True if products of float32 on the host may round more than float32 does (`torch.set_float32_matmul_precision`)."""
     return float32_precision("cpu")[0] not in EXACT_PRECISIONS
 
 
 @functools.cache
 def may_use_tiles() -> bool:
-    """Whether this process may use AMX's tile registers. Linux lets processes that ask, as this does: csrc/include/tile_permission.h."""
+    """True if this process may use AMX's tile registers. Linux lets processes that ask, as this does: csrc/include/tile_permission.h."""
     import torch  # noqa: F401 - the C++ runtime is linked to it
 
     try:
@@ -219,7 +219,7 @@ def bits_of_weights(root: Path = Path("/")) -> int:
 
 
 def _has_any(needed: tuple[str, ...], root: Path) -> bool:
-    """Whether the host has one of the instructions. Those of AMX do not count where the system refuses its tiles; it is asked only where
+    """True if the host has one of the instructions. Those of AMX do not count where the system refuses its tiles; it is asked only where
     nothing else is there."""
     found = _flags(root).intersection(needed)
     return bool(found) and (not all(name.startswith("amx") for name in found) or may_use_tiles())

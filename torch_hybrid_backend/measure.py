@@ -218,7 +218,7 @@ def _is_clear(samples: Sequence[Sequence[int]], ratio: float) -> bool:
 
 
 def _decided(samples: Sequence[Sequence[int]]) -> bool:
-    """Whether the fastest differs from the next by more than either's lower half spreads: the upper half is other load.
+    """True if the fastest differs from the next by more than either's lower half spreads: the upper half is other load.
 
     What a single round tells is believed where one takes 1.5 times as long as the other.
     """

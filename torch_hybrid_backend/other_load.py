@@ -59,5 +59,5 @@ class OtherLoad:
         return waited / elapsed if elapsed > 0 else 0.0
 
     def is_felt(self) -> bool:
-        """Whether it was enough to tell in what was timed meanwhile."""
+        """True if it was enough to tell in what was timed meanwhile."""
         return self.share > FELT

@@ -67,7 +67,7 @@ def _is_suspect(node: Node) -> bool:
 
 
 def _is_plain(value: object) -> bool:
-    """Whether something like it can be made to try: a number, or a tensor on the host, not too large, of sizes that are known."""
+    """True if something like it can be made to try: a number, or a tensor on the host, not too large, of sizes that are known."""
     if not isinstance(value, torch.Tensor):
         return isinstance(value, int | float | bool | None)
     is_known = all(isinstance(size, int) for size in value.shape)

@@ -238,7 +238,7 @@ class Store:
 
 
 def is_entry(path: Path) -> bool:
-    """Whether a file is named as entries of a store are, so that `read_entry` can verify it."""
+    """True if a file is named as entries of a store are, so that `read_entry` can verify it."""
     return _ENTRY.fullmatch(path.name) is not None and len(path.parts) > 2
 
 
@@ -317,7 +317,7 @@ def _check_privacy(root: Path) -> None:
 
 
 def _is_private(status: os.stat_result) -> bool:
-    """Whether it is this user's or root's, and no other's to write. Always so on Windows, which tells no owner."""
+    """True if it is this user's or root's, and no other's to write. Always so on Windows, which tells no owner."""
     return not hasattr(os, "geteuid") or (_is_trusted(status) and not _others_may_write(status))
 
 

@@ -48,7 +48,7 @@ class Task:
     limits: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def holds(self, change: str, difference: float) -> bool | None:
-        """Whether a difference, as `difference` gives it, is within the change's limit; None where there is none."""
+        """True if a difference, as `difference` gives it, is within the change's limit; None where there is none."""
         limit = self.limits.get(change)
         if limit is None:
             return None

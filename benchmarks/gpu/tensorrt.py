@@ -43,7 +43,7 @@ _ROUNDS = 200
 
 
 def builds(peer: str) -> bool:
-    """Whether a peer of ours builds engines of TensorRT's."""
+    """True if a peer of ours builds engines of TensorRT's."""
     return "tensorrt" in ENGINES.get(peer, "")
 
 

@@ -185,7 +185,7 @@ def region_of(case: Case, epilogue: str, *, inside: bool) -> Region:
 
 
 def stands_inside(case: Case) -> bool:
-    """Whether the operator is of those that convolutional networks run on images between convolutions."""
+    """True if the operator is of those that convolutional networks run on images between convolutions."""
     if case.kind not in ("conv", "grouped", "depthwise", "pool", "reduction"):
         return False
     x = case.tensors[0]

@@ -34,7 +34,7 @@ OPERATORS: dict[object, Callable[..., Any]] = {
 
 
 class BlockedRegion(CompiledRegionBase):
-    """One region. Threads may call it at once: all that a call writes is its own."""
+    """A compiled region. Threads may call it at once: all that a call writes is its own."""
 
     def __init__(self, region: Region) -> None:
         graph = region.graph_module.graph
@@ -97,5 +97,5 @@ class BlockedNumpy(EngineBase):
 
 
 def engine(config: Config, services: Services) -> BlockedNumpy:
-    """What the entry point names."""
+    """Return the engine: the entry point names this function."""
     return BlockedNumpy()

@@ -49,7 +49,7 @@ def speed(entry: Entry) -> float | None:
 
 
 def unexplained(entry: Entry) -> bool:
-    """Whether the entry needs a reason that the catalogue does not give: for its verdict, or for a warning of the backend."""
+    """True if the entry needs a reason that the catalogue does not give: for its verdict, or for a warning of the backend."""
     case = find(entry["name"])
     return bool(case.unexplained(entry.get("faults", ()))) or (verdict(entry) != "right" and not case.reason)
 

@@ -166,7 +166,7 @@ def _difference(case: Case, seed: int, expected: list[torch.Tensor], result: lis
 
 
 def _near(reference: torch.Tensor, value: torch.Tensor, exact: torch.Tensor | None) -> bool:
-    """Whether the run in float64 says that the value is as good as eager's."""
+    """True if the run in float64 says that the value is as good as eager's."""
     if exact is None or exact.shape != value.shape:
         return False
     if not value.is_floating_point():

@@ -90,7 +90,7 @@ def _graph(folder: Path) -> tuple[Callable[[int], bool], HybridGraph, list[Plan]
     graph = HybridGraph(CapturedGraph(traced, "inference", frozenset({"w_1"}), False), session, config, plans.append)
 
     def check(rows: int) -> bool:
-        """Whether the engine ran the call."""
+        """True if the engine ran the call."""
         before = len(tensorrt.rows)
         x = torch.randn(rows, 96)
         (found,) = graph([x, weight])

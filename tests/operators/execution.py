@@ -263,7 +263,7 @@ class _Run:
         return _difference(actual, self._expected, self._sample)
 
     def _fails_upstream(self) -> bool:
-        """Whether torch's own aot_eager backend gets it wrong, too."""
+        """True if torch's own aot_eager backend gets it wrong, too."""
         from torch._dynamo.backends.debugging import aot_eager
 
         try:
@@ -323,7 +323,7 @@ def _exact(sample: Sample) -> Any:
 
 
 def _fails_with_numbers(sample: Sample) -> bool:
-    """Whether torch's own aot_eager backend gets it wrong, too, with sizes and numbers known only at run time."""
+    """True if torch's own aot_eager backend gets it wrong, too, with sizes and numbers known only at run time."""
     torch._dynamo.reset()
     try:
         compiled = torch.compile(sample.subject.call, backend="aot_eager", dynamic=True)

@@ -25,7 +25,7 @@ def table() -> dict[str, Any]:
 
 
 def supported(task: Task) -> bool:
-    """Whether the module takes the task's dtype."""
+    """True if the module takes the task's dtype."""
     return task.dtype in table()[task.subject].dtypes
 
 

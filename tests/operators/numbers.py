@@ -71,7 +71,7 @@ class Numbered:
                     yield f"with {changed[place]} in place of {number}: ", arguments
 
     def _is_small(self, arguments: Any) -> bool:
-        """Whether the results have few elements, as far as can be told without computing them."""
+        """True if the results have few elements, as far as can be told without computing them."""
         try:
             with FakeTensorMode(allow_non_fake_inputs=True) as mode:
                 leaves, form = tree_flatten(arguments)

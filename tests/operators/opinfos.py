@@ -37,7 +37,7 @@ def table() -> dict[str, Any]:
 
 
 def supported(task: Task) -> bool:
-    """Whether the operator takes the task's dtype, and can be differentiated where it asks for that."""
+    """True if the operator takes the task's dtype, and can be differentiated where it asks for that."""
     info = table()[task.subject]
     if task.backward:
         return bool(info.supports_autograd and task.dtype in info.supported_backward_dtypes("cpu"))
@@ -99,7 +99,7 @@ def _with_views(result: Any) -> list[Any]:
 
 
 def _drops(operator: str, named: dict[str, Any]) -> bool:
-    """Whether a sample of attention drops elements at random."""
+    """True if a sample of attention drops elements at random."""
     if operator == "nn.functional.multi_head_attention_forward":
         return bool(named["training"])
     return bool(named.get("dropout_p", 0))

@@ -180,7 +180,7 @@ def run_tasks(left: Sequence[Task], settings: Settings, budget_s: float | None =
 
 
 def is_done(rows: Sequence[Row | None], limit: int | None, again: Collection[str]) -> bool:
-    """Whether a task's rows, one for each mode, are there, of enough samples, and of no verdict to be had again."""
+    """True if a task's rows, one for each mode, are there, of enough samples, and of no verdict to be had again."""
     found = [row for row in rows if row is not None and row.verdict not in again]
     return len(found) == len(rows) and found[0].samples >= min(found[0].available, limit or found[0].available)
 

@@ -106,7 +106,7 @@ def claimed(found: Partition) -> list[Segment]:
 
 
 def lies_on(region: Region, device: Device) -> bool:
-    """Whether all that the region reads, computes and returns is on the device, its numbers left out."""
+    """True if all that the region reads, computes and returns is on the device, its numbers left out."""
     values = [node.meta["val"] for node in region.graph_module.graph.nodes if node.op == "call_function"]
     tensors = [item for value in values for item in (value if isinstance(value, tuple | list) else [value])]
     made = {Device.of(tensor.device) for tensor in tensors if isinstance(tensor, torch.Tensor)}

@@ -1,4 +1,4 @@
-"""Whether a graph's metadata is true, by running it on fake tensors: too slow for the product."""
+"""A check of a graph's metadata, by running it on fake tensors: too slow for the product."""
 
 from __future__ import annotations
 

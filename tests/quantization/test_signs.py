@@ -155,7 +155,7 @@ MAYBE: dict[str, Make] = {
 
 
 def _told(make: Make, x: torch.Tensor) -> tuple[bool, torch.Tensor]:
-    """Whether the convolution of what `make` gives is told that this is never negative, and what it is."""
+    """True if the convolution of what `make` gives is told that this is never negative; and what it is."""
     found: list[bool] = []
     values: list[torch.Tensor] = []
 

@@ -69,7 +69,7 @@ def _settings(engine: str, cache_dir: Path) -> Config:
 
 
 def fails_upstream(program: Program, mode: str = "static") -> bool:
-    """Whether torch's own aot_eager, which runs the captured graph as it is, fails on it as well."""
+    """True if torch's own aot_eager, which runs the captured graph as it is, fails on it as well."""
     return bool(_fault(program, "aot_eager", mode))
 
 

@@ -16,7 +16,7 @@ LARGEST_EXACT = 4096.0
 
 
 def on_grid(wide: torch.Tensor) -> bool:
-    """Whether all elements are small multiples of 1/256: sums and products of a few such are exact in any order."""
+    """True if all elements are small multiples of 1/256: sums and products of a few such are exact in any order."""
     if not wide.numel():
         return True
     grid = wide * 256

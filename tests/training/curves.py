@@ -107,7 +107,7 @@ class Distance:
         return Distance(max(self.loss, other.loss), max(self.state, other.state))
 
     def within(self, eager: Distance, floor: Distance) -> bool:
-        """Whether it is at most the factors above times eager's; a floor is what no run can be nearer than."""
+        """True if it is at most the factors above times eager's; a floor is what no run can be nearer than."""
         return self.loss <= max(FACTOR * eager.loss, floor.loss) and self.state <= max(
             FACTOR * eager.state, floor.state
         )
@@ -140,7 +140,7 @@ def eager_distance(how: Recipe, model: nn.Module, reference: Run) -> Distance:
 
 
 def is_same_training(run: Run, reference: Run, eager: Distance) -> bool:
-    """Whether `run` is as near to the reference as rounding lets it be, given how far eager's runs are."""
+    """True if `run` is as near to the reference as rounding lets it be, given how far eager's runs are."""
     epsilon = _ROUNDINGS * torch.finfo(torch.float32).eps
     norm = math.sqrt(sum(v.double().square().sum().item() for v in reference.state.values() if v.is_floating_point()))
     floor = Distance(epsilon * max(map(abs, reference.losses)), epsilon * norm)

@@ -66,7 +66,7 @@ class Build:
 
     @property
     def done(self) -> bool:
-        """Whether `result` would not wait."""
+        """True if `result` would not wait."""
         return self._task.finished.is_set()
 
     @property

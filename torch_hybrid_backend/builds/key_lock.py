@@ -78,7 +78,7 @@ class KeyLock:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether the path leads to the open file."""
+    """True if the path leads to the open file."""
     try:
         there = path.lstat()
     except failures(OSError):

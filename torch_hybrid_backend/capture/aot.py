@@ -307,7 +307,7 @@ def _mutated_inputs() -> Sequence[int]:
 
 
 def _writes_inputs() -> bool:
-    """Whether AOTAutograd's wrapper, around the graph being compiled, writes to inputs; True where it does not tell."""
+    """True if AOTAutograd's wrapper, around the graph being compiled, writes to inputs; True where it does not tell."""
     context = TracingContext.try_get()
     metadata = context.fw_metadata if context is not None else None
     return metadata is None or any(info.mutates_data or info.mutates_metadata for info in metadata.input_info)

@@ -60,11 +60,11 @@ class KernelBackend(Protocol):
         ...
 
     def available(self) -> Verdict:
-        """Whether kernels can run in this installation, and on `device`; a refusal says what to do."""
+        """Supported if kernels can run in this installation, and on `device`; a refusal says what to do."""
         ...
 
     def compiles(self) -> Verdict:
-        """Whether those that are not in the cache can be compiled; a refusal says what to do."""
+        """Supported if those that are not in the cache can be compiled; a refusal says what to do."""
         ...
 
     def describe(self) -> Sequence[tuple[str, str]]:

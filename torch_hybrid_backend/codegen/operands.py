@@ -32,12 +32,12 @@ class StridedView:
 
     @property
     def is_static(self) -> bool:
-        """Whether a tensor can be viewed so ahead of any call."""
+        """True if a tensor can be viewed so ahead of any call."""
         return not any(isinstance(n, Size) for n in (*self.shape, *self.strides, self.offset))
 
     @property
     def is_constant(self) -> bool:
-        """Whether it is known ahead of any call."""
+        """True if it is known ahead of any call."""
         return self.buffer.constant and self.is_static
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -169,14 +169,14 @@ class _Search:
         return written
 
     def _is_written_out(self, op: MapOp) -> bool:
-        """Whether scores are computed by it, or a mask that costs less to compute than to read."""
+        """True if scores are computed by it, or a mask that costs less to compute than to read."""
         if self._gathers or self._is_of_product(op):
             return True
         expr = op.value.at(domain_vars(op.value.shape))
         return is_cheap_mask(expr) and not any(map(_is_gathered, loads_of(expr)))
 
     def _is_of_product(self, op: MapOp) -> bool:
-        """Whether it is computed from a matrix product, elementwise and by elementwise operations alone."""
+        """True if it is computed from a matrix product, elementwise and by elementwise operations alone."""
         if op not in self._of_product:
             loads = loads_of(op.value.at(domain_vars(op.value.shape)))
             sources = [self._producer.get(load.buffer) for load in loads if not _is_gathered(load)]
@@ -190,7 +190,7 @@ class _Search:
         return canonical(_unrounded(first), names) == canonical(_unrounded(second), names)
 
     def _depends(self, op: LoopOp, first: MatMulOp) -> bool:
-        """Whether an operation computes from a product, at any distance; a mask does not, and may be read by others."""
+        """True if an operation computes from a product, at any distance; a mask does not, and may be read by others."""
         pending, seen = [op], set[LoopOp]()
         while pending:
             own = pending.pop()
@@ -255,7 +255,7 @@ def _is_product(op: LoopOp | None) -> TypeGuard[MatMulOp]:
 
 
 def _is_better_packed_ahead(first: MatMulOp, second: MatMulOp) -> bool:
-    """Whether packing keys and values in every call costs more than scores in memory do, where products have both packed ahead.
+    """True if packing keys and values in every call costs more than scores in memory do, where products have both packed ahead.
 
     That is where they are constants: codebooks, memories that are learnt. Each of T keys and values is read and written once, the scores of S
     queries are written and read twice: T * (D + Dv) * 2 against S * T * 4 elements.
@@ -267,7 +267,7 @@ def _is_better_packed_ahead(first: MatMulOp, second: MatMulOp) -> bool:
 
 
 def _is_gathered(load: Load) -> bool:
-    """Whether it is read where another number says."""
+    """True if it is read where another number says."""
     return any(isinstance(leaf, Scalar) for index in load.index for leaf in index.leaves())
 
 

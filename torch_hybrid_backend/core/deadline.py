@@ -39,7 +39,7 @@ class Deadline:
             return max(0.0, self._left_s)
 
     def is_over(self) -> bool:
-        """Whether nothing is left: what is not compiled by now will not be."""
+        """True if nothing is left: what is not compiled by now will not be."""
         return self.left_s() == 0.0
 
     @contextlib.contextmanager

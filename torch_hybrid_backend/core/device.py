@@ -35,7 +35,7 @@ class Device:
 
     @property
     def is_host(self) -> bool:
-        """Whether the host reads its memory directly."""
+        """True if the host reads its memory directly."""
         return self.type == "cpu"
 
     def __str__(self) -> str:

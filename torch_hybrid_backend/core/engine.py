@@ -72,7 +72,7 @@ class Pending(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether it is built, or will never be."""
+        """True if it is built, or will never be."""
         ...
 
     def when_done(self, call: Callable[[], None]) -> None:
@@ -187,22 +187,23 @@ class Engine(Protocol):
 
     @property
     def draws(self) -> bool:
-        """Whether it is asked about operators that draw random numbers. A region of its that holds some draws the numbers that eager would,
+        """True if it is asked about operators that draw random numbers. A region of its that holds some draws the numbers that eager would,
         from the default generator of the region's device, and leaves that as eager would."""
         ...
 
     @property
     def keeps_deadline(self) -> bool:
-        """Whether `compile` is done by its deadline, whatever happens. It is trusted: one that says so is called in the main thread."""
+        """True if `compile` is done by its deadline, whatever happens. It is trusted: one that says so is called in the main thread."""
         ...
 
     def available(self) -> Verdict:
-        """Whether the engine can run in this installation; a refusal says what to install."""
+        """Supported if the engine can run in this installation; a refusal says what to install."""
         ...
 
     def compiles(self) -> Verdict:
-        """Whether an engine that is available can compile what was never compiled before; a refusal says what to install. It takes regions all
-        the same, for what is kept on disk; `hybrid doctor` asks."""
+        """Supported if an available engine can compile what was never compiled before; a refusal says what to install.
+
+        The engine takes regions all the same, for what is kept on disk; `hybrid doctor` asks."""
         ...
 
     def version(self, device: Device) -> str:
@@ -218,12 +219,14 @@ class Engine(Protocol):
         ...
 
     def supports(self, node: torch.fx.Node) -> Verdict:
-        """Whether the engine takes one ATen node, judged by its target, arguments and `meta["val"]`."""
+        """Supported if the engine takes one ATen node, judged by its target, arguments and `meta["val"]`."""
         ...
 
     def accepts(self, region: Region) -> Verdict:
-        """Whether the engine takes a whole region of operators that it supports: it may be too small for it, or its sizes too little known.
-        Asked before anything is compiled; a refusal is in the plan."""
+        """Supported if the engine takes a whole region of operators that it supports.
+
+        A region may be too small for the engine, or its sizes too little known. The engine is asked before anything is compiled. A refusal is
+        in the plan."""
         ...
 
     def reads(self, spec: TensorSpec) -> TensorSpec:
@@ -243,7 +246,7 @@ class Engine(Protocol):
 
 
 def serves(engine: Engine, device: Device) -> bool:
-    """Whether the engine serves the device."""
+    """True if the engine serves the device."""
     return not engine.devices or device.type in engine.devices
 
 

@@ -63,7 +63,7 @@ def operator_schema(name: str, overload: str) -> Any:
 def is_native(
     name: str, overload: str, arguments: Sequence[OperatorArgument], results: Sequence[OperatorResult]
 ) -> bool:
-    """Whether the C interface of PyTorch's dispatcher can make the call: it lacks some types, and gets the types of results wrong where they
+    """True if the C interface of PyTorch's dispatcher can make the call: it lacks some types, and gets the types of results wrong where they
     do not read the same from behind (torch/csrc/shim_common.cpp of torch 2.11 to 2.14).
 
     Raises HybridError where there are more or fewer arguments, or other results, than the schema's.

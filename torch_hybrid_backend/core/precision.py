@@ -22,7 +22,7 @@ ROW_GROUPS: Mapping[int, int] = {8: 64, 16: 256}
 
 
 def are_seven_bits(bounds: tuple[int, int]) -> bool:
-    """Whether integers between these bounds are such weights."""
+    """True if integers between these bounds are such weights."""
     return SEVEN_BITS[0] <= bounds[0] and bounds[1] <= SEVEN_BITS[1]
 
 

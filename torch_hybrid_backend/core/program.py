@@ -569,7 +569,7 @@ class Program:
         return tuple(dict.fromkeys(name for name, *_ in self._ranges()))
 
     def serves(self, values: Mapping[str, int]) -> bool:
-        """Whether its steps serve these values of the size symbols, by name."""
+        """True if its steps serve these values of the size symbols, by name."""
         return not self.unserved(values)
 
     def unserved(self, values: Mapping[str, int]) -> str:

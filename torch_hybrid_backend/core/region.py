@@ -96,7 +96,7 @@ class PartitionedGraph:
 
     @property
     def is_static(self) -> bool:
-        """Whether every size in the graph is a number."""
+        """True if every size in the graph is a number."""
         specs = [
             s for segment in self.segments for s in (*(i.spec for i in segment.region.inputs), *segment.region.outputs)
         ]

@@ -48,7 +48,7 @@ def _range(environment: Any, symbol: Any) -> Interval:
 
 
 def is_computable(size: Dim) -> bool:
-    """Whether a size follows from the sizes of the graph's inputs: it does not depend on data, and has a form of its own."""
+    """True if a size follows from the sizes of the graph's inputs: it does not depend on data, and has a form of its own."""
     return isinstance(size, int) or not any(s.name.startswith("[") for s in symbols([size]))
 
 
@@ -76,12 +76,12 @@ class TensorSpec:
 
     @property
     def is_static(self) -> bool:
-        """Whether every size and stride is a number."""
+        """True if every size and stride is a number."""
         return all(isinstance(size, int) for size in self.shape + self.strides)
 
     @property
     def is_computable(self) -> bool:
-        """Whether every size and stride follows from the sizes of the graph's inputs."""
+        """True if every size and stride follows from the sizes of the graph's inputs."""
         return all(map(is_computable, self.shape + self.strides))
 
     def at(self, values: Mapping[str, int]) -> TensorSpec:

@@ -36,7 +36,7 @@ def device_of(node: Node) -> Device | None:
 
 
 def is_on_host(gm: torch.fx.GraphModule) -> bool:
-    """Whether every tensor of the graph lies on the CPU."""
+    """True if every tensor of the graph lies on the CPU."""
     return all(tensor.device.type == "cpu" for node in gm.graph.nodes for tensor in _tensors(node.meta.get("val")))
 
 

@@ -16,7 +16,7 @@ _QUANTISERS = "quantized_decomposed"
 
 
 def is_cast(node: Node) -> bool:
-    """Whether the node changes the precision of floating-point values: a cast between such dtypes, or a quantisation."""
+    """True if the node changes the precision of floating-point values: a cast between such dtypes, or a quantisation."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or not node.all_input_nodes:
         return False
@@ -29,7 +29,7 @@ def is_cast(node: Node) -> bool:
 
 
 def computes(node: Node) -> bool:
-    """Whether the operator makes floating-point values of its own."""
+    """True if the operator makes floating-point values of its own."""
     if node.op != "call_function" or is_item(node) or is_view(node) or is_cast(node):
         return False
     if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == _QUANTISERS:
@@ -51,7 +51,7 @@ def precision_of(node: Node) -> str:
 
 
 def _is_dequantised(node: Node) -> bool:
-    """Whether the value is a dequantised one, or a view of it."""
+    """True if the value is a dequantised one, or a view of it."""
     while is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     target = node.target

@@ -88,17 +88,17 @@ def _facts_of(node: Node) -> _Facts | None:
 
 
 def is_item(node: Node) -> bool:
-    """Whether the node picks one output of an operator with several."""
+    """True if the node picks one output of an operator with several."""
     return node.op == "call_function" and node.target is operator.getitem
 
 
 def is_random(target: object) -> bool:
-    """Whether an operator, a node's target, draws from a random generator."""
+    """True if an operator, a node's target, draws from a random generator."""
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 def is_mutating(node: Node) -> bool:
-    """Whether the node writes to one of its arguments. Waiting for a collective does not count: it changes no value that may be
+    """True if the node writes to one of its arguments. Waiting for a collective does not count: it changes no value that may be
     read before."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
@@ -107,7 +107,7 @@ def is_mutating(node: Node) -> bool:
 
 
 def is_view(node: Node) -> bool:
-    """Whether the node yields an argument's memory, and does nothing."""
+    """True if the node yields an argument's memory, and does nothing."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     facts = _facts(node.target)
@@ -115,13 +115,13 @@ def is_view(node: Node) -> bool:
 
 
 def is_collective(node: Node) -> bool:
-    """Whether the node is a step of a computation with other processes: starts, finishes or waits for a collective or a message."""
+    """True if the node is a step of a computation with other processes: starts, finishes or waits for a collective or a message."""
     facts = _facts_of(node)
     return facts is not None and facts.is_collective
 
 
 def is_in_flight(node: Node) -> bool:
-    """Whether the node's value may still be written by a collective, so that nothing but views and the wait may touch it."""
+    """True if the node's value may still be written by a collective, so that nothing but views and the wait may touch it."""
     pending = [node]
     while pending:
         value = pending.pop()
@@ -134,7 +134,7 @@ def is_in_flight(node: Node) -> bool:
 
 
 def has_effects(node: Node) -> bool:
-    """Whether the node does more than compute its value: writes to an argument, draws random numbers, asserts, works with other
+    """True if the node does more than compute its value: writes to an argument, draws random numbers, asserts, works with other
     processes. Such nodes run as often as the graph says, in its order.
 
     Of what is no ATen-style operator only tuple access and arithmetic on sizes have none; higher-order operators may hide anything.
@@ -158,12 +158,12 @@ CONTROL_FLOW = frozenset({"cond", "while_loop", "while_loop_stack_output", "scan
 
 
 def is_control_flow(node: Node) -> bool:
-    """Whether the node runs graphs as often as its operands say."""
+    """True if the node runs graphs as often as its operands say."""
     return isinstance(node.target, torch._ops.HigherOrderOperator) and node.target._name in CONTROL_FLOW
 
 
 def only_draws(node: Node) -> bool:
-    """Whether drawing random numbers is all that the node does beside computing its value."""
+    """True if drawing random numbers is all that the node does beside computing its value."""
     if not (is_random(node.target) and isinstance(node.target, torch._ops.OpOverload)) or node.op != "call_function":
         return False
     facts = _facts(node.target)
@@ -171,17 +171,17 @@ def only_draws(node: Node) -> bool:
 
 
 def draws(node: Node) -> bool:
-    """Whether drawing random numbers is the node's effect: attention draws where it has dropout only."""
+    """True if drawing random numbers is the node's effect: attention draws where it has dropout only."""
     return only_draws(node) and has_effects(node)
 
 
 def draws_numbers(gm: torch.fx.GraphModule) -> bool:
-    """Whether the graph draws random numbers."""
+    """True if the graph draws random numbers."""
     return any(map(draws, gm.graph.nodes))
 
 
 def is_pure(node: Node) -> bool:
-    """Whether the node may be merged with its like, moved, or dropped when unused: a deterministic function of its arguments."""
+    """True if the node may be merged with its like, moved, or dropped when unused: a deterministic function of its arguments."""
     return node.op in ("get_attr", "call_function") and not has_effects(node)
 
 

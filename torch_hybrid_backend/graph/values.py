@@ -80,12 +80,12 @@ def returned_roots(gm: torch.fx.GraphModule) -> dict[Node, int]:
 
 
 def has_mutation(gm: torch.fx.GraphModule) -> bool:
-    """Whether any node of the graph writes to an argument: values are then not only what their expression says."""
+    """True if any node of the graph writes to an argument: values are then not only what their expression says."""
     return any(is_mutating(node) for node in gm.graph.nodes)
 
 
 def is_dequantized(node: Node) -> bool:
-    """Whether the node makes wide numbers of narrow ones that stand for them: an operator that dequantises, or integers of 8 bits cast to a
+    """True if the node makes wide numbers of narrow ones that stand for them: an operator that dequantises, or integers of 8 bits cast to a
     wider dtype, as graphs do that write the arithmetic out; or values that those integers say the places of (`is_looked_up`). Wider integers
     that nobody computes with are places in another table.
 
@@ -111,7 +111,7 @@ def is_dequantized(node: Node) -> bool:
 
 
 def is_widened_scale(node: Node) -> bool:
-    """Whether the node makes float32 of scales in a half type, which operators that dequantise read and nobody else.
+    """True if the node makes float32 of scales in a half type, which operators that dequantise read and nobody else.
 
     Such scales are widened where they are read, as what they scale is: made ahead they would take twice the memory.
     """
@@ -124,7 +124,7 @@ def is_widened_scale(node: Node) -> bool:
 
 
 def is_looked_up(node: Node) -> bool:
-    """Whether the node makes the weights of products of a table of at most 16 values and of bytes that say which of them each weight is.
+    """True if the node makes the weights of products of a table of at most 16 values and of bytes that say which of them each weight is.
 
     Those of (N, K) or (K, N), on the CPU, that are not small, with K a multiple of 8: others are made ahead. Source of such weights: Han et
     al., "Deep Compression", 2016.
@@ -148,7 +148,7 @@ def _is_weight_of(product: Node, value: Node) -> bool:
 
 
 def _is_of_bytes(places: object) -> bool:
-    """Whether integers are kept in 8 bits, seen through casts and views."""
+    """True if integers are kept in 8 bits, seen through casts and views."""
     while isinstance(places, Node) and isinstance(places.meta.get("val"), torch.Tensor):
         if places.meta["val"].dtype in _BYTES:
             return True
@@ -159,7 +159,7 @@ def _is_of_bytes(places: object) -> bool:
 
 
 def _all_readers(node: Node, accepts: Callable[[Node, Node], bool]) -> bool:
-    """Whether `accepts(reader, what it reads)` holds for all that read a value, be it by way of a view."""
+    """True if `accepts(reader, what it reads)` holds for all that read a value, be it by way of a view."""
     pending = [node]
     while pending:
         value = pending.pop()
@@ -174,12 +174,12 @@ def _all_readers(node: Node, accepts: Callable[[Node, Node], bool]) -> bool:
 
 
 def is_quantizing(target: object) -> bool:
-    """Whether an operator, a node's target, is one of torch.ao's on quantised tensors."""
+    """True if an operator, a node's target, is one of torch.ao's on quantised tensors."""
     return isinstance(target, torch._ops.OpOverload) and target.namespace == QUANTIZED
 
 
 def is_quantized(value: object) -> bool:
-    """Whether a value of a graph is integers that numbers were quantised to: the result of an operator that quantises, or of rounding and a
+    """True if a value of a graph is integers that numbers were quantised to: the result of an operator that quantises, or of rounding and a
     cast where graphs write that out; seen through operators that choose among, move or copy elements."""
     while isinstance(value, Node) and value.op == "call_function":
         if is_quantizing(value.target):
@@ -202,7 +202,7 @@ def is_quantized(value: object) -> bool:
 
 
 def _is_rounded(node: Node) -> bool:
-    """Whether a value is whole numbers: rounded, then perhaps shifted by a zero point and clamped."""
+    """True if a value is whole numbers: rounded, then perhaps shifted by a zero point and clamped."""
     while node.target in _KEEPING_WHOLE:
         node = node.all_input_nodes[0]
     return node.target is aten.round.default
@@ -220,7 +220,7 @@ def constant_nodes(gm: torch.fx.GraphModule, constants: frozenset[str]) -> set[N
 
 
 def is_repeatable(gm: torch.fx.GraphModule) -> bool:
-    """Whether a call of the graph can be repeated unnoticed: all it does is compute, by operators that PyTorch itself answers for.
+    """True if a call of the graph can be repeated unnoticed: all it does is compute, by operators that PyTorch itself answers for.
 
     What another library's operators do besides computing is not known, whatever their schemas declare.
     """
@@ -245,6 +245,6 @@ def effects(gm: torch.fx.GraphModule) -> Iterator[Node]:
 
 
 def holds_collectives(gm: torch.fx.GraphModule) -> bool:
-    """Whether the graph, or a sub-graph that it calls, works with other processes: no call of it may be repeated on one rank alone."""
+    """True if the graph, or a sub-graph that it calls, works with other processes: no call of it may be repeated on one rank alone."""
     graphs = (module.graph for module in gm.modules() if isinstance(module, torch.fx.GraphModule))
     return any(is_collective(node) for graph in graphs for node in graph.nodes)

@@ -38,7 +38,7 @@ def cache_update(e: Expr, key: LoopVar) -> CacheUpdate | None:
 
 
 def is_cache_update(value: Value) -> bool:
-    """Whether each element of keys or values, (B, H, T, D), is such an element of float32."""
+    """True if each element of keys or values, (B, H, T, D), is such an element of float32."""
     index = domain_vars(value.shape)
     if value.dtype != "float32" or len(index) != 4 or not index[2].terms:
         return False

@@ -70,7 +70,7 @@ class Member:
 
     @property
     def is_full(self) -> bool:
-        """Whether it has a value at every point of the domain."""
+        """True if it has a value at every point of the domain."""
         return self.role in ("full", "scan")
 
 
@@ -285,7 +285,7 @@ def _own_indices(group: Group, op: MapOp, role: str) -> list[tuple[Index, ...]]:
 
 
 def _consistent(group: Group, expr: Expr) -> bool:
-    """Whether every element of a member that `expr` reads is the one the group holds at the current point.
+    """True if every element of a member that `expr` reads is the one the group holds at the current point.
 
     A member's result used inside an index (an embedding's row number) does not qualify: indices are read from memory.
     """

@@ -283,7 +283,7 @@ class _Lowerer:
         return value
 
     def _is_read_as_integers(self, value: Value) -> bool:
-        """Whether integer products may read a value through its definition, which must stay then: memory of its own would hold floats."""
+        """True if integer products may read a value through its definition, which must stay then: memory of its own would hold floats."""
         return self._policy.abilities.integer_products and is_dequantised(value)
 
     def _matrix(self, value: Value) -> Value:
@@ -314,7 +314,7 @@ class _Lowerer:
         return self._ctx.materialize(self._operand(value))
 
     def _is_part(self, op: ConvOp) -> bool:
-        """Whether a convolution's input is some channels of what another one writes, in whole blocks: its kernel reads them in place."""
+        """True if a convolution's input is some channels of what another one writes, in whole blocks: its kernel reads them in place."""
         value = op.x
         if op.groups != 1 or not isinstance(value, Map) or value.realized is not None or len(value.shape) != 4:
             return False
@@ -421,7 +421,7 @@ class _Lowerer:
         return {out: place for place, op in enumerate(self._ops) for out in op.outs}
 
     def _is_epilogue(self, value: Map, expr: Expr) -> bool:
-        """Whether a value is computed element by element from what a convolution writes."""
+        """True if a value is computed element by element from what a convolution writes."""
         index = domain_vars(value.shape)
         return any(load.buffer in self._convolved and load.index == index for load in loads_of(expr))
 
@@ -433,7 +433,7 @@ class _Lowerer:
 
 
 def _is_mask(reader: torch.fx.Node, node: torch.fx.Node) -> bool:
-    """Whether attention reads the node, seen through views, as its mask."""
+    """True if attention reads the node, seen through views, as its mask."""
     if reader.target in _VIEWS:
         return bool(reader.users) and all(_is_mask(user, reader) for user in reader.users)
     if reader.target not in MASKED_ATTENTION:
@@ -443,7 +443,7 @@ def _is_mask(reader: torch.fx.Node, node: torch.fx.Node) -> bool:
 
 
 def _is_attended(node: torch.fx.Node) -> bool:
-    """Whether all that reads the node, seen through views, is attention, as its keys or values."""
+    """True if all that reads the node, seen through views, is attention, as its keys or values."""
 
     def attends(user: torch.fx.Node) -> bool:
         if user.target in _VIEWS:
@@ -460,7 +460,7 @@ def _seen_through(node: Any) -> Any:
 
 
 def _is_computed(offset: Index, index: Sequence[Index]) -> bool:
-    """Whether an offset is read from memory, or found by dividing a variable of the index: not its product with a stride."""
+    """True if an offset is read from memory, or found by dividing a variable of the index: not its product with a stride."""
     variables = [atom for i in index for atom, _ in i.terms if isinstance(atom, LoopVar)]
     return any(not isinstance(leaf, LoopVar) for leaf in offset.leaves()) or any(map(offset.divides, variables))
 

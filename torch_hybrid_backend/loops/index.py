@@ -268,7 +268,7 @@ class Index:
                 yield atom
 
     def divides(self, variable: LoopVar) -> bool:
-        """Whether it holds a quotient or a remainder of what `variable` occurs in."""
+        """True if it holds a quotient or a remainder of what `variable` occurs in."""
         return any(variable in atom.numerator.leaves() for atom, _ in self.terms if isinstance(atom, FloorDiv | Mod))
 
     def __repr__(self) -> str:
@@ -364,7 +364,7 @@ def _reach_of_atom(atom: Atom) -> Dim:
 
 
 def is_wide(index: Index) -> bool:
-    """Whether an index used as a number is computed in 64 bits: where an integer occurs in it that may be any, or numbers too large for 32.
+    """True if an index used as a number is computed in 64 bits: where an integer occurs in it that may be any, or numbers too large for 32.
 
     All others are computed in 32. Where they are made of sizes known only at run time, their `reach` tells at which of these 32 bits do.
     """

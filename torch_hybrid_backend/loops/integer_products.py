@@ -127,7 +127,7 @@ def _span(e: Expr) -> tuple[int, int]:
 
 
 def _fits(depth: int, left: Affine, right: Affine, zero: Expr | None) -> bool:
-    """Whether an int32 holds the sum of `depth` products of the operands' integers, whatever they are, those of `left` moved by `zero`.
+    """True if an int32 holds the sum of `depth` products of the operands' integers, whatever they are, those of `left` moved by `zero`.
 
     Partial sums need not fit: int32 wraps, and what instructions move operands by cancels.
     """
@@ -156,7 +156,7 @@ def _whole(zero: Expr) -> Expr | None:
 
 
 def _varies_along(e: Expr, along: tuple[Index, ...]) -> bool:
-    """Whether a scalar changes with any of the loop variables."""
+    """True if a scalar changes with any of the loop variables."""
     wanted = {atom for index in along for atom, _ in index.terms}
     found = {
         leaf
@@ -228,7 +228,7 @@ def _operand(value: Value, summed: tuple[int, ...]) -> _Operand | None:
 
 
 def is_dequantised(value: Value) -> bool:
-    """Whether a value is cheaper to compute where it is read than to keep: an integer of 8 bits, moved and scaled by what is no work itself."""
+    """True if a value is cheaper to compute where it is read than to keep: an integer of 8 bits, moved and scaled by what is no work itself."""
     if value.dtype in NARROW:
         return False
     expr = value.at(domain_vars(value.shape))
@@ -248,7 +248,7 @@ def long_integers(value: Value) -> Map | None:
 
 
 def is_quantised(e: Expr) -> bool:
-    """Whether a scalar is an integer of 8 bits that floats were rounded to; not one that was only cast, as masks and images are."""
+    """True if a scalar is an integer of 8 bits that floats were rounded to; not one that was only cast, as masks and images are."""
     rounded = (part.args[0] for part in parts([e]) if isinstance(part, Call) and part.op == "round_even")
     return e.dtype in NARROW and any(scalar.is_float(each.dtype) for each in rounded)
 

@@ -215,7 +215,7 @@ def kernel_sizes(kernel: Kernel) -> list[Symbol]:
 
 
 def counts_far(kernel: Kernel) -> bool:
-    """Whether a kernel has arguments of more elements, or more points, than 32 bits count, as far as its sizes are numbers."""
+    """True if a kernel has arguments of more elements, or more points, than 32 bits count, as far as its sizes are numbers."""
     extents = (
         product(variable.extent for variable in kernel.domain),
         *(a.span for a in (*kernel.reads, *kernel.writes)),

@@ -41,7 +41,7 @@ def lookup(e: Expr) -> Lookup | None:
 
 
 def is_looked_up(value: Value) -> bool:
-    """Whether each element of a value is such an element of one table."""
+    """True if each element of a value is such an element of one table."""
     return lookup(value.at(domain_vars(value.shape))) is not None
 
 

@@ -138,7 +138,7 @@ class Context:
         return self.outs[0]
 
     def wants(self, position: int) -> bool:
-        """Whether the graph reads the node's result at `position`; where it does not, None may stand for it."""
+        """True if the graph reads the node's result at `position`; where it does not, None may stand for it."""
         return self.node is not None and _reads(self.node, position)
 
     @property
@@ -267,7 +267,7 @@ def check_tensor(tensor: torch.Tensor, abilities: Abilities = COMMON) -> Refused
 
 
 def _reads(node: torch.fx.Node, position: int) -> bool:
-    """Whether anything reads the node's result at `position`."""
+    """True if anything reads the node's result at `position`."""
     return any(u.target is not operator.getitem or (u.args[1] == position and u.users) for u in node.users)
 
 
@@ -320,7 +320,7 @@ def lower_node(ctx: Context, node: torch.fx.Node, values: Mapping[torch.fx.Node,
 
 
 def supports(node: torch.fx.Node, abilities: Abilities = COMMON) -> Verdict:
-    """Whether a node has a lowering for its arguments and such kernels, found by lowering it on placeholder buffers."""
+    """Supported if a node has a lowering for its arguments and such kernels, found by lowering it on placeholder buffers."""
     if node.op != "call_function":
         return Refused(Reason.UNKNOWN_OPERATOR, f"a node of kind {node.op} is not an operator")
     if node.target is operator.getitem:

@@ -42,7 +42,7 @@ _FLOATS = ("float32", "float64")
 
 
 def is_float(dtype: str) -> bool:
-    """Whether a compute dtype is a floating-point one."""
+    """True if a compute dtype is a floating-point one."""
     return dtype in _FLOATS
 
 
@@ -241,7 +241,7 @@ def logical_or(a: Expr, b: Expr) -> Expr:
 
 
 def index_in(index: Index, low: Dim, high: Dim) -> Expr:
-    """Whether `low <= index < high`, folded where the index's range decides."""
+    """True if `low <= index < high`, folded where the index's range decides."""
     result: Expr = Const("bool", True)
     if not known_at_most(low, index.low):
         result = logical_and(result, call("ge", from_index(index), from_index(low)))

@@ -32,7 +32,7 @@ def gathered(stores: Sequence[Store], accumulator: Buffer, column: LoopVar) -> t
 
 
 def depends_on_column_alone(e: Expr, column: LoopVar) -> bool:
-    """Whether an expression is the same in all rows: made of literals, of the column's number, and of what is loaded by it."""
+    """True if an expression is the same in all rows: made of literals, of the column's number, and of what is loaded by it."""
     for part in parts([e]):
         match part:
             case Load(_, _, index):

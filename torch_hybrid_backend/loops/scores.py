@@ -45,7 +45,7 @@ _MASK_CALLS = (
 
 
 def is_cheap_mask(expr: Expr) -> bool:
-    """Whether a mask costs less to compute than to read: a few operations, those of indices included."""
+    """True if a mask costs less to compute than to read: a few operations, those of indices included."""
     return sum(isinstance(e, Call) for e in parts([expr], within_indices=True)) <= _MASK_CALLS
 
 
@@ -317,7 +317,7 @@ def _linear(e: Expr, t: LoopVar) -> tuple[int, Expr] | None:
 
 
 def is_free_of(e: Expr, variable: LoopVar, env: Mapping[LoopVar, Index] | None = None) -> bool:
-    """Whether no part of an expression depends on a loop variable. `env`: what its own variables are in terms of others."""
+    """True if no part of an expression depends on a loop variable. `env`: what its own variables are in terms of others."""
     values = dict(env or {})
     for part in parts([e], within_indices=True):
         for index in indices(part):

@@ -216,7 +216,7 @@ def _compare(
 
     @functools.cache
     def fits(dtype: torch.dtype) -> bool:
-        """Whether the host has memory for a wider run, of what it has beside what eager takes."""
+        """True if the host has memory for a wider run, of what it has beside what eager takes."""
         on_device = not on_host and not all(map(_is_on_host, expected))
         return on_device or _peak_bytes(judged_graph, dtype) <= BESIDE_EAGER_BYTES + _peak_bytes(module, None)
 
@@ -361,7 +361,7 @@ def _form(reference: torch.Tensor, result: torch.Tensor, spec: TensorSpec | None
 
 
 def _same_strides(shape: Sequence[int], a: Sequence[object], b: Sequence[object]) -> bool:
-    """Whether the strides address the same elements: those of dimensions of size 1 do not matter."""
+    """True if the strides address the same elements: those of dimensions of size 1 do not matter."""
     return all(x == y for size, x, y in zip(shape, a, b, strict=True) if size != 1)
 
 
@@ -374,7 +374,7 @@ def _allclose(reference: torch.Tensor, result: torch.Tensor) -> bool:
 
 
 def _near(reference: torch.Tensor, result: torch.Tensor, ideal: object) -> bool:
-    """Whether the result's root mean square error against `ideal`, the wider run's output, is about that of eager's, as
+    """True if the result's root mean square error against `ideal`, the wider run's output, is about that of eager's, as
     `torch._dynamo.utils.same` judges."""
     if not isinstance(ideal, torch.Tensor):
         return False
@@ -409,7 +409,7 @@ def _near(reference: torch.Tensor, result: torch.Tensor, ideal: object) -> bool:
 
 
 def _is_near_rounded(reference: torch.Tensor, result: torch.Tensor, error: float, allowed: float) -> bool:
-    """Whether rounded rows may have made the difference, which is `error` at most: `allowed` in the mean, and no element stands out."""
+    """True if rounded rows may have made the difference, which is `error` at most: `allowed` in the mean, and no element stands out."""
     if not reference.is_floating_point() or reference.numel() == 0:
         return False
     most = largest(_itself, reference)
@@ -417,7 +417,7 @@ def _is_near_rounded(reference: torch.Tensor, result: torch.Tensor, error: float
 
 
 def _is_off_as(result: torch.Tensor, ideal: object, rounded: object) -> bool:
-    """Whether the result is as near `ideal` as the `rounded` run is, in the mean and in each element."""
+    """True if the result is as near `ideal` as the `rounded` run is, in the mean and in each element."""
     if not isinstance(ideal, torch.Tensor) or not isinstance(rounded, torch.Tensor) or result.numel() == 0:
         return False
     of_mean, of_largest = _TIMES_ROUNDED
@@ -427,7 +427,7 @@ def _is_off_as(result: torch.Tensor, ideal: object, rounded: object) -> bool:
 
 
 def _near_ties(result: torch.Tensor, ideal: object, nudged: Sequence[object]) -> bool:
-    """Whether the result's root mean square error is about what comes of other sides taken at ties, as the `nudged` runs show it.
+    """True if the result's root mean square error is about what comes of other sides taken at ties, as the `nudged` runs show it.
 
     Where few values are quantised it is chance whether eager, the kernel, both or neither take the same side as the wider run, and what
     follows differs by a whole step: no error of eager's tells how much that is.

@@ -86,7 +86,7 @@ def _is_lazy(node: Node) -> bool:
 
 
 def accepted(engine: Engine, region: Region, *, strict: bool) -> Verdict:
-    """Whether an engine takes a whole region of operators that it supports. One that raises instead of answering refuses, as above."""
+    """Supported if an engine takes a whole region of operators that it supports. One that raises instead of answering refuses, as above."""
     try:
         with unset_fake_temporarily():
             return engine.accepts(region)

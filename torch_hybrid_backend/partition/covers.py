@@ -136,7 +136,7 @@ def _takes_all(engine: Engine, formula: torch.fx.GraphModule, config: Config) ->
 
 
 def _equal(a: Partition, b: Partition) -> bool:
-    """Whether the same operators make the same regions with the same candidates."""
+    """True if the same operators make the same regions with the same candidates."""
     return _shape(a) == _shape(b)
 
 

@@ -29,7 +29,7 @@ class Dependencies:
 
 
 def is_operator(node: Node) -> bool:
-    """Whether the node must be run by some segment. A get_attr counts only where the graph returns it directly;
+    """True if the node must be run by some segment. A get_attr counts only where the graph returns it directly;
     otherwise each segment that reads the constant has its own copy of the node."""
     if node.op == "get_attr":
         return any(user.op == "output" for user in node.users)

@@ -185,7 +185,7 @@ def _too_small(
 
 
 def _sinkable(node: Node, ordered: bool) -> bool:
-    """Whether the node may move to its first user: it widens what it reads, or reads only what is there anyhow."""
+    """True if the node may move to its first user: it widens what it reads, or reads only what is there anyhow."""
     value = node.meta.get("val")
     if ordered or is_item(node) or not isinstance(value, torch.Tensor):
         return False

@@ -116,7 +116,7 @@ class PricedCall:
         self._profile = profile
 
     def waits(self, *inputs: Any) -> bool:
-        """Whether a call on these inputs would compile or time anything before it returns."""
+        """True if a call on these inputs would compile or time anything before it returns."""
         if self._settled is not None or not self._is_open or self._planned is None:
             return False
         size = self._size(inputs)
@@ -144,7 +144,7 @@ class PricedCall:
         return self._call(*inputs)  # by the one that was chosen, as later calls are
 
     def _is_far(self, size: int) -> bool:
-        """Whether what eager has won says nothing of this size."""
+        """True if what eager has won says nothing of this size."""
         return not self._is_open or size >= _LARGER * self._eager_up_to
 
     def _price(self, planned: Callable[..., Any], inputs: Sequence[Any], size: int) -> None:

@@ -46,6 +46,6 @@ class PassContext:
         return PassContext(captured.kind, captured.static_inputs, precision=precision, weights=weights)
 
     def may_rewrite(self, node: torch.fx.Node) -> bool:
-        """Whether the operator runs on one of the `devices`, all its tensors with it."""
+        """True if the operator runs on one of the `devices`, all its tensors with it."""
         device = device_of(node)
         return not self.devices or (device is not None and device.type in self.devices)

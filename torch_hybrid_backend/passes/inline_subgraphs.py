@@ -80,7 +80,7 @@ def _looks(node: Node) -> object:
 
 
 def _takes_items(call: Node, body: torch.fx.GraphModule) -> bool:
-    """Whether every use of the call picks one of the body's values."""
+    """True if every use of the call picks one of the body's values."""
     results = outputs_of(body)
     return all(
         user.target is operator.getitem and isinstance(user.args[1], int) and isinstance(results[user.args[1]], Node)

@@ -58,7 +58,7 @@ def insert(
 
 
 def same_dim(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
-    """Whether two sizes are equal for certain, without adding a guard."""
+    """True if two sizes are equal for certain, without adding a guard."""
     if isinstance(a, int) and isinstance(b, int):
         return a == b
     return bool(statically_known_true(a == b))
@@ -69,7 +69,7 @@ def same_dims(a: Any, b: Any) -> bool:
 
 
 def same_spec(a: Any, b: Any) -> bool:
-    """Whether two values have equal dtype, device, shape and strides (and neither is a lazily conjugated or negated
+    """True if two values have equal dtype, device, shape and strides (and neither is a lazily conjugated or negated
     view)."""
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         return False
@@ -85,7 +85,7 @@ def same_spec(a: Any, b: Any) -> bool:
 
 
 def may_replace(gm: torch.fx.GraphModule, node: torch.fx.Node, by: torch.fx.Node) -> bool:
-    """Whether `by`, equal in value to `node`, may stand in for it without a difference that the user could see.
+    """True if `by`, equal in value to `node`, may stand in for it without a difference that the user could see.
 
     Refused: a change of dtype, shape or strides; one output object where there were two, or an input's object as an
     output; and outputs that come to share memory with each other, or with an input or constant, where they had their

@@ -27,7 +27,7 @@ def arguments_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, 
 
 
 def is_taken(given: Mapping[str, Any]) -> bool:
-    """Whether `multi_head_attention` computes a call of these arguments: keys and values that are added, or projected already, are rare, and
+    """True if `multi_head_attention` computes a call of these arguments: keys and values that are added, or projected already, are rare, and
     what torch refuses it is to refuse itself."""
     query, key, value, mask = (given[name] for name in ("query", "key", "value", "attn_mask"))
     rare = any(given[name] is not None for name in ("bias_k", "bias_v", "static_k", "static_v"))

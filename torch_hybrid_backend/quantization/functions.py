@@ -58,12 +58,12 @@ def name_of(function: Function) -> str:
 
 
 def is_in_place(name: str) -> bool:
-    """Whether its last letter says that a function writes to what it is given."""
+    """True if its last letter says that a function writes to what it is given."""
     return name.endswith("_") and not name.endswith("__")
 
 
 def may_write(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function of that name, from `name_of`, may write to a tensor that it is given."""
+    """True if a function of that name, from `name_of`, may write to a tensor that it is given."""
     if name in _INPLACE:
         position = _INPLACE[name]
         return bool(args[position] if len(args) > position else kwargs.get("inplace"))
@@ -78,7 +78,7 @@ def may_write(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bo
 
 
 def is_shown_by_dynamo(function: Function) -> bool:
-    """Whether Dynamo shows a function to modes: not those for which torch has no overrides, as `torch.relu_`."""
+    """True if Dynamo shows a function to modes: not those for which torch has no overrides, as `torch.relu_`."""
     return not _is_free(function)
 
 

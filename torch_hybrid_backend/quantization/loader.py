@@ -139,7 +139,7 @@ class Loader:
 
 
 def _is_not_of_input(error: Exception) -> bool:
-    """Whether an error says all itself, or tells of the machine."""
+    """True if an error says all itself, or tells of the machine."""
     return isinstance(error, QuantizationError) or is_out_of_memory(error) or is_sticky(error)
 
 

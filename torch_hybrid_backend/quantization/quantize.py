@@ -260,7 +260,7 @@ class QuantizedModule(nn.Module):
 
 
 def _excluded(model: nn.Module, patterns: Sequence[str]) -> Callable[[str], bool]:
-    """Whether a name, of a module or of a site, is excluded by the patterns, itself or by what it lies in. Raises QuantizationError for a
+    """A test of names, of modules or of sites: excluded by the patterns, itself or by what it lies in. Raises QuantizationError for a
     pattern that matches no module."""
     if isinstance(patterns, str):
         raise QuantizationError(f"exclude must be a sequence of names: ({patterns!r},)")

@@ -60,7 +60,7 @@ class Resampled(TorchFunctionMode):
             keep(self._channels, result, max(channels))
 
     def is_faster_in_float(self, x: torch.Tensor, weight: torch.Tensor, result: torch.Tensor) -> bool:
-        """Whether the convolution of `x`, (N, I, H, W), by `weight`, (O, I, h, w), goes before a resampling in floating point, on a CPU."""
+        """True if the convolution of `x`, (N, I, H, W), by `weight`, (O, I, h, w), goes before a resampling in floating point, on a CPU."""
         channels = found(self._channels, x)
         is_one_pixel = weight.dim() == 4 and weight.shape[2:] == (1, 1) and weight.shape[1] == x.shape[1]
         if channels is None or x.device.type != "cpu" or not is_one_pixel:

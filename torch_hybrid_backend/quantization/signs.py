@@ -49,7 +49,7 @@ class Signs:
         self._is_shared = False
 
     def never_negative(self, x: Any) -> bool:
-        """Whether a tensor is one of them; a number, whether it is not below 0."""
+        """True if a tensor is one of them; a number, whether it is not below 0."""
         if not isinstance(x, torch.Tensor):
             return isinstance(x, int | float) and x >= 0
         if self._is_shared:

@@ -63,7 +63,7 @@ def ended(has_written: bool) -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def may_know_more() -> bool:
-    """Whether there may be a value that a function made of which no mode was told, and that cannot be negative: ask `is_never_negative`."""
+    """True if there may be a value that a function made of which no mode was told, and that cannot be negative: ask `is_never_negative`."""
     graph = _graph() if _is_tracing() else None
     if graph is None:
         return False
@@ -75,7 +75,7 @@ def may_know_more() -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def is_never_negative() -> bool:
-    """Whether the tensor that was detached last cannot be negative, as a function of which no mode was told has made it, or has written
+    """True if the tensor that was detached last cannot be negative, as a function of which no mode was told has made it, or has written
     to it. (Tensors themselves are no constants: their nodes are found by that of a function of them.)"""
     graph = _graph() if _is_tracing() else None
     if graph is None:
@@ -93,7 +93,7 @@ def is_never_negative() -> bool:
 
 
 def _is_tracing() -> bool:
-    """Whether Dynamo traces in this thread; True where that cannot be told."""
+    """True if Dynamo traces in this thread; True where that cannot be told."""
     convert = sys.modules.get("torch._dynamo.symbolic_convert")
     if convert is None:
         return False
@@ -120,7 +120,7 @@ def _last(graph: Graph) -> Node | None:
 
 
 def _look(graph: Graph) -> bool:
-    """Whether nodes that are new to us may have written something negative."""
+    """True if nodes that are new to us may have written something negative."""
     seen = _SEEN.setdefault(graph, _Seen())
     # Where Dynamo has taken back the node that was the last one, all count as new.
     new = list(takewhile(lambda node: node is not seen.last, reversed(graph.nodes)))

@@ -143,7 +143,7 @@ class _Entry:
     made: tuple[weakref.ref[torch.Tensor], ...]
 
     def is_of(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether these, at the same addresses as its own, are its own, and unchanged."""
+        """True if these, at the same addresses as its own, are its own, and unchanged."""
         same = all(map(_is_alive, self.storages, parameters))
         return same and self.versions == versions_of(parameters) and not (self.guard and self.guard.is_stale())
 
@@ -231,7 +231,7 @@ class _Forget:
 
 
 def _is_alive(storage: _Storage, tensor: torch.Tensor) -> bool:
-    """Whether this is the tensor's storage, and no dead one whose address it has."""
+    """True if this is the tensor's storage, and no dead one whose address it has."""
     alive = storage()
     return alive is not None and alive._cdata == tensor.untyped_storage()._cdata
 

@@ -297,7 +297,7 @@ class _Binder:
 
 
 def can_address(device: Device, tensor: torch.Tensor) -> bool:
-    """Whether kernels of the device can be given the tensor's address: a view into a larger one may begin anywhere."""
+    """True if kernels of the device can be given the tensor's address: a view into a larger one may begin anywhere."""
     return device.is_host or tensor.data_ptr() % ADDRESS_ALIGNMENT == 0
 
 

@@ -427,6 +427,6 @@ def _static(spec: TensorSpec | None, name: str) -> TensorSpec:
 
 
 def same_memory(a: TensorSpec, b: TensorSpec) -> bool:
-    """Whether both address the same elements in the same order; strides of dimensions of size 1 address nothing."""
+    """True if both address the same elements in the same order; strides of dimensions of size 1 address nothing."""
     strides = zip(a.shape, a.strides, b.strides, strict=True) if a.shape == b.shape else ()
     return (a.shape, a.dtype) == (b.shape, b.dtype) and all(x == y for n, x, y in strides if n != 1)

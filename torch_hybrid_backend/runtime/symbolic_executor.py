@@ -75,7 +75,7 @@ class SymbolicExecutor:
             run.bind(inputs)
 
     def is_within(self, ranges: Sequence[SizeRange], inputs: Sequence[Any]) -> bool:
-        """Whether a call's sizes lie in all of these ranges."""
+        """True if a call's sizes lie in all of these ranges."""
         values = self._reader.values(inputs)
         return all(least <= values.get(name, least) <= most for name, least, most in ranges)
 

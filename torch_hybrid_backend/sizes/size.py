@@ -42,7 +42,7 @@ class Symbol:
 
     @property
     def is_wide(self) -> bool:
-        """Whether it takes more than 32 bits: an integer, then, and no dimension."""
+        """True if it takes more than 32 bits: an integer, then, and no dimension."""
         return not -MAX_SIZE <= self.low <= self.high <= MAX_SIZE
 
 
@@ -247,12 +247,12 @@ def magnitude(size: Dim) -> Dim:
 
 
 def known_less(a: Dim, b: Dim) -> bool:
-    """Whether a < b is known to hold, whatever the symbols' values."""
+    """True if a < b is known to hold, whatever the symbols' values."""
     return a < b if isinstance(a, int) and isinstance(b, int) else lower_bound(b - a) >= 1
 
 
 def known_at_most(a: Dim, b: Dim) -> bool:
-    """Whether a <= b is known to hold, whatever the symbols' values."""
+    """True if a <= b is known to hold, whatever the symbols' values."""
     return a <= b if isinstance(a, int) and isinstance(b, int) else lower_bound(b - a) >= 0
 
 

@@ -60,7 +60,7 @@ def warm(shared: KernelCompiler, job: Callable[..., Job]) -> tuple[KernelCompile
 
 
 def gone(process: int) -> bool:
-    """Whether a process is gone, or at least dead, within a few seconds."""
+    """True if a process is gone, or at least dead, within a few seconds."""
     for _ in range(500):
         try:
             state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]

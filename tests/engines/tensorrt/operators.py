@@ -197,7 +197,7 @@ def _outcome(graphs: Sequence[torch.fx.GraphModule]) -> tuple[list[Any], Record]
 
 
 def _computes(node: torch.fx.Node) -> bool:
-    """Whether it is an operator that yields tensors: no view, no item, no size."""
+    """True if it is an operator that yields tensors: no view, no item, no size."""
     from torch_hybrid_backend.graph.schema import is_item, is_view
 
     results = tree_leaves(node.meta.get("val"))

@@ -43,7 +43,7 @@ def engine(given: Services | Path | None = None, **options: Any) -> TensorRTEngi
 
 
 def has_golden_release() -> bool:
-    """Whether golden files are of the release that is installed."""
+    """True if golden files are of the release that is installed."""
     found = installation()
     return isinstance(found, Installation) and found.release == GOLDEN_RELEASE
 

@@ -148,7 +148,7 @@ def test_sizes_known_at_run_time(folder: Path) -> None:
 
 @pytest.mark.parametrize("placement", ["estimate", "measure"])
 def test_weights_that_change_between_calls(placement: str, folder: Path) -> None:
-    """Whether they are inputs of the engine or, where that was measured to be faster, its constants: the next call has the new values."""
+    """Weights are inputs of the engine or, where that was measured to be faster, its constants: the next call has the new values."""
     subject = Subject(Block(), folder, placement=placement, tensorrt_constants_percent=100)
     x = _randn(2, 33, _WIDTH)
     subject.settle(x)

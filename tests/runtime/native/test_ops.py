@@ -516,7 +516,7 @@ KINDS = pytest.mark.parametrize("kind", GuardKind)
 
 
 def sees(guard: Guard, asked: int = CALLS_PER_ROUND) -> bool:
-    """Whether the guard sees a change when it is asked so often."""
+    """True if the guard sees a change when it is asked so often."""
     return any(guard.is_stale() for _ in range(asked))
 
 

@@ -210,7 +210,7 @@ def _check_argument(value: object) -> None:
 
 
 def _is_torchs(function: object) -> bool:
-    """Whether a function is the one of this name in Python's `operator` or in one of torch's own modules, or an operator of torch's own."""
+    """True if a function is the one of this name in Python's `operator` or in one of torch's own modules, or an operator of torch's own."""
     if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return str(function).partition(".")[0] in NAMESPACES
     name = getattr(function, "__name__", "")
@@ -220,7 +220,7 @@ def _is_torchs(function: object) -> bool:
 
 
 def _is_unchanged(function: object) -> bool:
-    """Whether a function is compiled code, or Python from torch's own files."""
+    """True if a function is compiled code, or Python from torch's own files."""
     code = getattr(function, "__code__", None)
     if code is None:
         return type(function) in _COMPILED

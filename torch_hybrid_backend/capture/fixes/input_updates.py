@@ -123,7 +123,7 @@ def write_in_place(graph_module: torch.fx.GraphModule, mutated: Sequence[int]) -
 
 
 def _is_update(value: Any, target: Node) -> bool:
-    """Whether an output is `target` with a small part replaced."""
+    """True if an output is `target` with a small part replaced."""
     if not isinstance(value, Node) or value.target not in _IN_PLACE or value.args[0] is not target or value.kwargs:
         return False
     arguments = [node for node in value.all_input_nodes if node is not target]

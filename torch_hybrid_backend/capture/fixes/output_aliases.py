@@ -135,7 +135,7 @@ def _owners(graph_module: torch.fx.GraphModule) -> dict[Node, Node]:
 
 
 def _is_strided(node: Node, owner: Node) -> bool:
-    """Whether `as_strided` with numbers known now makes the node of its owner."""
+    """True if `as_strided` with numbers known now makes the node of its owner."""
     value, whole = node.meta["val"], owner.meta["val"]
     numbers = (n for tensor in (value, whole) for n in (*tensor.shape, *tensor.stride(), tensor.storage_offset()))
     return value.dtype == whole.dtype and all(isinstance(number, int) for number in numbers)

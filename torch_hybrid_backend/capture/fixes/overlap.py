@@ -78,7 +78,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _overlap(inputs: Sequence[Any], tensors: Sequence[int], written: frozenset[int]) -> bool:
-    """Whether the memory from the first to the last element of a written input meets that of another one."""
+    """True if the memory from the first to the last element of a written input meets that of another one."""
     spans = {k: _span(inputs[k]) for k in tensors}
     return any(spans[a][0] < spans[b][1] and spans[b][0] < spans[a][1] for a in written for b in tensors if a != b)
 

@@ -170,13 +170,13 @@ def with_strides_of(operator: Any, formula: Callable[..., Any]) -> Callable[...,
 
 @functools.cache
 def _is_tried(operator: Any) -> bool:
-    """Whether an operator can be called with any tensors: a private one may take its arguments, packed weights say, without a look at them."""
+    """True if an operator can be called with any tensors: a private one may take its arguments, packed weights say, without a look at them."""
     return _is_function(operator) and (not operator.__name__.startswith("_") or torch.Tag.core in operator.tags)
 
 
 @functools.cache
 def _is_function(operator: Any) -> bool:
-    """Whether an operator of ATen computes new tensors of given ones, the same ones in each call."""
+    """True if an operator of ATen computes new tensors of given ones, the same ones in each call."""
     if not isinstance(operator, torch._ops.OpOverload) or operator.namespace != "aten" or is_random(operator):
         return False
     if {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}.intersection(operator.tags):
@@ -187,7 +187,7 @@ def _is_function(operator: Any) -> bool:
 
 
 def _are_plain(*values: Any) -> bool:
-    """Whether all tensors among the values are contiguous. Of those with symbolic sizes nothing is asked, as that would set guards."""
+    """True if all tensors among the values are contiguous. Of those with symbolic sizes nothing is asked, as that would set guards."""
     for value in values:
         if isinstance(value, torch.Tensor):
             if value.layout is not torch.strided or value._has_symbolic_sizes_strides:
@@ -313,7 +313,7 @@ def _elements(forms: Sequence[_Form | None]) -> int:
 
 
 def _have_orders(forms: Sequence[_Form | None], orders: Sequence[_Order | None]) -> bool:
-    """Whether results lie in these orders, those that have one."""
+    """True if results lie in these orders, those that have one."""
     pairs = zip(forms, orders, strict=True) if len(forms) == len(orders) else [(None, ())]
     return all(
         order is None or (form is not None and form.strides == _strides(form.shape, order)) for form, order in pairs
@@ -321,7 +321,7 @@ def _have_orders(forms: Sequence[_Form | None], orders: Sequence[_Order | None])
 
 
 def _are_alike(real: Sequence[_Form | None], told: Sequence[_Form | None]) -> bool:
-    """Whether results of small tensors stand for those told: as many, of as many dimensions, of which the same have size 1 or 0."""
+    """True if results of small tensors stand for those told: as many, of as many dimensions, of which the same have size 1 or 0."""
 
     def degenerate(form: _Form | None) -> list[int] | None:
         return None if form is None else [min(size, 2) for size in form.shape]
@@ -352,6 +352,6 @@ def _laid_out_as(result: Any, wanted: Any) -> Any:
 
 
 def _is_laid_out(form: _Form, order: _Order) -> bool:
-    """Whether the elements lie in this order, whatever strides dimensions of size 1 have."""
+    """True if the elements lie in this order, whatever strides dimensions of size 1 have."""
     strides = zip(form.shape, form.strides, _strides(form.shape, order), strict=True)
     return all(a == b for size, a, b in strides if size != 1)

@@ -179,7 +179,7 @@ def converters_of(node: torch.fx.Node) -> Converters:
 
 
 def _is_theirs(converter: ConverterSupport) -> bool:
-    """Whether it is torch_tensorrt's. The process that builds has none of those that a user registers, nor may a later one that finds the
+    """True if it is torch_tensorrt's. The process that builds has none of those that a user registers, nor may a later one that finds the
     verdict."""
     return str(converter.converter_implementation.__module__).partition(".")[0] == "torch_tensorrt"
 

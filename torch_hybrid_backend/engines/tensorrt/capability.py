@@ -104,7 +104,7 @@ _VALUES_FIRST: frozenset[object] = frozenset(
 
 
 def supports(node: Node, kept: Verdicts) -> Verdict:
-    """Whether TensorRT takes one ATen node of a user's graph. torch_tensorrt is asked where no verdict on the node's form is kept."""
+    """Supported if TensorRT takes one ATen node of a user's graph. torch_tensorrt is asked where no verdict on the node's form is kept."""
     target = node.target
     if is_item(node):  # goes with its operator, about which it was asked
         return Supported()
@@ -272,7 +272,7 @@ def _refused_lowered(node: Node, lowered: Node, converters_of: Callable[[Node], 
 
 
 def _is_exact(node: Node) -> bool:
-    """Whether whole numbers of 64 bits come out of a lowered node as they should."""
+    """True if whole numbers of 64 bits come out of a lowered node as they should."""
     results = [v for v in tree_leaves(node.meta.get("val")) if _is_int64(v)]
     arguments = [argument.meta.get("val") for argument in node.all_input_nodes]
     read = [value for value in tree_leaves(arguments) if _is_int64(value)]
@@ -291,7 +291,7 @@ def _is_exact(node: Node) -> bool:
 
 
 def _is_long(argument: object) -> bool:
-    """Whether it is a number of more than 32 bits, in which converters hold them; the end of a slice may be any."""
+    """True if it is a number of more than 32 bits, in which converters hold them; the end of a slice may be any."""
     return type(argument) is int and not -(1 << 31) <= argument < (1 << 31) and argument != sys.maxsize
 
 

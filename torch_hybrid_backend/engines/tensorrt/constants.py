@@ -45,7 +45,7 @@ _marks = itertools.count(1)  # of the process, so that no two forms can be mixed
 
 
 def worth(as_inputs_us: float, as_constants_us: float) -> bool:
-    """Whether constants are so much faster that they are worth their memory."""
+    """True if constants are so much faster that they are worth their memory."""
     return as_inputs_us > _AS_FAST * as_constants_us
 
 
@@ -157,7 +157,7 @@ class ConstantForm:
 
     @property
     def serves(self) -> bool:
-        """Whether the engine holds the values that were packed last."""
+        """True if the engine holds the values that were packed last."""
         return self._newest in self._serving
 
     @property
@@ -402,7 +402,7 @@ class Budget:
         return Budget(sum(sizes.values()) * percent // 100)
 
     def grant(self, form: ConstantForm, gain_us: float) -> bool:
-        """Whether the form keeps its constants, now that it gains so much in a call. Others may lose theirs to it."""
+        """True if the form keeps its constants, now that it gains so much in a call. Others may lose theirs to it."""
         with self._lock:
             self._gains[form] = gain_us
             ranked = sorted(self._gains, key=lambda each: -self._gains[each] / each.size_bytes)

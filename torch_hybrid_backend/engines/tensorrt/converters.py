@@ -43,7 +43,7 @@ def _has_unknown_size(node: Node) -> bool:
 
 
 def _is_of_sized_input(node: Node) -> bool:
-    """Whether it copies an input of sizes known only at run time: for copies of inputs they have a converter of their own, which takes none."""
+    """True if it copies an input of sizes known only at run time: for copies of inputs they have a converter of their own, which takes none."""
     (source,) = node.all_input_nodes
     return source.op == "placeholder" and _has_unknown_size(source)
 

@@ -150,7 +150,7 @@ def name_resizes(module: torch.fx.GraphModule) -> None:
 
 
 def _follows_sizes(node: Node) -> bool:
-    """Whether the factors that a node is given, by which eager then finds where to read, are those of its sizes."""
+    """True if the factors that a node is given, by which eager then finds where to read, are those of its sizes."""
     x, _, _, *factors = node.args
     if node.kwargs:
         return False

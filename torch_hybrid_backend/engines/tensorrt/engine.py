@@ -79,7 +79,7 @@ SOURCES = ("core", "sizes", "graph", "engines/tensorrt")
 
 
 def allows_tf32(region: Region) -> bool:
-    """Whether PyTorch lets every operator of the region round to TF32 that an engine with the flag would: it has but one for all."""
+    """True if PyTorch lets every operator of the region round to TF32 that an engine with the flag would: it has but one for all."""
     of_products, of_convolutions = (precision == "tf32" for precision in float32_precision("cuda"))
     names = {operator_name(node) for node in region.graph_module.graph.nodes}
     products = any(name in PRODUCTS or name.startswith(ATTENTION) for name in names)

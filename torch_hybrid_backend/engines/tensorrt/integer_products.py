@@ -247,7 +247,7 @@ _BIASES = {aten.addmm.default: 0, aten.convolution.default: 2}
 
 
 def _is_plain(node: Node) -> bool:
-    """Whether it adds its bias as it is, and is no transposed convolution."""
+    """True if it adds its bias as it is, and is no transposed convolution."""
     if node.target is aten.convolution.default:
         return not node.args[6] and bool(node.args[8] == 1)
     return not node.kwargs and len(node.args) <= 3  # beta and alpha come after

@@ -75,7 +75,7 @@ def rungs_of(region: Region) -> tuple[Rung, ...]:
 
 
 def keeps_tf32_exact(region: Region, rung: Rung) -> bool:
-    """Whether the products of a region on a rung lose nothing by TF32: on the higher ones their operands are half types, widened, which have at
+    """True if the products of a region on a rung lose nothing by TF32: on the higher ones their operands are half types, widened, which have at
     most its 10 bits behind the leading one. A region with products of float32 of its own has others."""
     products = [node for node in region.graph_module.graph.nodes if node.op == "call_function" and is_product(node)]
     return rung is not Rung.AS_WRITTEN and bool(products) and all(_is_half(_values(node)) for node in products)
@@ -88,7 +88,7 @@ def name(node: Node) -> str:
 
 
 def is_product(node: Node) -> bool:
-    """Whether a node sums products: a matrix product, a convolution or attention."""
+    """True if a node sums products: a matrix product, a convolution or attention."""
     called = name(node)
     return called in PRODUCTS or called in CONVOLUTIONS or called.startswith(ATTENTION)
 

@@ -85,7 +85,7 @@ class TheirLog(logging.Filter):
             self._here.heard.pop()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is none of ours, and goes where it did before."""
+        """True if the record is none of ours, and goes where it did before."""
         found = self._here.heard or self._of_all
         if found:
             found[-1].take(record)

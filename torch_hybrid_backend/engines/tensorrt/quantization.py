@@ -86,7 +86,7 @@ _QUANTISERS = frozenset(
 
 
 def judged(node: Node) -> Verdict | None:
-    """Whether TensorRT takes an operator that makes, moves or reads values of 8 bits, and fills of zero points; None for all others."""
+    """Supported if TensorRT takes an operator that makes, moves or reads values of 8 bits, and fills of zero points; None for all others."""
     title = quantiser(node)
     if title is not None:
         return _judged_quantiser(node, title)
@@ -163,7 +163,7 @@ def _judged_convolution(node: Node) -> Verdict | None:
 
 
 def is_rtx_before(version: tuple[float, ...]) -> bool:
-    """Whether what is installed is TensorRT-RTX, of an earlier version."""
+    """True if what is installed is TensorRT-RTX, of an earlier version."""
     found = installation()
     if not isinstance(found, Installation) or found.flavour.module != "tensorrt_rtx":
         return False
@@ -172,7 +172,7 @@ def is_rtx_before(version: tuple[float, ...]) -> bool:
 
 
 def _reads_int8(value: object) -> bool:
-    """Whether values are dequantised from int8, and at most moved or chosen among since: the builder does that with the integers."""
+    """True if values are dequantised from int8, and at most moved or chosen among since: the builder does that with the integers."""
     left = [value]
     while left:
         each = left.pop()
@@ -193,7 +193,7 @@ def _is_clamped(value: object) -> bool:
 
 
 def _is_zero(value: object) -> bool:
-    """Whether a zero point is known to be 0: the number, a fill, or a constant."""
+    """True if a zero point is known to be 0: the number, a fill, or a constant."""
     if not isinstance(value, Node):
         return isinstance(value, int) and value == 0
     if value.op == "get_attr":

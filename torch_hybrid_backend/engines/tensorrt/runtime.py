@@ -57,7 +57,7 @@ class LoadedEngine(Protocol):
         ...
 
     def can_be_captured(self, context: Context, stream: int) -> bool:
-        """Whether a call may be captured into a CUDA graph, with the shapes that are set."""
+        """True if a call may be captured into a CUDA graph, with the shapes that are set."""
         ...
 
     def take_kernels(self, kernels: bytes) -> bool:
@@ -97,7 +97,7 @@ class Streams(Protocol):
 
     @property
     def capturing(self) -> bool:
-        """Whether the current one is being captured into a CUDA graph."""
+        """True if the current one is being captured into a CUDA graph."""
         ...
 
 

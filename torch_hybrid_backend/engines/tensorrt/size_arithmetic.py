@@ -55,7 +55,7 @@ Places = Mapping[str, tuple[Node, int]]
 
 
 def _is_told(size: Dim, places: Places) -> bool:
-    """Whether it is a sum of products of symbols that dimensions of inputs are."""
+    """True if it is a sum of products of symbols that dimensions of inputs are."""
     if isinstance(size, int):
         return False
     atoms = [atom for monomial in size.terms for atom, _ in monomial]

@@ -392,7 +392,7 @@ _CHANNELS_LAST = (0, 2, 3, 1)
 
 
 def wants_channels_last(dtype: str, groups: int, rank: int, target: Target) -> bool:
-    """Whether cuDNN computes such a convolution on tensor cores, which want channels innermost. Grouped ones are slower so
+    """True if cuDNN computes such a convolution on tensor cores, which want channels innermost. Grouped ones are slower so
     (pytorch/pytorch pull request 114600)."""
     return rank == 2 and groups == 1 and (dtype in _HALVES or (dtype == "float32" and target.convolution_tf32))
 

@@ -181,7 +181,7 @@ def _too_old(chips: str) -> Refused:
 
 
 def _installed(version: str) -> Verdict:
-    """Whether kernels can be compiled with this version of Triton; "" where there is none."""
+    """Supported if kernels can be compiled with this version of Triton; "" where there is none."""
     if not version:
         return Refused(Reason.MISSING_DEPENDENCY, f"triton is not installed: pip install '{_VERSIONS}'")
     numbers = re.match(r"(\d+)\.(\d+)", version)

@@ -46,5 +46,5 @@ def _wants(op: ConvOp, target: Target) -> bool:
 
 
 def _keeps_channels(buffer: Buffer, read: Sequence[Buffer]) -> bool:
-    """Whether dimension 1 of the buffer is the channels of one of those it is computed from: their number or that of the pixels is the same."""
+    """True if dimension 1 of the buffer is the channels of one of those it is computed from: their number or that of the pixels is the same."""
     return any(other.shape[1] == buffer.shape[1] or other.shape[2:] == buffer.shape[2:] for other in read)

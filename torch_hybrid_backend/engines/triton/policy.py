@@ -11,7 +11,7 @@ from torch_hybrid_backend.loops.policy import Abilities, FusionPolicy
 
 
 def _saturates_float8() -> bool:
-    """Whether this torch makes 448 of what is too large for float8_e4m3fn, as kernels do. Earlier ones made NaN of it."""
+    """True if this torch makes 448 of what is too large for float8_e4m3fn, as kernels do. Earlier ones made NaN of it."""
     return torch.tensor(1e4, device=str(CPU)).to(torch.float8_e4m3fn).float().item() == 448
 
 

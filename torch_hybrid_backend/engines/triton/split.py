@@ -240,7 +240,7 @@ class _Split:
         return Store(stage.store.buffer, stage.store.index, self._written(stage.store.value, own))
 
     def _is_needed_after(self, local: Buffer, number: int) -> bool:
-        """Whether a stage reads it that runs behind the pass `number` and what belongs to it."""
+        """True if a stage reads it that runs behind the pass `number` and what belongs to it."""
         of = self._passes.of
         for stage in self._kernel.stages:
             last = number + 1 if stage.kind in ("scalar", "store_scalar") else number

@@ -21,7 +21,7 @@ class Target:
 
     @property
     def has_large_tiles(self) -> bool:
-        """Whether tiles are as large as may be: the interpreter takes as long for a large one as for a small one."""
+        """True if tiles are as large as may be: the interpreter takes as long for a large one as for a small one."""
         return self.capability == 0
 
     @property

@@ -193,7 +193,7 @@ def _cpu_and_flags(root: Path) -> tuple[str, frozenset[str]]:
 
 
 def torch_sees(flag: str) -> bool:
-    """Whether PyTorch, which asks the processor itself, has found an extension; not every version of it tells."""
+    """True if PyTorch, which asks the processor itself, has found an extension; not every version of it tells."""
     import torch
 
     tell = getattr(torch.cpu, "get_capabilities", None)

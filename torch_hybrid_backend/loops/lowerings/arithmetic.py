@@ -200,7 +200,7 @@ def sign(a: Expr) -> Expr:
 
 
 def nonzero(a: Expr) -> Expr:
-    """Whether a differs from zero (NaN does)."""
+    """True if a differs from zero (NaN does)."""
     return cast(a, "bool")
 
 

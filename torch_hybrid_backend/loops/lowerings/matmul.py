@@ -31,7 +31,7 @@ aten = torch.ops.aten
 
 
 def _same_for_every_batch(value: Value) -> bool:
-    """Whether a (B, K, N) value does not depend on its first index: a matrix expanded over the batch."""
+    """True if a (B, K, N) value does not depend on its first index: a matrix expanded over the batch."""
     batch, *rest = (var(f"i{d}", size) for d, size in enumerate(value.shape))
     varied, pinned = value.at((batch, *rest)), value.at((as_index(0), *rest))
     names = {b: str(n) for n, b in enumerate([*buffers_of_expr(varied), *buffers_of_expr(pinned)])}

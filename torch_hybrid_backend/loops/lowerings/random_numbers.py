@@ -186,7 +186,7 @@ def _default(generator: object) -> None:
 
 
 def _is_dense(shape: tuple[Dim, ...], strides: tuple[Dim, ...]) -> bool:
-    """Whether the elements fill memory without gaps, in whatever order of dimensions."""
+    """True if the elements fill memory without gaps, in whatever order of dimensions."""
     expected: Dim = 1
     for extent, stride in sorted(
         zip(shape, strides, strict=True), key=lambda pair: (size_hint(pair[1]), size_hint(pair[0]))

@@ -172,7 +172,7 @@ def _asked(
 
 
 def _are_few(ctx: Context, count: Dim) -> bool:
-    """Whether so few slices are written that each element may ask about all of them; refuses more where kernels cannot write them."""
+    """True if so few slices are written that each element may ask about all of them; refuses more where kernels cannot write them."""
     if ctx.abilities.scatters != "none":
         return isinstance(count, int) and count <= MAX_SLICES
     count = known_int(count)

@@ -76,7 +76,7 @@ def _most(index: Index, bound: int) -> Expr:
 
 
 def inside(place: Sequence[Index], shape: Sequence[Dim]) -> Expr:
-    """Whether a place lies within a shape, in every dimension."""
+    """True if a place lies within a shape, in every dimension."""
     result: Expr = const(True, "bool")
     for i, n in zip(place, shape, strict=True):
         result = logical_and(result, index_in(i, 0, n))

@@ -42,7 +42,7 @@ def cse(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
 
 
 def _tuple_members_private(gm: torch.fx.GraphModule, node: torch.fx.Node) -> bool:
-    """Whether no member of a tuple-valued node is returned, directly or through a view (then merging could alias
+    """True if no member of a tuple-valued node is returned, directly or through a view (then merging could alias
     outputs)."""
     members = set(node.users)
     return not any(root in members or root is node for root in returned_roots(gm))

@@ -76,7 +76,7 @@ def input_free(gm: torch.fx.GraphModule, ctx: PassContext) -> dict[torch.fx.Node
 
 
 def is_deterministic(node: torch.fx.Node) -> bool:
-    """Whether the node is a tensor operator (or tuple access) that gives the same result whenever it is given the same
+    """True if the node is a tensor operator (or tuple access) that gives the same result whenever it is given the same
     arguments."""
     if not is_pure(node) or node.target in UNDEFINED:
         return False
@@ -96,7 +96,7 @@ def _can_be_read(value: Any, limit_bytes: int) -> bool:
 
 
 def _reaches_variable(node: torch.fx.Node, constant: dict[torch.fx.Node, None]) -> bool:
-    """Whether a node outside the constants uses the value, directly or through views (else a larger expression covers
+    """True if a node outside the constants uses the value, directly or through views (else a larger expression covers
     it)."""
     pending = list(node.users)
     while pending:
@@ -156,7 +156,7 @@ def _install(gm: torch.fx.GraphModule, node: torch.fx.Node, value: torch.Tensor)
 
 
 def _is_negative_zero(value: torch.Tensor) -> bool:
-    """Whether zeros of both signs may hide behind equality."""
+    """True if zeros of both signs may hide behind equality."""
     return value.dtype.is_floating_point and bool((value == 0).any()) and bool(torch.signbit(value).any())
 
 

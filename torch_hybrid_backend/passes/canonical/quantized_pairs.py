@@ -141,7 +141,7 @@ def _simplify(gm: torch.fx.GraphModule, node: Node, numbers: _Numbers) -> bool:
 
 
 def _is_integer(node: Any, numbers: _Numbers) -> bool:
-    """Whether the value is one of integers under `numbers`: dequantised, then moved, chosen among or clamped."""
+    """True if the value is one of integers under `numbers`: dequantised, then moved, chosen among or clamped."""
     if not isinstance(node, Node) or node.op != "call_function" or node.meta["val"].dtype != torch.float32:
         return False
     if _Numbers.of(node, "dequantize") == numbers:
@@ -158,7 +158,7 @@ def _is_integer(node: Any, numbers: _Numbers) -> bool:
 
 
 def _is_pooled(node: Node) -> bool:
-    """Whether the value is the maxima of pooling, whose places nobody reads."""
+    """True if the value is the maxima of pooling, whose places nobody reads."""
     pool = node.all_input_nodes[0] if is_item(node) else None
     return (
         pool is not None
@@ -257,7 +257,7 @@ def _before_moves(node: Node) -> Node:
 
 
 def _is_made(x: Node) -> bool:
-    """Whether a kernel computes the value, which may then write integers. What is only moved and joined would be so once more."""
+    """True if a kernel computes the value, which may then write integers. What is only moved and joined would be so once more."""
     while x.target in _MOVES:
         x = x.args[0]  # type: ignore[assignment]
     is_moved = (is_item(x) and not _is_pooled(x)) or is_view(x) or x.target is aten.cat.default
@@ -265,7 +265,7 @@ def _is_made(x: Node) -> bool:
 
 
 def _is_read_by(source: Any, node: Node) -> bool:
-    """Whether a value is an operator's and nothing but `node` reads it."""
+    """True if a value is an operator's and nothing but `node` reads it."""
     return isinstance(source, Node) and source.op == "call_function" and list(source.users) == [node]
 
 

@@ -53,7 +53,7 @@ def remove_no_ops(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
 
 
 def _pads_nothing(node: torch.fx.Node) -> bool:
-    """Whether a tensor is padded by nothing to be quantised: another operator may quantise the tensor itself, by the same numbers."""
+    """True if a tensor is padded by nothing to be quantised: another operator may quantise the tensor itself, by the same numbers."""
     pad: Any = node.args[1] if node.target is aten.constant_pad_nd.default else (None,)
     is_whole = all(isinstance(size, int) and size == 0 for size in pad)
     return is_whole and all(str(user.target).startswith(f"{QUANTIZED}.quantize") for user in node.users)

@@ -48,7 +48,7 @@ def contiguous_tables(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
 
 
 def _is_transposed(node: Node, ctx: PassContext) -> bool:
-    """Whether the node is a view, in another order of dimensions than memory's, of a computed or lifted tensor."""
+    """True if the node is a view, in another order of dimensions than memory's, of a computed or lifted tensor."""
     value = node.meta.get("val")
     if not is_view(node) or not isinstance(value, torch.Tensor) or storage_root(node).op == "placeholder":
         return False

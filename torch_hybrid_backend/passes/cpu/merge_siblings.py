@@ -90,7 +90,7 @@ def _flops(product: Node) -> float:
 
 
 def feeds_epilogue(node: Node) -> bool:
-    """Whether the only reader, seen through views, computes element by element."""
+    """True if the only reader, seen through views, computes element by element."""
     readers = list(node.users)
     while len(readers) == 1 and is_view(readers[0]):
         readers = list(readers[0].users)

@@ -140,7 +140,7 @@ _OF_NUMBERS = (aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor)
 
 
 def _is_never_negative(x: Node) -> bool:
-    """Whether the operators that x comes from yield nothing below 0; NaN apart. (`quantization.signs` asks the same of tensors.)"""
+    """True if the operators that x comes from yield nothing below 0; NaN apart. (`quantization.signs` asks the same of tensors.)"""
     waiting, seen = [x], set[Node]()
     while waiting:
         node = waiting.pop()

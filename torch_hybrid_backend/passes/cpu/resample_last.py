@@ -72,7 +72,7 @@ def _parts(x: Node) -> list[Node]:
 
 
 def _is_resampled(part: Node, channels: int) -> bool:
-    """Whether a part is better resampled after the convolution to `channels` channels."""
+    """True if a part is better resampled after the convolution to `channels` channels."""
     if part.target not in _RESAMPLING or len(part.users) != 1:
         return False
     image, result = part.args[0].meta["val"], part.meta["val"]  # type: ignore[union-attr]

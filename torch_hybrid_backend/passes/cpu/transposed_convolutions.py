@@ -121,7 +121,7 @@ def _axes(node: Node, constant: set[Node]) -> list[_Axis] | None:
 
 
 def _is_quantized(weight: Node, constant: set[Node]) -> bool:
-    """Whether a weight is one of 8 bits, dequantised symmetrically by output channel."""
+    """True if a weight is one of 8 bits, dequantised symmetrically by output channel."""
     if str(weight.target) != _DEQUANTIZE:
         return False
     integers, scales, zeros, axis, *_ = weight.args

@@ -63,7 +63,7 @@ def half(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
 
 
 def _is_free(node: Node, ctx: PassContext, constant: set[Node]) -> bool:
-    """Whether the operator computes float32 values of the call's own, in no dtype that it names."""
+    """True if the operator computes float32 values of the call's own, in no dtype that it names."""
     if node.op != "call_function" or node in constant or has_effects(node) or not ctx.may_rewrite(node):
         return False
     if is_layer(node) and converted_to(node) is not None:

@@ -67,22 +67,22 @@ _READ_AS_WRITTEN: Mapping[torch._ops.OpOverloadPacket, tuple[str, ...]] = {
 
 
 def is_on(node: Node, packets: Iterable[object]) -> bool:
-    """Whether the node calls an operator of one of the packets."""
+    """True if the node calls an operator of one of the packets."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target.overloadpacket in packets
 
 
 def is_layer(node: Node) -> bool:
-    """Whether reports speak of the operator as a layer: a product, a convolution or an attention."""
+    """True if reports speak of the operator as a layer: a product, a convolution or an attention."""
     return is_on(node, ALLOW)
 
 
 def is_clear(node: Node) -> bool:
-    """Whether the operator is on CLEAR: views are, and what picks one of several results."""
+    """True if the operator is on CLEAR: views are, and what picks one of several results."""
     return is_item(node) or is_view(node) or is_on(node, CLEAR)
 
 
 def is_denied(node: Node, dtype: torch.dtype) -> bool:
-    """Whether the operator is on DENY for `dtype`. A square written as a product counts as a square."""
+    """True if the operator is on DENY for `dtype`. A square written as a product counts as a square."""
     if is_on(node, DENY):
         return True
     squares = node.target is aten.mul.Tensor and node.args[0] is node.args[1]
@@ -90,7 +90,7 @@ def is_denied(node: Node, dtype: torch.dtype) -> bool:
 
 
 def reads_form(node: Node) -> bool:
-    """Whether the operator reads no values, so that their dtype is the same to it: sizes, and fills in a dtype that they name."""
+    """True if the operator reads no values, so that their dtype is the same to it: sizes, and fills in a dtype that they name."""
     return is_on(node, _FORMS) or (is_on(node, _FILLS) and node.kwargs.get("dtype") is not None)
 
 

@@ -79,13 +79,13 @@ def _joined(
 
 
 def _only_feeds(node: Node, painted: Set[Node]) -> bool:
-    """Whether all that read the node's values do so in their own precision."""
+    """True if all that read the node's values do so in their own precision."""
     users = [user for user in node.users if not reads_form(user)]
     return bool(users) and all(user in painted and node not in read_as_written(user) for user in users)
 
 
 def _shrinks(node: Node) -> bool:
-    """Whether the operator's result is smaller than what it reads, for all that is known of sizes."""
+    """True if the operator's result is smaller than what it reads, for all that is known of sizes."""
     read = sum(_elements(source.meta["val"]) for source in node.all_input_nodes)
     made = _elements(node.meta["val"])
     return made < read if isinstance(made, int) and isinstance(read, int) else not same_dim(made, read)

@@ -48,7 +48,7 @@ def _payload_offset() -> int | None:
 
 
 def _reads_rightly(module: Any) -> bool:
-    """Whether changes of memory and version are seen, and nothing else, in a tensor and in a parameter."""
+    """True if changes of memory and version are seen, and nothing else, in a tensor and in a parameter."""
     for tensor in (torch.zeros(3, device="cpu"), torch.nn.Parameter(torch.zeros(3, device="cpu"), requires_grad=False)):
         inputs = [tensor]
         taken = module.snapshot(inputs, (0,), b"\1")

@@ -204,12 +204,12 @@ class Guard:
         return bool(self._is_stale(self.handle))
 
     def is_late(self) -> bool:
-        """Whether calls before the one that found the change may have missed it, of up to `CALLS_PER_ROUND`."""
+        """True if calls before the one that found the change may have missed it, of up to `CALLS_PER_ROUND`."""
         return bool(self._is_late(self.handle))
 
 
 def watches_writes() -> bool:
-    """Whether the kernel tells which pages were written to, so that guards see every write (Linux 6.7 and later, unless it is forbidden)."""
+    """True if the kernel tells which pages were written to, so that guards see every write (Linux 6.7 and later, unless it is forbidden)."""
     return bool(_ops().watches_writes())
 
 

@@ -1,4 +1,4 @@
-"""Whether tensors are where they were, with the version they had: read in C++, as Python reads them but for all in one call.
+"""Addresses and versions of tensors, compared with those they had: read in C++, as Python reads them but for all in one call.
 
 Enters: a call's inputs, and the positions of those to look at. Leaves: a function that tells of another
 call's inputs whether they are the same. Reading the 262 tensors of MobileNetV2 took Python 190 us of each call of 3.3 ms, C++ 24: between

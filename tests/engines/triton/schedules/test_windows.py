@@ -97,7 +97,7 @@ def _visited(windows: Windows, kernel: int) -> tuple[list[tuple[int, ...]], int]
 
 
 def _holds(tests: list[Expr], printer: Printer, names: dict[str, object]) -> bool:
-    """Whether comparisons of indices hold."""
+    """True if comparisons of indices hold."""
     values = []
     printer.lines = Lines()
     with printer.over(printer.tile, {}, {}):

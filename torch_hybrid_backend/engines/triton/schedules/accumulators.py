@@ -133,7 +133,7 @@ class Accumulator:
         return "tl.int32" if self._dtype in ("bool", "int8", "uint8", "int16") else self._type
 
     def _is_better(self, new: str, old: str) -> str:
-        """Whether an element takes the place of the most extreme one so far; a NaN is more extreme than all."""
+        """True if an element takes the place of the most extreme one so far; a NaN is more extreme than all."""
         sign = ">" if self._combiner == "max" else "<"
         if not is_float(self._dtype):
             return f"({new} {sign} {old})"

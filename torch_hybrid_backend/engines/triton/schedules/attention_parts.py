@@ -198,7 +198,7 @@ class Visit:
             body(whole)
 
     def is_filled(self, whole: bool) -> bool:
-        """Whether every element of a block exists."""
+        """True if every element of a block exists."""
         return whole or self._is_even
 
     def _extreme(self, which: str, bound: Expr, in_tile: Mapping[int, Value]) -> str:

@@ -71,7 +71,7 @@ def boxes_of(
 
 
 def copies_both(kernel: MatMulKernel) -> bool:
-    """Whether TMA can copy of both operands all that has no fewer elements than they do."""
+    """True if TMA can copy of both operands all that has no fewer elements than they do."""
     if not all(known_at_most(argument.span, MAX_ELEMENTS) for argument in (*kernel.reads, *kernel.writes)):
         return False  # with addresses of 64 bits: where a copy begins is a number of 32
     batch, m, n = kernel.domain

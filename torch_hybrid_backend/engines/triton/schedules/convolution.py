@@ -89,7 +89,7 @@ def work_of(kernel: ConvKernel, target: Target) -> Work:
 
 
 def _is_by_tap(kernel: ConvKernel) -> bool:
-    """Whether a step along k stays within one tap of the window."""
+    """True if a step along k stays within one tap of the window."""
     return in_channels(kernel) >= MIN_TILE
 
 

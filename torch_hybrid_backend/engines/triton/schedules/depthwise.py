@@ -31,7 +31,7 @@ _FEWEST_ELEMENTS = 256
 
 
 def serves(kernel: ConvKernel) -> bool:
-    """Whether a kernel is computed so."""
+    """True if a kernel is computed so."""
     channels = in_channels(kernel)
     return max(channels, out_channels(kernel)) <= _FEW and channels * taps_of(kernel) <= _MOST_TERMS
 

@@ -276,14 +276,14 @@ def steps_along_k(printer: Printer, extent: Dim, part: Index, tiling: Tiling) ->
 
 
 def runs_along(e: Expr, arguments: Sequence[Argument], variable: LoopVar) -> bool:
-    """Whether neighbours along a variable are neighbours in memory, in some of what an expression reads."""
+    """True if neighbours along a variable are neighbours in memory, in some of what an expression reads."""
     layouts = {argument.buffer: argument.layout for argument in arguments}
     read = [(load, layouts[load.buffer]) for load in loads_of(e) if load.buffer in layouts and load.index]
     return any(dict(offset_of(layout, load.buffer.shape, load.index).terms).get(variable) == 1 for load, layout in read)
 
 
 def has_long_epilogue(kernel: MatMulKernel | ConvKernel) -> bool:
-    """Whether more is fused behind a kernel than a bias, an activation and the like."""
+    """True if more is fused behind a kernel than a bias, an activation and the like."""
     return sum(count_calls(store.value) for store in kernel.stores) > _SHORT_EPILOGUE
 
 

@@ -322,7 +322,7 @@ def _thin(work: Work) -> Tiling:
 
 
 def _is_along_k(work: Work) -> bool:
-    """Whether the larger operand's neighbours along k are neighbours in memory."""
+    """True if the larger operand's neighbours along k are neighbours in memory."""
     return work.is_left_along_k if work.m > work.n else work.is_right_along_k
 
 

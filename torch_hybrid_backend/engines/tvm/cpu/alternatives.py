@@ -59,7 +59,7 @@ def alternatives(kernel: Kernel, constants: Mapping[Buffer, Packed], target: Tar
 
 
 def _sums_integers_in_floats(kernel: PackedConvKernel, weight: Packed) -> bool:
-    """Whether floats are whole numbers here, with sums that are exact: other ways of computing them (Winograd's) would round."""
+    """True if floats are whole numbers here, with sums that are exact: other ways of computing them (Winograd's) would round."""
     return kernel.accumulator.dtype == "float32" and weight.source.dtype in NARROW
 
 

@@ -112,7 +112,7 @@ def _sizes(kernel: PackedMatMulKernel | UnpackedMatMulKernel) -> tuple[int, int,
 
 
 def _is_in_words(kernel: PackedMatMulKernel, form: TileFormat) -> bool:
-    """Whether tiles can be loaded from the right operand as the kernel reads it: in words, as every call packs it."""
+    """True if tiles can be loaded from the right operand as the kernel reads it: in words, as every call packs it."""
     k, dot = known_int(kernel.k.extent), kernel.dot
     is_form = dot is not None and (dot.right, dot.group * form.itemsize) == (form.dtype, 4)
     return is_form and kernel.tile_n == PANEL and k % form.depth == 0

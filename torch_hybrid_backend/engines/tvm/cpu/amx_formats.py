@@ -85,7 +85,7 @@ class TileFormat:
 
     @property
     def splits(self) -> bool:
-        """Whether operands are split into parts."""
+        """True if operands are split into parts."""
         return self.parts > 1
 
     @property
@@ -97,7 +97,7 @@ class TileFormat:
         return -(-k // self.depth)
 
     def gathers(self, channels: int) -> bool:
-        """Whether rows of A are copied together pixel by pixel (im2col), where an image has too few channels to fill a step of k."""
+        """True if rows of A are copied together pixel by pixel (im2col), where an image has too few channels to fill a step of k."""
         return not self.splits and channels < _VECTOR
 
     def pixel_depth(self, channels: int) -> int:

@@ -60,7 +60,7 @@ def _is_chain_of(kernel: Kernel, stages: Sequence[PackedConvKernel]) -> bool:
 
 
 def _joins(before: Sequence[PackedConvKernel], second: PackedConvKernel, target: Target) -> bool:
-    """Whether `second` may, and should, read rows of the chain `before` as they are made."""
+    """True if `second` may, and should, read rows of the chain `before` as they are made."""
     first, stages = before[-1], [*before, second]
     if not all(map(_has_rows, stages)) or not _passes_on(first, second):
         return False
@@ -103,7 +103,7 @@ def _is_pointwise(kernel: PackedConvKernel) -> bool:
 
 
 def _passes_on(first: PackedConvKernel, second: PackedConvKernel) -> bool:
-    """Whether the first one's result, element by element in blocked channels, is the second one's input and nothing else of it."""
+    """True if the first one's result, element by element in blocked channels, is the second one's input and nothing else of it."""
     (store,), (argument,), x = first.stores, first.writes, second.x
     assert isinstance(x, Load)
     return (

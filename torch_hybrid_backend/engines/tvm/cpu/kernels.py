@@ -156,7 +156,7 @@ class PackedConvKernel(Kernel):
 
     @property
     def moves_pixels(self) -> bool:
-        """Whether pixels are multiplied as other numbers than they are, by the schedule of words of taps alone."""
+        """True if pixels are multiplied as other numbers than they are, by the schedule of words of taps alone."""
         return self.dot is None and (self.start is not None or self.border != 0)
 
     @property

@@ -48,7 +48,7 @@ def blocked_layouts(groups: Sequence[Group], fixed: Mapping[Buffer, Layout], tar
 
 
 def _keeps_channels(buffer: Buffer, blocked: Sequence[Buffer]) -> bool:
-    """Whether dimension 1 of a 4-D buffer is the channels of one of the blocked tensors it is computed from.
+    """True if dimension 1 of a 4-D buffer is the channels of one of the blocked tensors it is computed from.
 
     It is where the channels or the pixels are as many; a transposed copy (NHWC, for a layer norm or a matmul over channels) has neither.
     """

@@ -127,7 +127,7 @@ def _known(sizes: Sequence[object]) -> list[int] | None:
 
 
 def _is_taken(kernel: PackedConvKernel | PackedMatMulKernel | UnpackedMatMulKernel, dtype: str, x: Expr) -> bool:
-    """Whether oneDNN multiplies this dtype, and the kernel computes what it does."""
+    """True if oneDNN multiplies this dtype, and the kernel computes what it does."""
     return dtype in _DTYPES and {kernel.accumulator.dtype, x.dtype} == {compute_dtype(dtype)}
 
 

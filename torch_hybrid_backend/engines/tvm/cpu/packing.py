@@ -133,7 +133,7 @@ def pack_conv_tiles(
 
 
 def is_depthwise(o: int, inputs_per_group: int, groups: int) -> bool:
-    """Whether every output channel reads exactly its own input channel."""
+    """True if every output channel reads exactly its own input channel."""
     return groups > 1 and inputs_per_group == 1 and o == groups
 
 

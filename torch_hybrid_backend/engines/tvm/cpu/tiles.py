@@ -37,7 +37,7 @@ def max_rows(vectors: int, target: Target, spare: int = 0) -> int:
 
 
 def reads_unpacked(m: Dim, k: Dim, n: Dim, target: Target) -> bool:
-    """Whether a constant (N, K) weight is read as fast where it lies as from packed panels, by a product of m rows.
+    """True if a constant (N, K) weight is read as fast where it lies as from packed panels, by a product of m rows.
 
     One row is as fast as the weight comes from memory, either way. A product of many pads the rows to whole vectors: where that adds a
     thirtieth it is slower, and so it is below four vectors of them. Each core packs all of them, 0.3 cycles an element, for its share of
@@ -57,7 +57,7 @@ def reads_unpacked(m: Dim, k: Dim, n: Dim, target: Target) -> bool:
 
 
 def copies_panels(m: Dim, k: Dim, n: Dim, target: Target) -> bool:
-    """Whether a constant (K, N) weight is read where it lies by a product of m rows, which copies it panel by panel on its way.
+    """True if a constant (K, N) weight is read where it lies by a product of m rows, which copies it panel by panel on its way.
 
     A copy is four instructions a vector (asked for ahead, addressed, read, written) against m multiply-adds: 3 % at 128 rows, some of it
     beside them. Panels must be whole, and each core needs a dozen, for they are what is shared among cores.

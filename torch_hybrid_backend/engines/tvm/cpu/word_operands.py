@@ -216,7 +216,7 @@ class WordOperands:
         self._packer.add(PackedConvOp(op.out, op.x, w, *places, block, shape[2:], None, start, op.zero))
 
     def _has_tap_words(self, op: IntegerConvOp, block: int) -> bool:
-        """Whether a depthwise convolution is computed in words of neighbouring taps (`schedules/convolution/depthwise_taps.py`)."""
+        """True if a depthwise convolution is computed in words of neighbouring taps (`schedules/convolution/depthwise_taps.py`)."""
         x, inputs = op.x, known_int(op.w.shape[1])
         return (
             is_depthwise(known_int(op.out.shape[1]), inputs, op.groups)
@@ -290,7 +290,7 @@ class WordOperands:
 
 
 def _has_words(op: ConvOp, dot: DotProduct) -> bool:
-    """Whether the channels of a convolution are worth words: those of each group whole ones, unless there is one group, which is padded."""
+    """True if the channels of a convolution are worth words: those of each group whole ones, unless there is one group, which is padded."""
     outputs, inputs = known_int(op.out.shape[1]), known_int(op.w.shape[1])
     if is_depthwise(outputs, inputs, op.groups):
         return False

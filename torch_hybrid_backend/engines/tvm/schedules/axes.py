@@ -58,12 +58,12 @@ def _stride(coefficient: Dim) -> int:
 
 
 def depends(index: Index, variable: LoopVar) -> bool:
-    """Whether an index depends on a loop variable."""
+    """True if an index depends on a loop variable."""
     return variable in index.leaves()
 
 
 def is_free_of(atom: object, variable: LoopVar) -> bool:
-    """Whether an index's atom certainly does not depend on a loop variable; what is read from a tensor may."""
+    """True if an index's atom certainly does not depend on a loop variable; what is read from a tensor may."""
     match atom:
         case LoopVar():
             return atom != variable
@@ -92,7 +92,7 @@ def _touched(offset: Index, variables: Sequence[LoopVar]) -> int:
 
 
 def is_plain(index: Index) -> bool:
-    """Whether an index has no divisions."""
+    """True if an index has no divisions."""
     return not any(isinstance(atom, FloorDiv | Mod) for atom, _ in index.terms)
 
 
@@ -186,7 +186,7 @@ def _turns(comparison: str, difference: Index) -> list[Dim]:
 
 
 def is_large(kernel: Kernel, exprs: Sequence[Expr]) -> bool:
-    """Whether threads are worth waking; where sizes are known only at run time they may be."""
+    """True if threads are worth waking; where sizes are known only at run time they may be."""
     points = product(v.extent for v in kernel.domain)
     return isinstance(points, Size) or _work(points, exprs) >= PARALLEL_WORK
 

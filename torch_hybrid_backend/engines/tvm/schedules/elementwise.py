@@ -76,7 +76,7 @@ def emit(kernel: MapKernel, builder: Builder, printer: Printer, target: Target) 
 
 
 def _is_long(flat: Flat, outer: Sequence[LoopVar]) -> bool:
-    """Whether the vector axis is to be cut: where it is long, or nothing else gives the threads work whatever its size will be."""
+    """True if the vector axis is to be cut: where it is long, or nothing else gives the threads work whatever its size will be."""
     return size_hint(flat.extent) >= 2 * _CHUNK or (isinstance(flat.extent, Size) and not outer)
 
 

@@ -50,12 +50,12 @@ def lanes_of(target: Target, dtype: str) -> int:
 
 
 def has_long_epilogue(stores: Sequence[Store]) -> bool:
-    """Whether what follows a tile is spilled first: too long to be repeated for each register."""
+    """True if what follows a tile is spilled first: too long to be repeated for each register."""
     return sum(count_calls(store.value) for store in stores) > _LONG_EPILOGUE
 
 
 def has_polynomial(stores: Sequence[Store]) -> bool:
-    """Whether what follows a tile approximates a function: a dozen constants in registers."""
+    """True if what follows a tile approximates a function: a dozen constants in registers."""
     return any(isinstance(e, Call) and e.op in UNARY for e in parts(store.value for store in stores))
 
 

@@ -72,7 +72,7 @@ def _emit(op: str, dtype: str, args: tuple[TirExpr, ...], operand: str, let: Let
 
 
 def prints_operands_once(op: str, dtype: str) -> bool:
-    """Whether `emit` uses each operand once, so that any expression will do for one."""
+    """True if `emit` uses each operand once, so that any expression will do for one."""
     return op in COMPARISONS or (is_float(dtype) and op in ("add", "sub", "mul", "fma", "where"))
 
 
@@ -185,7 +185,7 @@ def _floordiv(a: TirExpr, b: TirExpr, dtype: str, let: Let) -> TirExpr:
 
 
 def _signs_differ(remainder: TirExpr, b: TirExpr, dtype: str) -> TirExpr:
-    """Whether a non-zero remainder and the divisor have different signs."""
+    """True if a non-zero remainder and the divisor have different signs."""
     zero = literal(0, dtype)
     up = tirx.And(tirx.LT(remainder, zero), tirx.GT(b, zero))
     return tirx.Or(up, tirx.And(tirx.GT(remainder, zero), tirx.LT(b, zero)))

@@ -73,7 +73,7 @@ def round_even_to_int32(x: TirExpr) -> TirExpr:
 
 
 def is_nan(x: TirExpr, dtype: str) -> TirExpr:
-    """Whether x is NaN. Not `tirx.isnan`, which TVM does not vectorise, nor `x != x`: TVM's `!=` is false for NaN."""
+    """True if x is NaN. Not `tirx.isnan`, which TVM does not vectorise, nor `x != x`: TVM's `!=` is false for NaN."""
     return tirx.Not(tirx.EQ(x, opaque(x, dtype)))
 
 

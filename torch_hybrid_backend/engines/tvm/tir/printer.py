@@ -166,7 +166,7 @@ class Printer:
         return index.substitute(dict(env))
 
     def decide(self, condition: Expr, env: Env) -> bool | None:
-        """Whether a condition always holds or never does, as far as the ranges of indices tell."""
+        """True if a condition always holds or never does, as far as the ranges of indices tell."""
         if isinstance(condition, Const):
             return bool(condition.value)
         if not isinstance(condition, Call):
@@ -249,7 +249,7 @@ class Printer:
         return value
 
     def _is_uniform(self, e: Expr) -> bool:
-        """Whether a scalar is computed from indices other than the lane alone, and from integers read at such indices."""
+        """True if a scalar is computed from indices other than the lane alone, and from integers read at such indices."""
         known = self._uniform.get(e)
         if known is None:
             match e:

@@ -14,7 +14,7 @@ from torch_hybrid_backend.engines.tvm.tir.builder import Stmt
 
 
 def is_computed_for_small_output_channels(case: Case, target: Target, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the rule for few output channels computes the case; that its result is right is checked in any case."""
+    """True if the rule for few output channels computes the case; that its result is right is checked in any case."""
     computed = []
 
     def noted(parts: ConvParts) -> Stmt | None:

@@ -200,6 +200,6 @@ class TileBlocks:
         return tirx.Min(self.builder.index(as_index(self.m) - (row + r) * PANEL), tirx.IntImm("int32", PANEL))
 
     def has_half_panels(self) -> bool:
-        """Whether a panel of rows may be one tile."""
+        """True if a panel of rows may be one tile."""
         left = self.m % PANEL
         return isinstance(left, Size) or 0 < left <= PANEL // 2

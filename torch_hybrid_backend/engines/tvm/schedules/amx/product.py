@@ -138,7 +138,7 @@ class TileProduct(TileRows):
         return b.when(is_outside, self._by_vectors(batch, row, r, c, part, numbers), by_tiles)
 
     def _is_plain(self, panel: Index) -> TirExpr | None:
-        """Whether a panel of B is plain; None where none is."""
+        """True if a panel of B is plain; None where none is."""
         count = self.b_batches * self.column_panels
         place = count * self.steps * self.panel_size + panel
         return self.builder.load(self.packed, place) != tirx.IntImm("uint16", 0)
@@ -172,7 +172,7 @@ class TileProduct(TileRows):
         return b.when(b.index(part.number).equal(0), stores, b.seq(near, self._add(sums)))
 
     def _adds_in_memory(self) -> bool:
-        """Whether `sums` has the sums of all parts of k after the last one: elsewhere tiles add that to them, and `near` has them."""
+        """True if `sums` has the sums of all parts of k after the last one: elsewhere tiles add that to them, and `near` has them."""
         return self.parts == 1 or self.form.splits
 
     def _by_tiles(self, batch: Index, row: Index, r: Index, panel: Index, c: Index, part: Part, row_tiles: int) -> Stmt:
@@ -211,7 +211,7 @@ class TileProduct(TileRows):
         return statements
 
     def _a_passes(self) -> bool:
-        """Whether the first-level cache need not keep A's tiles: half of it is B's, which several panels of rows read. With less of B there is
+        """True if the first-level cache need not keep A's tiles: half of it is B's, which several panels of rows read. With less of B there is
         room for both, and tiles that pass are not fetched ahead by the processor."""
         is_full = self.part_steps * self.panel_size * self.form.itemsize >= self.target.l1_bytes // 2
         return is_full and self.block >= _PASSING_ROWS

@@ -30,7 +30,7 @@ class DecodingAttention(TiledAttention):
     """The emission of one kernel."""
 
     def serves(self) -> bool:
-        """Whether the kernel is of this kind."""
+        """True if the kernel is of this kind."""
         lanes = self.lanes
         few = isinstance(self.queries, int) and self.queries <= FEW_QUERIES
         vectors = isinstance(self.depth, int) and self.depth % lanes == 0 and self.width % lanes == 0

@@ -97,7 +97,7 @@ class WordAttention(TiledAttention):
         return b.seq(whole, half, rest)
 
     def _reads_beyond(self) -> bool:
-        """Whether values beyond the last key are read, with weights of zero."""
+        """True if values beyond the last key are read, with weights of zero."""
         return isinstance(self.tail, Size)
 
     def _copy_q(self, batch: Index, head: Index, query: Index, r: Index) -> Stmt:

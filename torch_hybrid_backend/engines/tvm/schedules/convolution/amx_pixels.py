@@ -117,7 +117,7 @@ class TileConvolution(TileProduct):
         return self._b_of(batch) * self.channels
 
     def _merges_images(self) -> bool:
-        """Whether images of a kernel of one pixel are one."""
+        """True if images of a kernel of one pixel are one."""
         return True
 
     def _rows_in_line(self) -> int:
@@ -128,7 +128,7 @@ class TileConvolution(TileProduct):
         return self._reads_pixels_once() and super()._a_passes()
 
     def _reads_pixels_once(self) -> bool:
-        """Whether the products are those of a matmul of narrow numbers: each panel of columns reads a pixel once."""
+        """True if the products are those of a matmul of narrow numbers: each panel of columns reads a pixel once."""
         return self.taps == 1 and not self.form.splits
 
     def _part_lengths(self) -> list[int]:
@@ -467,7 +467,7 @@ class TileConvolution(TileProduct):
         return self.builder.seq(*chunks) if chunks else None
 
     def _mark(self, r: Index) -> Stmt:
-        """Whether a panel of rows reads a line that has numbers which cannot be split."""
+        """Store whether a panel of rows reads a line that has numbers which cannot be split."""
         b, lines = self.builder, self.image_lines
         image, first = r // self.image_panels * lines, r % self.image_panels * PANEL // self.width
         count = (PANEL + self.width - 2) // self.width + 1 + self.y.reach

@@ -43,7 +43,7 @@ class Axis:
         return sum(readers > 1 for readers in reads.values())
 
     def inside(self, out: int, tap: int) -> bool:
-        """Whether that input position exists."""
+        """True if that input position exists."""
         return 0 <= out * self.stride + tap * self.dilation - self.padding < self.size
 
 
@@ -65,7 +65,7 @@ class ColumnTiles:
 
 
 def is_wide(axis: Axis) -> bool:
-    """Whether the kernel is too wide to be unrolled: its columns are then tested as the kernel runs."""
+    """True if the kernel is too wide to be unrolled: its columns are then tested as the kernel runs."""
     return axis.kernel > _UNROLLED_COLUMNS
 
 

@@ -213,7 +213,7 @@ class ConvParts:
         return b.seq(b.alloc(spilled), tile.spill(spilled), write)
 
     def _lies_along_columns(self, place: Callable[[int, Index, int | Index], tuple[Index, ...]]) -> bool:
-        """Whether what is written has columns as neighbours in memory, as in a graph's row-major result, and nothing else that is read for it
+        """True if what is written has columns as neighbours in memory, as in a graph's row-major result, and nothing else that is read for it
         lies otherwise."""
 
         def steps(buffer: Buffer, index: tuple[Index, ...]) -> tuple[Index, Index]:

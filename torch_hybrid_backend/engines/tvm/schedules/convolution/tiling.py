@@ -29,7 +29,7 @@ class Tiling:
 
 
 def reads_one_long_row(parts: ConvParts) -> bool:
-    """Whether the kernel is 1x1 with stride 1 and no index of the input has to divide a position into row and column."""
+    """True if the kernel is 1x1 with stride 1 and no index of the input has to divide a position into row and column."""
     if not (parts.rows.is_pointwise and parts.columns.is_pointwise) or parts.rows.out == 1:
         return False
     pixel = LoopVar("pixel", parts.rows.out * parts.columns.out)

@@ -67,7 +67,7 @@ class IntegerRows:
 
     @property
     def holds(self) -> TirExpr:
-        """Whether all numbers that were split are in the range of these sums."""
+        """True if all numbers that were split are in the range of these sums."""
         return self._builder.load(self._outside, 0).equal(tirx.IntImm("int32", 0))
 
     # The rows.

@@ -161,7 +161,7 @@ class _UnpackedMatMul:
         return b.seq(*bounds, b.alloc(square), self.printer.vector_loop(lanes, loads), self._transpose(square, put))
 
     def _along_k(self) -> bool:
-        """Whether A is read in vectors along k."""
+        """True if A is read in vectors along k."""
         return all(step(offset, self.kernel.k) in (0, 1) for offset in offsets_of(self.printer, [self.kernel.a]))
 
     def _row(self, row: Index) -> tuple[Index, Stmt | None]:

@@ -165,7 +165,7 @@ class VectorOfRows:
 
     @property
     def _is_long(self) -> bool:
-        """Whether a window is more than is unrolled."""
+        """True if a window is more than is unrolled."""
         total = product(v.extent for v in self.reduced)
         return isinstance(total, Size) or total > UNROLLED
 

@@ -32,7 +32,7 @@ def computed(printer: Printer, expr: Expr, env: Env, dtype: str, use: Callable[[
 
 
 def beats(combiner: str, value: TirExpr, old: TirExpr, dtype: str) -> TirExpr:
-    """Whether a later element replaces the best so far: a NaN does, unless that is one."""
+    """True if a later element replaces the best so far: a NaN does, unless that is one."""
     wins = tirx.GT(value, old) if combiner == "argmax" else tirx.LT(value, old)
     if not is_float(dtype):
         return wins
