@@ -71,7 +71,7 @@ class _Unwrapped(ShortenTraceback):
         self._error = error
 
     def remove_dynamo_frames(self) -> BaseException:  # type: ignore[override]
-        """What Dynamo raises at its end."""
+        """Return the error that Dynamo raises at its end."""
         return self._error
 
 
@@ -255,7 +255,7 @@ def _compile_graph(
 
 
 def _not_off_the_call(captured: CapturedGraph) -> str:
-    """Why a graph cannot be tried on copies of its inputs while calls go on; "" where it can."""
+    """The reason why a graph cannot be tried on copies of its inputs while calls go on; "" where it can."""
     module = captured.graph_module
     if is_running():
         return "PyTorch's compiler bisector runs"
@@ -296,7 +296,7 @@ _WITHOUT: Mapping[str, Mapping[str, str]] = {
 
 
 def _parts(precision: str) -> tuple[str, ...]:
-    """What of a precision needs instructions."""
+    """Parts of a precision that need instructions."""
     return tuple(part for part, without in _WITHOUT.items() if precision in without)
 
 
@@ -430,7 +430,7 @@ def warmup(model: Callable[..., Any], *inputs: Any) -> Explanation:
 
 
 class _Told:
-    """What is told of the graphs that are compiled."""
+    """Plans and regions of the graphs that are compiled meanwhile."""
 
     def __init__(self) -> None:
         self._plans: list[Plan] = []
@@ -442,7 +442,7 @@ class _Told:
 
     @property
     def hooks(self) -> dict[str, Callable[..., None]]:
-        """What `compile_graph` tells it by."""
+        """Callbacks for `compile_graph`."""
         return {
             "on_plan": self._plans.append,
             "on_regions": self._regions.append,
@@ -457,7 +457,7 @@ class _Told:
         self._call_us = profile_calls(call, tuple(self._graphs), session)
 
     def take_graph_break(self, found: GraphBreak) -> None:
-        """One that Dynamo met, maybe not for the first time."""
+        """Take a graph break that Dynamo met, maybe not for the first time."""
         self._graph_breaks[found] = None
 
     def of(self, model: object, about: Mapping[str, str]) -> Explanation:

@@ -59,7 +59,7 @@ class EagerGraph:
             del error  # it and this frame would keep each other alive, and with them the run's tensors
 
     def run(self, inputs: Sequence[Any]) -> list[Any]:
-        """As a call, but raises OperatorRefusedError where the fault is not in the values: an operator does not take the form of its inputs,
+        """Run a call, but raise OperatorRefusedError where the fault is not in the values: an operator does not take the form of its inputs,
         and no decomposition stands in for it."""
         module = self._module
         if module is not None:
@@ -137,7 +137,7 @@ def with_strides(value: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a run finds a size symbol: in a node's number, or in a dimension of its tensor, which is factor * symbol + offset."""
+    """A place where a run finds a size symbol: in a node's number, or in a dimension of its tensor, which is factor * symbol + offset."""
 
     node: Node
     dimension: int | None
@@ -228,7 +228,7 @@ class TracedRun(torch.fx.Interpreter):
                 self._sizes[solved[0]] = place.read(value)
 
     def _decomposed(self, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
-        """What the operator's decomposition makes of the inputs that the operator itself refused with `error`."""
+        """Results that the operator's decomposition makes of the inputs that the operator itself refused with `error`."""
         decomposition = decomposition_table.get(node.target)  # type: ignore[call-overload]
         if decomposition is None:
             raise OperatorRefusedError(f"{node.target}", error) from error
@@ -266,7 +266,7 @@ def _is_strided(value: object) -> TypeGuard[torch.Tensor]:
 
 
 def _dim(value: int | torch.SymInt) -> Dim | None:
-    """As a `Size` also where it depends on data: once it is there, its value is as good as another's."""
+    """The size as a `Size`, also if it depends on data: once it is there, its value is as good as another's."""
     return value if isinstance(value, int) else from_sympy(value.node.expr, lambda s: symbol(str(s)))
 
 

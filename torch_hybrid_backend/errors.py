@@ -55,7 +55,7 @@ class DeadlineError(CompileError):
 
 
 class AccuracyError(CompileError):
-    """What was built computes a region too far from eager: it is not built again."""
+    """An engine computes a region too far from eager: it is not built again."""
 
 
 class BuildCancelledError(CompileError):

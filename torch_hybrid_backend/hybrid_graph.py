@@ -67,7 +67,7 @@ Meanwhile = Callable[[str, EagerGraph, "HybridGraph"], Callable[[list[Any]], lis
 
 
 class HybridGraph:
-    """One captured graph. The first call chooses engines on the real inputs; later calls run the resulting plan.
+    """A captured graph. The first call chooses engines on the real inputs; later calls run the resulting plan.
 
     Takes the graph's inputs as a list and returns its outputs as a list. Threads may call it at once.
 
@@ -133,7 +133,7 @@ class HybridGraph:
 
     @property
     def placed(self) -> Placed:
-        """Who runs what, once the first call has chosen."""
+        """Engine of each region, once the first call has chosen."""
         return self._installed().placed
 
     @contextlib.contextmanager
@@ -217,7 +217,7 @@ class HybridGraph:
         return outputs
 
     def _chosen(self, compiled: Compiled, inputs: Sequence[Any]) -> _Chosen:
-        """Who runs what, and the outputs.
+        """Choose an engine for each region; return the choices and the call's outputs.
 
         Where parameters changed meanwhile, by an optimizer in another thread, say, results that were compared do not belong together: nothing
         that was found counts, and all is done again on copies of them. Not where a call cannot be repeated unnoticed.
@@ -236,7 +236,7 @@ class HybridGraph:
         return self._judged(compiled, copies_of(inputs, lambda position, _: position not in self._static))
 
     def _versions(self, inputs: Sequence[Any]) -> list[int]:
-        """How often each parameter was changed, as PyTorch counts. Inference tensors are not counted."""
+        """Version of each parameter, as PyTorch counts its changes. Inference tensors have none."""
         tensors = (inputs[position] for position in sorted(self._static))
         return [
             0 if tensor.is_inference() else tensor._version for tensor in tensors if isinstance(tensor, torch.Tensor)
@@ -345,7 +345,7 @@ class HybridGraph:
         return outputs
 
     def _guarded(self, _index: int, segment: Segment, arguments: Sequence[Any]) -> Sequence[Any]:
-        """One segment's results. A region that fails goes to eager, in this call and from then on; in this call alone if the values are at
+        """Results of a segment. A region that fails goes to eager, in this call and from then on; in this call alone if the values are at
         fault, or there is no memory. Raises what eager does."""
         region = segment.region
         compiled = self._installed().placed.compiled.get(region.name)
@@ -419,6 +419,6 @@ def _raise(error: Exception, _inputs: Sequence[Any]) -> list[Any]:
 
 
 def pricing_of(session: Session, config: Config, deadline: Deadline, device: Device) -> Pricing:
-    """What is needed to price work on a device of the machine as it is now: threads may have been set since the last graph."""
+    """Everything that pricing needs of work on a device of the machine as it is now: threads may have been set since the last graph."""
     timings = session.services.timings if config.cache else None
     return Pricing(timings, session.versions(device), device, deadline, session.services.timer(device))

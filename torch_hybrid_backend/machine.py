@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def fingerprint(device: Device) -> str:
-    """What a timing on `device` depends on, now. On the host: processor, its instruction set as PyTorch uses it, threads and the
+    """Key of all that a timing on `device` depends on, now. On the host: processor, its instruction set as PyTorch uses it, threads and the
     processors they may use, settings of PyTorch's that change kernels, versions. Elsewhere the device as well: it is fed by the host."""
     import torch  # not above: processes that compile kernels read `cpuinfo`, and must stay small
 
@@ -50,7 +50,7 @@ def unsupported() -> str:
 
 
 def _accelerator(device: Device) -> list[str]:
-    """What a timing on a device other than the host depends on. Of CUDA also the driver, the part of a GPU that MIG gives this process, and the
+    """Parts of that key for a device other than the host. Of CUDA also the driver, the part of a GPU that MIG gives this process, and the
     settings of cuBLAS and cuDNN; of other devices what PyTorch tells of any. Never run on a GPU: there was none."""
     import torch
 
@@ -88,7 +88,7 @@ EXACT_PRECISIONS = frozenset({"none", "ieee"})
 
 
 def float32_precision(device_type: str) -> tuple[str, str]:
-    """How matrix products and convolutions of float32 may round on the host ("cpu") or on a GPU: one of `EXACT_PRECISIONS`, "tf32" or
+    """Precisions to which products and convolutions of float32 may round on the host ("cpu") or on a GPU: one of `EXACT_PRECISIONS`, "tf32" or
     "bf16". Asked of each backend: `torch.get_float32_matmul_precision` raises where programs set them so, as PyTorch advises."""
     import torch
 
@@ -133,7 +133,7 @@ def attention_backends() -> list[str]:
 
 
 def processors() -> int:
-    """How many logical processors this process may run on."""
+    """Number of logical processors that this process may run on."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not on macOS and Windows
@@ -142,8 +142,8 @@ def processors() -> int:
 
 @functools.cache
 def parallelism() -> int:
-    """How many processes of this one's can work at once, when it was first asked: as many as it may use processors, and as its control groups
-    give it time on them."""
+    """Number of processes that can work at once for this one, when first asked: by the processors that it may use, and the time that its
+    control groups give it on them."""
     quota = processor_quota()
     return processors() if quota is None else max(1, min(processors(), math.ceil(quota)))
 
@@ -213,7 +213,7 @@ def lacking_instructions(precision: str, root: Path = Path("/")) -> tuple[str, .
 
 
 def bits_of_weights(root: Path = Path("/")) -> int:
-    """Of how many bits integer weights of layers are on the host: 8, or 7 where it has AVX2 and neither VNNI nor AMX. x86's older product of
+    """Bits of the integer weights of layers on the host: 8, or 7 where it has AVX2 and neither VNNI nor AMX. x86's older product of
     bytes adds two of them up in 16 bits, which saturate with 8 bits on either side."""
     return 7 if "avx2" in _flags(root) and not _has_any(_WHOLE_BYTES, root) else 8
 
@@ -226,7 +226,7 @@ def _has_any(needed: tuple[str, ...], root: Path) -> bool:
 
 
 def _flags(root: Path) -> set[str]:
-    """What Linux calls the host's instructions, as far as PyTorch uses them."""
+    """Linux's names of the host's instructions, as far as PyTorch uses them."""
     import torch
 
     try:
@@ -240,7 +240,7 @@ def _flags(root: Path) -> set[str]:
 
 
 def cpuinfo(root: Path) -> Mapping[str, str]:
-    """What Linux says of the first processor (`proc/cpuinfo` below `root`), names in lower case. Raises OSError where it says nothing."""
+    """Linux's description of the first processor (`proc/cpuinfo` below `root`), names in lower case. Raises OSError where it says nothing."""
     text = (root / "proc/cpuinfo").read_text(errors="replace")
     fields: dict[str, str] = {}
     for line in text.split("\n\n", 1)[0].splitlines():

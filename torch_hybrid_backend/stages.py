@@ -77,7 +77,7 @@ class CompiledCover:
 
     @property
     def order(self) -> str:
-        """What the cover is called in the plan."""
+        """Name of the cover in the plan."""
         return ", ".join(self.cover.order)
 
 
@@ -115,7 +115,7 @@ class Compiled:
 
     @property
     def ranges(self) -> tuple[SizeRange, ...]:
-        """Where not every size is served by all that is there by now: the sizes that are."""
+        """Size ranges that every compiled candidate supports; empty if all sizes are supported."""
         found = (_ready(c) for cover in self.covers for some in cover.candidates.values() for c in some.values())
         programs = [made.program for made in found if isinstance(made, CompiledRegion)]
         return tuple(dict.fromkeys(each for program in programs if program is not None for each in program.ranges))
@@ -123,8 +123,8 @@ class Compiled:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placed:
-    """Who runs what. `compiled`: by region name, of the regions that an engine runs. `covers`: what each priced cover costs. `begun`: what
-    regions that were tried have begun to have built elsewhere. `is_partial`: as of what was compiled."""
+    """Engine of each region. `compiled`: by region name, of the regions that an engine runs. `covers`: the cost of each priced cover. `begun`:
+    builds elsewhere that regions which were tried have begun. `is_partial`: as of what was compiled."""
 
     prepared: Prepared
     partition: Partition
@@ -155,12 +155,12 @@ class Placed:
 
     @property
     def runs(self) -> list[CompiledSegment]:
-        """What runs each segment, in order."""
+        """Callables that run the segments, in order."""
         return [self.compiled.get(s.region.name, s.region.eager) for s in self.partition.graph.segments]
 
     @property
     def titles(self) -> list[str]:
-        """What a profiler shows for each segment."""
+        """Titles that a profiler shows for the segments."""
         return _titles(self.partition, {name: decision.engine for name, decision in self.decisions.items()})
 
     def python_executor(self) -> PythonExecutor:
@@ -177,14 +177,14 @@ class Placed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Installed:
-    """What runs every call."""
+    """The runner of every call."""
 
     placed: Placed
     run: Run | PythonExecutor
 
     @property
     def executor(self) -> TimedRun | None:
-        """What runs the plan, under what stands in for it in some calls; None if it has none."""
+        """The runner of the plan, under what stands in for it in some calls; None if it has none."""
         run: Any = self.run
         while not isinstance(run, TimedRun):
             run = getattr(run, "run", None) or getattr(run, "plan", None)
@@ -240,13 +240,13 @@ def compile_divided(divided: Divided, session: Session, config: Config, pricing_
 
 
 def _device_of(found: Sequence[Cover]) -> Device:
-    """Whose timings a graph's are: the first device other than the host that it uses."""
+    """Device under which a graph's timings are kept: the first device other than the host that it uses."""
     devices = (s.region.device for cover in found for s in cover.partition.graph.segments)
     return next((device for device in devices if not device.is_host), CPU)
 
 
 def _covers_key(found: Sequence[Cover], pricing: Pricing) -> str:
-    """What the costs of covers are kept under: their regions, who may run them, and the engines' versions; "" where an engine has none."""
+    """Key of the costs of covers: their regions, who may run them, and the engines' versions; "" where an engine has none."""
     engines = sorted({name for cover in found for name in cover.order})
     if not all(pricing.versions.get(name) for name in engines):
         return ""
@@ -297,7 +297,7 @@ _Identity = tuple[str, tuple[str, ...]]
 
 
 def _identity(segment: Segment) -> _Identity:
-    """What two covers' regions must agree in to be one."""
+    """Key in which two covers' regions must agree to be one."""
     return segment.region.key, segment.region.node_names
 
 
@@ -357,7 +357,7 @@ class _TooDearError(Exception):
 
 
 class _Trial:
-    """One cover on the inputs of one call. Owns the choices made so far, and their cost."""
+    """A cover on the inputs of one call. Owns the choices made so far, and their cost."""
 
     def __init__(
         self,
@@ -384,14 +384,14 @@ class _Trial:
         self._times_eager = times_eager
 
     def executor(self, prepared: Prepared) -> PythonExecutor:
-        """What hands `run` its segments."""
+        """Executor that calls `run` for each segment."""
         partition, candidates = self._candidate.cover.partition, self._candidate.candidates
         runs = [segment.region.eager for segment in partition.graph.segments]
         titles = _titles(partition, {name: "placement" for name, some in candidates.items() if some})
         return PythonExecutor(partition.graph, runs, prepared.hoisted.inputs, prepared.fold, titles)
 
     def engine_of(self, region: str) -> str:
-        """Who runs a region."""
+        """Name of the engine that runs a region."""
         return self.decisions[region].engine if region in self.decisions else EAGER
 
     def run(self, _index: int, segment: Segment, arguments: Sequence[Any]) -> Sequence[Any]:
@@ -435,7 +435,7 @@ class _Trial:
 
 
 def _ready(candidate: Candidate) -> Candidate:
-    """What was built elsewhere, where it is done by now."""
+    """The candidate that was built elsewhere, if it is done by now."""
     if not isinstance(candidate, PendingRegion) or not candidate.done:
         return candidate
     try:
@@ -498,6 +498,6 @@ class _UnlessCaptured:
 
 
 def _titles(partition: Partition, engines: Mapping[str, str]) -> list[str]:
-    """What a profiler shows for each segment: its name in the plan and who runs it."""
+    """Titles that a profiler shows for the segments: each one's name in the plan and who runs it."""
     names = (segment.region.name for segment in partition.graph.segments)
     return [f"hybrid::{name} {engines.get(name, EAGER)}" for name in names]

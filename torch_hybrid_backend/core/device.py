@@ -39,7 +39,7 @@ class Device:
         return self.type == "cpu"
 
     def __str__(self) -> str:
-        """As torch writes it: "cpu", "cuda:0"."""
+        """Name as torch writes it: "cpu", "cuda:0"."""
         return self.type if self.is_host else f"{self.type}:{self.index}"
 
 

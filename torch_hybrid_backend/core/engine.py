@@ -59,7 +59,7 @@ RunProgram = Callable[[Program], ProgramCall]
 
 @dataclass(frozen=True, slots=True)
 class KernelText:
-    """One kernel of a region for people to read: its `name` in the plan, its `text`, and the `suffix` of a file that holds it (".py")."""
+    """A region's kernel for people to read: its `name` in the plan, its `text`, and the `suffix` of a file that holds it (".py")."""
 
     name: str
     text: str
@@ -90,12 +90,12 @@ class CompiledRegion(Protocol):
 
     @property
     def program(self) -> Program | None:
-        """What the C++ executor runs without Python; None: the region is called."""
+        """The program that the C++ executor runs without Python; None if the region is called."""
         ...
 
     @property
     def otherwise(self) -> CompiledRegion | None:
-        """What runs the region at sizes that its program does not serve (`Program.ranges`); None: eager's operators."""
+        """Fallback for sizes outside the program's `ranges`; None if that is eager's operators."""
         ...
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -105,7 +105,7 @@ class CompiledRegion(Protocol):
 
     @property
     def form(self) -> str:
-        """Which of its engine's forms of the region it is, where times of one say nothing of another; "" of most."""
+        """Variant name, part of the key of timings; "" if the engine has one variant."""
         ...
 
     def refine(self, inputs: Sequence[torch.Tensor], budget_s: float, deadline: Deadline) -> CompiledRegion:
@@ -114,7 +114,7 @@ class CompiledRegion(Protocol):
         ...
 
     def begun(self) -> Pending | None:
-        """What `refine` has begun to have built elsewhere, told once: when it is done the region's engines are tried again, on a later call's
+        """Builds that `refine` has begun elsewhere, told once: when it is done the region's engines are tried again, on a later call's
         inputs and off the call, and `refine` finds it."""
         ...
 
@@ -132,12 +132,13 @@ class CompiledRegion(Protocol):
 
     @property
     def note(self) -> str:
-        """What its engine has to say of it in reports, in one line: why it has this form, say; "" of most."""
+        """Note of its engine for reports, in one line, such as why it has this form; "" of most."""
         ...
 
     def operator_us(self, inputs: Sequence[torch.Tensor]) -> Sequence[tuple[frozenset[str], float]]:
-        """What one call takes, part by part: the names of the region's nodes that a part computes (of values that stay in it, not all), and
-        its microseconds. Nothing where the engine cannot tell."""
+        """Microseconds of one call, part by part, each with names of nodes that it computes; nothing if the engine cannot tell.
+
+        Of values that stay in a part, not all are named."""
         ...
 
     def release(self) -> None:
@@ -162,13 +163,13 @@ class PendingRegion(Pending, Protocol):
         ...
 
     def result(self) -> CompiledRegion:
-        """What was built, of a region that is `done`. Raises what stopped it."""
+        """The region that was built, once `done`. Raises the error that stopped the build."""
         ...
 
 
 @runtime_checkable
 class Engine(Protocol):
-    """One way of running regions."""
+    """A way of running regions."""
 
     @property
     def name(self) -> str:
@@ -207,11 +208,11 @@ class Engine(Protocol):
         ...
 
     def version(self, device: Device) -> str:
-        """What its results and timings on a device depend on, as a text: where that is equal, so are they. "": timings are not kept."""
+        """Key of all that results and timings on a device depend on; "" if timings are not to be kept."""
         ...
 
     def describe(self) -> Sequence[tuple[str, str]]:
-        """What `hybrid doctor` prints of it: names and values, one line each."""
+        """Names and values that `hybrid doctor` prints of the engine, one line each."""
         ...
 
     def prepare(self, operators: int) -> None:
@@ -278,7 +279,7 @@ class CompiledRegionBase(ABC):
         return ()
 
     def release(self) -> None:  # noqa: B027
-        """It holds nothing."""
+        """Do nothing: the region holds nothing."""
 
     def texts(self) -> Sequence[KernelText]:
         return ()

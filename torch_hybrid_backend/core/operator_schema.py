@@ -1,4 +1,4 @@
-"""What an operator's schema makes of a call's arguments and results, as the C++ plan hands them to PyTorch's dispatcher.
+"""Arguments and results of a call by the operator's schema, as the C++ plan hands them to PyTorch's dispatcher.
 
 Enters: an operator's name and overload, and values. Leaves: the same values with the schema's types written beside them, as JSON has it:
 
@@ -99,7 +99,7 @@ def described_arguments(name: str, overload: str, arguments: Sequence[OperatorAr
 
 
 def _returned(kind: Any) -> str | None:
-    """How a result becomes tensors; None where it is something else."""
+    """The way in which a result becomes tensors; None if the result is something else."""
     if kind.kind() == "ListType" and kind.getElementType().kind() == "TensorType":
         return "list"
     return "tensor" if kind.kind() == "TensorType" else None

@@ -34,7 +34,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one call of a region costs on one engine. `kind` is "measured", "cached" (measured earlier), "disturbed" (either, while other load
+    """Cost of one call of a region on one engine. `kind` is "measured", "cached" (measured earlier), "disturbed" (either, while other load
     held the cores) or "estimated"."""
 
     engine: str
@@ -52,7 +52,7 @@ class Attempt:
 
 
 def attempts_in_words(attempts: Sequence[Attempt]) -> str:
-    """What a region is computed with, and what was before it: "fp32 accumulation, after a relative error of 0.03 as written"."""
+    """Text for the way to compute a region, and those tried before: "fp32 accumulation, after a relative error of 0.03 as written"."""
     *before, last = attempts
     after = "; ".join(f"{each.why} {each.how}" for each in before)
     return last.how + (f", after {after}" if after else "")
@@ -60,7 +60,7 @@ def attempts_in_words(attempts: Sequence[Attempt]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class NodeDecision:
-    """Where one operator of the graph runs.
+    """Decision where an operator of the graph runs.
 
     `inputs`: the values that it reads, by the name of the operator or of the graph's input that each is of. `outputs`: the tensors that it
     returns. `module`: the innermost module that calls it, as `ModuleCall.path`; "" for the outermost, and where that is not known.
@@ -104,7 +104,7 @@ class ModuleCall:
 
 @dataclass(frozen=True, slots=True)
 class RegionDecision:
-    """Where one region runs: the candidates' costs, and the refusals of those that lost or failed.
+    """Decision where a region runs: the candidates' costs, and the refusals of those that lost or failed.
 
     `kernels`: what it calls, step by step: the names of kernels and operators.
     `operators`: its layers that an operator of PyTorch's computes in place of a kernel, as "mkldnn::_linear_pointwise: linear layer of ...".
@@ -136,7 +136,7 @@ class RegionDecision:
 
 @dataclass(frozen=True, slots=True)
 class CallDecision:
-    """Who runs whole calls: "plan", or "eager" where that was faster with the whole graph; a refusal of "plan" then says so."""
+    """Decision who runs whole calls: "plan", or "eager" where that was faster with the whole graph; a refusal of "plan" then says so."""
 
     engine: str
     costs: tuple[Cost, ...]
@@ -179,7 +179,7 @@ class KernelTime:
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What the machine can do at most with `threads` threads, as measured on it. `gflops`: billions of operations a second, by precision;
+    """The most that the machine can do with `threads` threads, as measured on it. `gflops`: billions of operations a second, by precision;
     `gbytes`: billions of bytes a second that are read from memory."""
 
     threads: int
@@ -224,7 +224,7 @@ class Unconverted:
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What became of a graph that is not computed as written, or that quantises layers itself; its `precision` is then "as-written", and
+    """Outcome for a graph that is not computed as written, or that quantises layers itself; its `precision` is then "as-written", and
     `tolerance` 0, as nothing is compared.
 
     `operators`: how many compute floating-point tensors in a call; `converted`: how many of them to which precision. `casts`: conversions
@@ -373,7 +373,7 @@ def _profile(raw: dict[str, Any]) -> Profile:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can hold: sizes and devices as their texts, the other values of a plan field by field."""
+    """A value that JSON can hold: sizes and devices as their texts, the other values of a plan field by field."""
     if isinstance(value, Size | Device):
         return str(value)
     if dataclasses.is_dataclass(value):

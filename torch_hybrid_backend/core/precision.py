@@ -1,4 +1,4 @@
-"""What an inference graph is computed in, where that is not what the model says."""
+"""Precisions of inference graphs other than what the model says."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ def are_seven_bits(bounds: tuple[int, int]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class WeightForm:
-    """How weights of 8 and 4 bits are kept, and what meets them. `group_size`: neighbours along a row that share a scale; None: 32 under
-    `int4-weights`, a whole row under `int8-weights`. `zero_points`: whether a group has a zero point beside its scale, for values that are not
-    about 0. `activation_bits`: one of `ACTIVATION_BITS`."""
+    """The form of weights of 8 and 4 bits, and of what meets them.
+
+    `group_size`: neighbours along a row that share a scale; None: 32 under `int4-weights`, a whole row under `int8-weights`.
+    `zero_points`: True if a group has a zero point beside its scale, for values that are not about 0. `activation_bits`: one of `ACTIVATION_BITS`."""
 
     group_size: int | None = None
     zero_points: bool = False

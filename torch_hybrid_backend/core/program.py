@@ -47,13 +47,13 @@ class TensorArgument:
 
 
 class Step(ABC):
-    """One thing that a program or plan does. Steps run in order; a program's run on its device."""
+    """An action of a program or plan. Steps run in order; a program's run on its device."""
 
     __slots__ = ()
 
     @property
     def label(self) -> str:
-        """What reports call it."""
+        """Name of the step in reports."""
         return type(self).__name__
 
     @property
@@ -78,7 +78,7 @@ class Step(ABC):
 
     @property
     def in_python(self) -> InPython | None:
-        """What runs it where the C++ plan cannot: from its `tensors` to the tensors that it `returned`. None where the plan can."""
+        """Function that runs it where the C++ plan cannot: from its `tensors` to the tensors that it `returned`. None where the plan can."""
         return None
 
     def at(self, values: Mapping[str, int]) -> Step:
@@ -96,7 +96,7 @@ class Step(ABC):
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """What csrc/src/steps/ makes the step of, as JSON has it; "kind" says which. Its sizes must be numbers."""
+        """Description that csrc/src/steps/ makes the step of, as JSON has it; "kind" says which. Its sizes must be numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -518,7 +518,7 @@ class PackedConstant:
 
 @dataclass(frozen=True, slots=True)
 class RandomNumbers:
-    """What a program takes of its device's random generator in each call, before its steps: the generator then stands where eager's
+    """Numbers that a program takes of its device's random generator in each call, before its steps: the generator then stands where eager's
     operators would have left it.
 
     It counts groups of four 32-bit numbers. `taken`: how many each of its operators takes, in program order. `seed`: the buffer of the
@@ -573,7 +573,7 @@ class Program:
         return not self.unserved(values)
 
     def unserved(self, values: Mapping[str, int]) -> str:
-        """Which of these values of the size symbols, by name, its steps do not serve, in words; "" where they serve all."""
+        """The values of size symbols, by name, that its steps do not serve, in words; "" if they serve all."""
         outside = [
             f"{values[name]} outside of {least} to {most}"
             for name, least, most in self._ranges()

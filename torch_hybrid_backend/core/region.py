@@ -26,7 +26,7 @@ class EagerRun(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RegionInput:
-    """One value that enters a region; `spec` is None where it is no tensor, `size` says which size it is where it is one. Constants
+    """A value that enters a region; `spec` is None where it is no tensor, `size` says which size it is where it is one. Constants
     (parameters, folded values) change rarely: engines may pack them."""
 
     name: str

@@ -12,7 +12,7 @@ from torch_hybrid_backend.sizes.size import Dim
 
 
 class SizeReader:
-    """Where each symbol is found: in a size among the inputs, or in a dimension of a tensor.
+    """Places of size symbols: in a size among the inputs, or in a dimension of a tensor.
 
     inputs: what each input is (a tensor's spec, a size, or None for what is neither). needed: names of symbols.
     Raises HybridError where a symbol cannot be told from the inputs.
@@ -40,5 +40,5 @@ class SizeReader:
         )
 
     def values(self, inputs: Sequence[Any]) -> Mapping[str, int]:
-        """As `read`, by name."""
+        """Values of the symbols, as `read` gives them, by name."""
         return dict(zip(self.names, self.read(inputs), strict=True))
