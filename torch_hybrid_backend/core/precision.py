@@ -31,7 +31,9 @@ class WeightForm:
     """The form of weights of 8 and 4 bits, and of what meets them.
 
     `group_size`: neighbours along a row that share a scale; None: 32 under `int4-weights`, a whole row under `int8-weights`.
-    `zero_points`: True if a group has a zero point beside its scale, for values that are not about 0. `activation_bits`: one of `ACTIVATION_BITS`."""
+    `zero_points`: True if a group has a zero point beside its scale, for values that are not about 0.
+    `activation_bits`: one of `ACTIVATION_BITS`.
+    """
 
     group_size: int | None = None
     zero_points: bool = False
