@@ -52,7 +52,7 @@ _CLOSE_S = 5.0  # killed processes end at once; what waits for them may take a m
 
 
 class Build:
-    """One asker's hold of a build. Several hold one where they asked for one key. Thread-safe."""
+    """An asker's hold of a build. Several hold one where they asked for one key. Thread-safe."""
 
     def __init__(self, task: _Task, builds: Builds) -> None:
         self._task = task
@@ -61,7 +61,7 @@ class Build:
 
     @property
     def key(self) -> str:
-        """What it was started with."""
+        """Key that it was started with."""
         return self._task.key
 
     @property
@@ -75,7 +75,7 @@ class Build:
         return self._task.progress
 
     def result(self, timeout: float | None = None) -> bytes:
-        """What was built, waiting for at most `timeout` seconds (None: until the deadline and the grace after it).
+        """Bytes of what was built, waiting for at most `timeout` seconds (None: until the deadline and the grace after it).
 
         Raises TimeoutError where it is not done by then; BuildCancelledError where everybody who asked has cancelled, or this process ends;
         DeadlineError, CompilerCrashError (the process died) or CompileError where the build failed, now or within the last day.
@@ -143,7 +143,7 @@ class Builds:
         return Build(self._queue().start(_Task(key, entry, request, deadline_s)), self)
 
     def reject(self, key: str, error: CompileError) -> None:
-        """What was built under the key is of no use, as it turned out: it goes from the store, and later builds of it fail with `error`, as
+        """Reject what was built under the key: it goes from the store, and later builds of it fail with `error`, as
         long as failures are remembered."""
         self._store.remove(self._kind, key)
         self._failures.put(self._kind, key, error)
@@ -166,7 +166,7 @@ class Builds:
 
 
 class _Task:
-    """One build: who wants it, and what came of it."""
+    """A build: who wants it, and its outcome."""
 
     def __init__(self, key: str, entry: str, request: bytes, deadline_s: float) -> None:
         self.key = key
@@ -192,7 +192,7 @@ class _Task:
         return not self._is_stopped
 
     def hold(self) -> bool:
-        """One more wants it. False where it was stopped, as nobody did."""
+        """Count one more asker. False if the build was stopped, as nobody wanted it."""
         with self._lock:
             if self._is_stopped:
                 return False
@@ -319,7 +319,7 @@ class _Queue:
             return None
 
     def _known(self, task: _Task) -> bytes | CompileError | None:
-        """What the store has of it."""
+        """Bytes or error that the store has of the build."""
         result = self._store.get(self._kind, task.key)
         if result is not None:
             return result
@@ -327,7 +327,7 @@ class _Queue:
         return failure.as_exception() if failure is not None else None
 
     def _outcome(self, task: _Task, thread: threading.Thread) -> bytes | CompileError | None:
-        """What comes of it, here or in another process; None while one is at it."""
+        """Outcome of the build, here or in another process; None while one is at it."""
         if not task.is_wanted:
             return _cancelled(task)
         lock = KeyLock.taken(self._store.lock_path(self._kind, task.key))

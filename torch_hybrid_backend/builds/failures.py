@@ -51,7 +51,7 @@ class Failure:
     limit_s: float
 
     def as_exception(self) -> CompileError:
-        """What the build raised, once more."""
+        """The error that the build raised, once more."""
         return _TYPES.get(self.error, CompileError)(
             f"{self.message} (at {time.strftime('%Y-%m-%d %H:%M', time.localtime(self.at))}; tried again a day later, or after `hybrid cache "
             "--forget-failures`)"

@@ -46,7 +46,7 @@ def main(lifeline: int, entry: str, folder: str, limit_s: str) -> None:
 
 
 class Asked:
-    """What a builder asks now and then: whether to go on. It tells the parent how far the builder is, at most every 0.1 s."""
+    """Question of a builder, now and then, whether to go on. The answer tells the parent how far the builder is, at most every 0.1 s."""
 
     def __init__(self, orders: int, answers: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._orders = orders

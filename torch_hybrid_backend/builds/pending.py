@@ -29,7 +29,7 @@ class BuildingRegion:
         self._build.when_done(call)
 
     def result(self) -> CompiledRegion:
-        """As the protocol says; loaded once."""
+        """The built region, as the protocol says; loaded once."""
         if self._loaded is None:
             self._loaded = self._load(self._build.result(0))
         return self._loaded

@@ -263,7 +263,7 @@ def _is_plain_subclass(value: object) -> bool:
 
 
 def _returned(kind: GraphKind) -> range:
-    """Which outputs AOTAutograd returns to the caller: a forward graph's first (the others are saved for backward), an inference graph's behind
+    """Outputs that AOTAutograd returns to the caller: a forward graph's first (the others are saved for backward), an inference graph's behind
     the new values of inputs."""
     context = TracingContext.try_get()
     metadata = context.fw_metadata if context is not None else None

@@ -1,4 +1,4 @@
-"""Which ATen operators are taken apart at capture, and which stay whole.
+"""Decompositions: ATen operators that are taken apart at capture. The others stay whole.
 
 The aim: engines see few primitives, and each of those has one obvious loop nest or one good library kernel. The table
 starts from torch's own core ATen decompositions, loses what stays whole (`KEPT`, random operators, the engines'
@@ -146,7 +146,7 @@ def asked(
 
 
 def decomposed(node: torch.fx.Node, keep_ops: frozenset[torch._ops.OpOverload]) -> torch.fx.GraphModule | None:
-    """What capture would have made of an operator, had only `keep_ops` been wanted whole: a graph of its own.
+    """The graph that capture would have made of an operator, had only `keep_ops` been wanted whole: a graph of its own.
 
     The graph takes the node's input nodes in the order of `node.all_input_nodes` and returns the operator's results; every node carries
     `meta["val"]`. None where the operator stays whole all the same, where a size known only at run time is among its arguments, or where the
@@ -224,7 +224,7 @@ def _upsample_by_sizes(
     output_size: Sequence[int] | None,
     *arguments: Any,
 ) -> torch.Tensor:
-    """What a `vec` overload does: `arguments` are align_corners, where the operator has it, and the scale factors.
+    """Result of a `vec` overload: `arguments` are align_corners, where the operator has it, and the scale factors.
 
     The backward operators refuse symbolic sizes: where those meet a gradient, torch's `formula` takes upsampling apart. So it does where a
     size depends on data and nothing says that it is positive, which the operator insists on while it is traced.
@@ -281,7 +281,7 @@ def _roll(x: torch.Tensor, shifts: int | Sequence[int], dims: int | Sequence[int
 
 
 def _t(x: torch.Tensor) -> torch.Tensor:
-    """One operator for all reorderings of dimensions."""
+    """Decompose to `permute`: one operator for all reorderings of dimensions."""
     transposed: torch.Tensor = aten.permute.default(x, [1, 0]) if x.dim() == 2 else aten.alias.default(x)
     return transposed
 

@@ -64,7 +64,7 @@ class _Handler(logging.Handler):
 
 
 def graph_break(message: str) -> GraphBreak | None:
-    """What a message of Dynamo's tells; None for another message."""
+    """The graph break that a message of Dynamo's tells of; None for another message."""
     told = _TOLD.search(message)
     if told is None:
         return None

@@ -1,4 +1,4 @@
-"""What the user's code calls the inputs of a graph, of the names that Dynamo gives its placeholders."""
+"""Names of a graph's inputs in the user's code, from those that Dynamo gives its placeholders."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch.fx
 
 
 def called(placeholder: str) -> str:
-    """What an input is called: "input_ids" of "L_input_ids_", "layers.0.weight" of "L_self_modules_layers_modules_0_parameters_weight_"; ""
+    """Name of an input: "input_ids" of "L_input_ids_", "layers.0.weight" of "L_self_modules_layers_modules_0_parameters_weight_"; ""
     where the name tells nothing, as that of a value which an earlier graph left."""
     found = re.fullmatch(r"[LG]_(.+?)_?", placeholder)
     name = found[1] if found else ""

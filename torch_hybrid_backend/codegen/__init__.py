@@ -1,1 +1,1 @@
-"""What engines that print `loops` share; see `codegen/backend.py`. Only engines import it."""
+"""Code that engines which print `loops` share; see `codegen/backend.py`. Only engines import it."""

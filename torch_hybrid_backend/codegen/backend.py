@@ -1,4 +1,4 @@
-"""What differs between two engines that print `loops`: the `KernelBackend` protocol, the one seam between `codegen` and an engine.
+"""Differences between two engines that print `loops`: the `KernelBackend` protocol, the one seam between `codegen` and an engine.
 
     region -> loops.graph.lower_region -> operands -> loops.fusion.fuse -> layouts -> a kernel for each group -> join -> alternatives
            -> the compiler module, in worker processes -> an artifact for each kernel -> step -> Program
@@ -68,7 +68,7 @@ class KernelBackend(Protocol):
         ...
 
     def describe(self) -> Sequence[tuple[str, str]]:
-        """What `hybrid doctor` prints of it: names and values."""
+        """Names and values that `hybrid doctor` prints of the engine."""
         ...
 
     def operands(self, graph: LoopGraph, layouts: Mapping[Buffer, Layout]) -> Prepared:

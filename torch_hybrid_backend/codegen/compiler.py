@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class CodeTarget(Protocol):
-    """What kernels are compiled for: a processor, say. Frozen, and pickled on its way to a worker process."""
+    """Target that kernels are compiled for, such as a processor. Frozen, and pickled on its way to a worker process."""
 
     @property
     def fingerprint(self) -> str:
@@ -50,5 +50,5 @@ class KernelCompilerModule(Protocol):
 
 
 def compiler_version(compiler: KernelCompilerModule) -> str:
-    """What this process and a worker process must have in common: the sources and what is installed."""
+    """Key of what this process and a worker process must have in common: the sources and what is installed."""
     return f"{sources_version(*compiler.SOURCES)} {compiler.__name__} {compiler.version()}"

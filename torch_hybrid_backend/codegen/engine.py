@@ -149,7 +149,7 @@ class KernelEngine(EngineBase):
         self.keep_ops = frozenset(lowering.table())  # what has a lowering of its own is wanted whole
 
     def version(self, device: Device) -> str:
-        """What timings of this engine's kernels depend on: its compiler, with the sources, and the target."""
+        """Key of all that timings of this engine's kernels depend on: its compiler, with the sources, and the target."""
         return f"{compiler_version(self._backend.compiler)} {self._backend.on(device).target.fingerprint}"
 
     def available(self) -> Verdict:
@@ -169,7 +169,7 @@ class KernelEngine(EngineBase):
         return lowering.supports(node, self._backend.policy.abilities)
 
     def accepts(self, region: Region) -> Verdict:
-        """Of several devices of a type not every one need be one that kernels can be compiled for."""
+        """Supported if kernels can be compiled for the region's device: not every one of a type need be such."""
         return self._backend.on(region.device).available()
 
     def compile(self, regions: Sequence[Region], deadline: Deadline) -> list[CompiledRegion | Exception]:
@@ -276,7 +276,7 @@ class KernelEngine(EngineBase):
         self._services.timings.put(_TIMINGS, kernel_key, device, times, is_disturbed=load.is_felt())
 
     def _options(self, region: RegionKernels) -> tuple[KernelOptions, ...]:
-        """What to compile of each kernel: the variant known to be fastest, or those to find out about."""
+        """Variants of each kernel to compile: the variant known to be fastest, or those to find out about."""
         backend = region.backend
         constants = {packed.buffer: packed for packed in region.packed}
         result = []

@@ -38,7 +38,7 @@ _spares: dict[tuple[int, str], Store] = {}  # (process, store) -> what takes its
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """What a kernel was compiled to: a file, and the kernel's name in it. All empty for an operator of PyTorch's."""
+    """The compiled form of a kernel: a file, and the kernel's name in it. All empty for an operator of PyTorch's."""
 
     path: str
     symbol: str
@@ -131,7 +131,7 @@ def _compile(
 
 
 def _spare(store: Store, error: CacheError) -> Store:
-    """Where kernels go that `store` does not take (a full disk): a temporary directory, gone with this process. Says so once."""
+    """Store for kernels that `store` does not take (a full disk): a temporary directory, gone with this process. Says so once."""
     at = (os.getpid(), str(store.root))
     if at not in _spares:
         _log.warning("%s. This process keeps such kernels in a temporary directory", error)

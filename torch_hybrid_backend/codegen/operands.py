@@ -67,7 +67,7 @@ class Packed:
 
     @property
     def made_of(self) -> tuple[object, ...]:
-        """What it is made of and how, hashable: constants for which this is equal have equal tensors."""
+        """Key of what it is made of and how, hashable: constants for which this is equal have equal tensors."""
         return self.source, self.pack
 
     def repacked(self, buffer: Buffer, ahead: Callable[[torch.Tensor], torch.Tensor]) -> Packed:

@@ -49,7 +49,7 @@ class CompiledVariant:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KernelOptions:
-    """One kernel of a region and its variants: those to compile, later those that were compiled, of which the one at `best` is used.
+    """A kernel of a region and its variants: those to compile, later those that were compiled, of which the one at `best` is used.
 
     `key` is the kernel's, "" where there is nothing to choose. With `is_open` the choice is still to be made, by `search`. `times`: what
     searches found. `work`: multiply-adds. `untried`: what may still be compiled and timed. `exact`: the kernel itself, where no other
@@ -78,8 +78,10 @@ class KernelOptions:
         most: int = 3,
         tuned: bool = False,
     ) -> KernelOptions:
-        """Where earlier searches found no `times`, `most` variants of kernels are to be compiled and timed, the one in use included, and all
-        that call operators; where the kernel is to be tuned, those without a time are left `untried`, else what is to be probed."""
+        """Options by the `times` of earlier searches.
+
+        Without times, `most` variants of kernels are to be compiled and timed, the one in use included, and all that call operators. If the
+        kernel is to be tuned, those without a time are left `untried`; else what is to be probed is."""
         winner = fastest(variants, times)
         exact = None if winner.is_exact else variants[0]
         # An operator in use has the kernel itself to beat first; another variant is better than it by estimate, as others may be.
@@ -122,7 +124,7 @@ class KernelOptions:
 
     @property
     def missing(self) -> Variant | None:
-        """What is still to be compiled before `with_exact`: the kernel itself, where nothing that was compiled is exact."""
+        """The variant that is still to be compiled before `with_exact`: the kernel itself, where nothing that was compiled is exact."""
         return None if any(compiled.variant.is_exact for compiled in self.compiled) else self.exact
 
     def with_exact(self, made: CompiledVariant | None) -> KernelOptions:

@@ -102,7 +102,7 @@ def _decided(
 
 
 def _gain(before: Sequence[KernelOptions], after: Sequence[KernelOptions]) -> str:
-    """What the choices that changed save, over all kernels that have a choice."""
+    """Text for the time that changed choices save, over all kernels that have a choice."""
     pairs = [
         (a.times.get(b.chosen.variant.name), a.times.get(a.chosen.variant.name), a is b or a.chosen is b.chosen)
         for b, a in zip(before, after, strict=True)

@@ -35,7 +35,7 @@ class Variant:
 
     @property
     def compiled_kernels(self) -> int:
-        """How many kernels are compiled for it; an operator of PyTorch's is there already."""
+        """Number of kernels that are compiled for it; an operator of PyTorch's is there already."""
         return sum(not isinstance(kernel, OperatorKernel) for kernel in self.kernels)
 
     @property

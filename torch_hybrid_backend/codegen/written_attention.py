@@ -218,7 +218,7 @@ class _Search:
         return Map(value.shape, value.dtype, at), found[1]
 
     def _source(self, e: Expr) -> tuple[Load, float] | None:
-        """What is loaded and scaled by literals where an elementwise operation filled the buffer that is loaded."""
+        """The load, and its scale by literals, where an elementwise operation filled the buffer that is loaded."""
         source = self._producer.get(e.buffer) if isinstance(e, Load) else None
         if not isinstance(e, Load) or not isinstance(source, MapOp):
             return None
@@ -281,7 +281,7 @@ def _unguarded(e: Expr) -> tuple[Expr, Expr | None]:
 
 
 def _unrounded(e: Expr) -> Expr:
-    """What is rounded or cast between floating-point types: products with it are at least as exact without."""
+    """The value that is rounded or cast between floating-point types: products with it are at least as exact without."""
     while isinstance(e, Call) and e.op in ("cast", "round") and is_float(e.args[0].dtype):
         e = e.args[0]
     return e

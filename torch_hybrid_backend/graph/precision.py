@@ -1,4 +1,4 @@
-"""What operators compute in, where that is not the same everywhere in a graph.
+"""Precisions that operators compute in, which need not be the same everywhere in a graph.
 
 linear(cast16(x), cast16(W))      the linear layer computes in bfloat16; its casts, like quantisations, compute nothing
 """
@@ -38,15 +38,15 @@ def computes(node: Node) -> bool:
 
 
 def converted_to(node: Node) -> str | None:
-    """What an operator that `computes` was converted to: `meta["precision"]`, the mark of a pass ("bfloat16"), or "int8" where it reads
-    dequantised values. None where it computes as its dtypes say."""
+    """The dtype that an operator was converted to: `meta["precision"]`, the mark of a pass ("bfloat16"), or "int8" if it reads dequantised
+    values. None if it computes as its dtypes say."""
     if "precision" in node.meta:
         return str(node.meta["precision"])
     return "int8" if any(map(_is_dequantised, node.all_input_nodes)) else None
 
 
 def precision_of(node: Node) -> str:
-    """What an operator that `computes` does so in."""
+    """The dtype that an operator computes in."""
     return converted_to(node) or str(_floats(node)[0].dtype).removeprefix("torch.")
 
 

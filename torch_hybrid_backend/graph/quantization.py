@@ -1,4 +1,4 @@
-"""How layers are quantised: the operators, written once for graphs and for tensors.
+"""Quantisation of layers: the operators, written once for graphs and for tensors.
 
 `apply(operator, *arguments)` is what a step does: calls the operator, or inserts a node for it. Weights are of int8, symmetric, with a scale
 for each output channel; activations are of int8, symmetric, or of uint8 where they are never negative. So every zero point is 0: zeros of

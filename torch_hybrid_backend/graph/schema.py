@@ -1,4 +1,4 @@
-"""What one node of a graph does beside computing a value: the one home of views, effects, writes and random numbers.
+"""Effects of a node beside computing a value: the one home of views, effects, writes and random numbers.
 
 Everything is read off the operators' schemas (writes, aliases) and tags (random numbers), so that an operator nobody here has heard of is
 classed rightly. Two things no schema tells:
@@ -41,7 +41,7 @@ _NUMBERS = torch.SymInt | torch.SymFloat | torch.SymBool | int | float
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What an operator's schema, its tags and the tables above say. Arguments are (position, name)."""
+    """Facts of an operator by its schema, its tags and the tables above. Arguments are (position, name)."""
 
     written: tuple[tuple[int, str], ...]
     shared: tuple[tuple[int, str], ...]  # those in whose memory a result may lie

@@ -1,4 +1,4 @@
-"""What a whole graph says of its values: which are returned, whose memory they live in, which follow from constants alone."""
+"""Facts of values that a whole graph tells: which are returned, whose memory they live in, which follow from constants alone."""
 
 from __future__ import annotations
 

@@ -105,8 +105,10 @@ _CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """`why` tells why the outputs do not pass, "" where they do: `code` is ACCURACY where they differ, OUT_OF_MEMORY where there was no memory
-    to find out, and they are not verified. `max_error` is the largest absolute difference of any element seen; `relative_error`: of values that
+    """Result of a comparison.
+
+    `why`: the reason why outputs do not pass, "" if they do. `code`: ACCURACY if they differ, OUT_OF_MEMORY if there was no memory to find out,
+    so that they are not verified. `max_error` is the largest absolute difference of any element seen; `relative_error`: of values that
     do not pass the root mean square of their differences over that of eager's, None where it is not for its values that an output does not.
     `note`: what outputs that pass were not judged by, "" of most."""
 
@@ -158,7 +160,7 @@ def compare(
 
 
 def difference(expected: Sequence[object], actual: Sequence[object]) -> str:
-    """How the outputs of two runs of the same operators differ by more than the tolerances of their dtypes; "" if they do not."""
+    """Text that says how outputs of two runs of the same operators differ by more than their dtypes' tolerances; "" if they do not."""
     if len(expected) != len(actual):
         return f"it returned {len(actual)} outputs, not {len(expected)}"
     for position, (reference, result) in enumerate(zip(expected, actual, strict=True)):
@@ -185,7 +187,7 @@ def _on_host(values: Sequence[object]) -> list[object]:
 
 
 def _forms(region: Region, expected: Sequence[object], actual: Sequence[object]) -> str:
-    """What is wrong with the outputs but for the values of tensors; "" where nothing is."""
+    """Text that says what is wrong with the outputs but for the values of tensors; "" if nothing is."""
     if len(expected) != len(actual):
         return f"it returned {len(actual)} outputs, eager {len(expected)}"
     for position, (reference, result) in enumerate(zip(expected, actual, strict=True)):
@@ -332,7 +334,7 @@ def _takes_elements(node: Node) -> bool:
 
 
 def _wider(dtype: torch.dtype, graph_module: torch.fx.GraphModule, *, on_host: bool) -> torch.dtype | None:
-    """What an output of `dtype` is judged by; None where that must be exact.
+    """The dtype that an output of `dtype` is judged by; None if the output must be exact.
 
     float64 instead of float32 where PyTorch's settings let products of float32 be rounded as those of half types are (TF32, bfloat16).
     """

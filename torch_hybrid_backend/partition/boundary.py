@@ -1,4 +1,4 @@
-"""What it costs where regions meet, by estimate.
+"""Costs where regions meet, by estimate.
 
     eager behind a region      the C++ plan calls Python, as it does for an engine's region without a program
     another form               a value is copied into the dtype, strides or device in which the engine reads it (`Engine.reads`)

@@ -46,7 +46,7 @@ Decompose = Callable[
 
 @dataclass(frozen=True, slots=True)
 class Cover:
-    """One partition of a graph. `order`: the engines as they were asked, eager left out. `estimated_us`: one call, by estimate; None
+    """A partition of a graph. `order`: the engines as they were asked, eager left out. `estimated_us`: one call, by estimate; None
     where there is none: on a device without a roofline, and of the only cover, which need not be compared."""
 
     order: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""What must run before what, in a graph of ATen operators.
+"""Order in which operators must run, in a graph of ATen operators.
 
 Besides the wires there are edges no wire shows. Operators with effects (in-place writes such as the `copy_` epilogues
 that AOTAutograd appends, random numbers, assertions, collectives) keep their order among each other; and an in-place

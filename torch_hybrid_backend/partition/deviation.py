@@ -1,4 +1,4 @@
-"""How far a graph of reduced precision is from the same graph as written, on the inputs of one call.
+"""Deviation of a graph of reduced precision from the same graph as written, on the inputs of one call.
 
 An error is relative: the root mean square of the difference over that of the values as written. Values that no number tells apart (equal
 infinities, NaN in both) do not count; where one is finite and the other is not, the error is infinite. Integers are not compared: the index
@@ -109,7 +109,7 @@ class WrittenRun:
         self._found: dict[str, Any] = {}
 
     def value(self, name: str) -> Any:
-        """One of the wanted values; None where the graph has none of that name."""
+        """The wanted value of that name; None if the graph has none."""
         while name in self._pending:
             self._step()
         return self._found.pop(name, None)

@@ -28,7 +28,7 @@ from torch_hybrid_backend.sizes.size import size_hint
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """What a device does at most, and what calls on it cost. Only ratios matter."""
+    """The most that a device does, and the costs of calls on it. Only ratios matter."""
 
     flops_per_second: float
     bytes_per_second: float

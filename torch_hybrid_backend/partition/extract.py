@@ -94,7 +94,7 @@ def _spec(node: Node) -> TensorSpec | None:
 
 
 def size_of(node: Node) -> Dim | None:
-    """Which size the node's value is; None where it is none, or one that depends on data."""
+    """The size that the node's value is; None if it is none, or one that depends on data."""
     value = node.meta.get("val")
     if not isinstance(value, int | torch.SymInt) or isinstance(value, bool):
         return None

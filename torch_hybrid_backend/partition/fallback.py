@@ -1,4 +1,4 @@
-"""What happens when an engine fails: the region goes to eager, with one WARNING; under `strict` it raises RegionError.
+"""Fallback when an engine fails: the region goes to eager, with one WARNING; under `strict` it raises RegionError.
 
 This is the only place that decides so. What leaves a device unusable is nobody's to fall back from: it raises to the caller.
 """

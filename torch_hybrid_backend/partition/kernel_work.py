@@ -26,7 +26,7 @@ from torch_hybrid_backend.partition.flops import node_flops
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one kernel needs at least: as in `core.plan.KernelTime`."""
+    """The least that a kernel needs: as in `core.plan.KernelTime`."""
 
     nodes: tuple[str, ...]
     modules: tuple[str, ...]
@@ -116,7 +116,7 @@ def _values(node: Node) -> list[Node]:
 
 
 def _readers(node: Node) -> Iterator[Node]:
-    """What reads the value, or a view of it."""
+    """Readers of the value, or of a view of it."""
     for user in node.users:
         if user.op == "call_function" and _is_free(user):
             yield from _readers(user)

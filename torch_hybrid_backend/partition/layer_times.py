@@ -1,4 +1,4 @@
-"""What each layer of a graph costs in a call, with the casts around it, and what float32 costs at least.
+"""Cost of each layer of a graph in a call, with the casts around it, and the least cost in float32.
 
     conv 80 us, relu fused      conv: 80         what is computed behind a layer is the layer's
     amax 20, quantise 10        next conv: 30    casts and quantisations are their reader's
@@ -73,7 +73,7 @@ def _owners(graph: torch.fx.Graph, layers: Collection[str], written: Collection[
 
 
 def least_us(graph: torch.fx.Graph, flops_per_us: float, *, has_tiles: bool) -> float:
-    """What the graph's products take at least in float32, whatever computes them, at the rate of a large product of float32's instructions.
+    """The least time of the graph's products in float32, whatever computes them, at the rate of a large product of float32's instructions.
     `has_tiles`: whether AMX may compute them."""
     gain = _TILES_GAIN if has_tiles else 1.0
     flops = sum(node_flops(node) / (_WINOGRAD_GAIN if _has_window(node) else 1.0) for node in graph.nodes)

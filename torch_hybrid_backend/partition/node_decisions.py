@@ -41,7 +41,7 @@ def node_decision(
 
 
 def graph_inputs(graph: torch.fx.Graph, constants: frozenset[str]) -> tuple[GraphInput, ...]:
-    """What operators of the graph read that none of them computes: its inputs, constants by the names in `constants`, and its attributes."""
+    """Values that operators of the graph read and none computes: its inputs, constants by the names in `constants`, and its attributes."""
     return tuple(
         GraphInput(
             node.name,

@@ -1,4 +1,4 @@
-"""Which engine runs a region: verify the candidates, price them, take the cheapest.
+"""Placement of a region on an engine: verify the candidates, price them, take the cheapest.
 
 On the first call each compiled candidate runs on the real inputs and is compared with eager. Those that fail are
 demoted (`fallback`). The others and eager are priced: by timing them against each other, by timings an earlier process
@@ -62,7 +62,7 @@ Runner = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Who runs a region. `compiled` is None where eager does; `outputs` are those of the call the choice was made
+    """The engine that runs a region. `compiled` is None where eager does; `outputs` are those of the call the choice was made
     in. `pending`: what engines whose results were too far off are building in a more accurate way."""
 
     decision: RegionDecision
@@ -73,7 +73,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Pricing:
-    """What pricing needs besides the region.
+    """Everything that pricing needs besides the region.
 
     `timings`: None where none are kept. `versions`: engine name -> what its timings on `device` depend on; an engine left out is priced anew
     in each process. `deadline`: the graph's, for what candidates compile while they are tried. `timer`: of work on `device`.
@@ -150,7 +150,7 @@ def choose(
 
 @dataclass(frozen=True, slots=True)
 class _Trials:
-    """What came of trying the candidates: outputs and comparisons by engine, those that are being built, why eager cannot run the region (None
+    """Results of trying the candidates: outputs and comparisons by engine, those that are being built, why eager cannot run the region (None
     if it can), and what winds back random numbers."""
 
     results: dict[str, list[torch.Tensor]]
@@ -412,14 +412,14 @@ def cheapest(costs: Sequence[Cost]) -> Cost:
 
 
 def _version(version: str, compiled: CompiledRegion) -> str:
-    """What a candidate's times depend on: its engine's version, its form, and how it computes the region where that is not the first way. "":
-    they are not kept."""
+    """Key of all that a candidate's times depend on: its engine's version, its form, and the way it computes the region if not the first
+    one. "" if times are not kept."""
     parts = [version, compiled.form, *(each.how for each in compiled.attempts[-1:])]
     return " ".join(filter(None, parts)) if version else ""
 
 
 def timing_key(key: str, contenders: Mapping[str, str]) -> str:
-    """What the times of contenders (name -> version) for the work `key` are kept under."""
+    """Key of the times of contenders (name -> version) for the work `key`."""
     return json.dumps([key, sorted(contenders.items())])
 
 

@@ -66,7 +66,7 @@ class RangedRegion:
 
     @property
     def note(self) -> str:
-        """What the engine has to say, and who runs which other sizes."""
+        """Note of the engine, and who runs which other sizes."""
         ranges = self.inside.program.ranges if self.inside.program is not None else ()
         served = ", ".join(f"{name} from {least} to {most}" for name, least, most in ranges)
         return "; ".join(filter(None, [self.inside.note, f"it serves {served}, and {self.other} other sizes"]))

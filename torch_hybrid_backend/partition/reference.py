@@ -1,4 +1,4 @@
-"""What eager makes of a region's inputs: the reference of checks, and why there is none. Runs that draw the same random numbers."""
+"""Eager's outputs for a region's inputs: the reference of checks, or why there is none. Runs that draw the same random numbers."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def reference(region: Region, inputs: Sequence[torch.Tensor]) -> list[torch.Tens
 
 
 def unable_to_run(error: Exception) -> Refused:
-    """Why eager cannot run a region although nothing is wrong with its inputs: it has too little memory, or lacks a kernel. Raises what PyTorch
-    did where something is: their values, or dtypes that do not go together."""
+    """The reason why eager cannot run a region although nothing is wrong with its inputs: it has too little memory, or lacks a kernel. Raises
+    PyTorch's error where something is: their values, or dtypes that do not go together."""
     if isinstance(error, OperatorRefusedError) and error.is_mistake:
         raise error.error from None
     if isinstance(error, OperatorRefusedError) or is_out_of_memory(error):

@@ -55,7 +55,7 @@ class Partition:
     modules: tuple[ModuleCall, ...] = ()
 
     def candidates(self, segment: Segment, engine_names: Sequence[str]) -> tuple[str, ...]:
-        """Which of `engine_names` may run the segment's region; eager is never among them."""
+        """Names among `engine_names` that may run the segment's region; eager is never among them."""
         return tuple(name for name in self.able[segment.region.name] if name in engine_names)
 
 

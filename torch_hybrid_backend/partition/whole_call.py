@@ -1,4 +1,4 @@
-"""Who runs a whole call: the plan, or eager with the whole graph.
+"""Choice of who runs a whole call: the plan, or eager with the whole graph.
 
 Regions are priced one by one. What a call costs besides shows in whole calls only: AOTAutograd's wrapper, the plan's own inputs and outputs,
 and that eager makes one call of an operator which AOTAutograd took apart. So after the first call both are timed on its inputs, or looked up;
@@ -174,7 +174,7 @@ class PricedCall:
         self._tell()
 
     def _fault(self, inputs: Sequence[Any]) -> str:
-        """Why eager may not run calls: its outputs are not those of the graph's nodes; "" if they are."""
+        """The reason why eager may not run calls: its outputs are not those of the graph's nodes; "" if they are."""
         if self._nodes is None:
             return ""
         expected = self._nodes(*inputs)
@@ -212,7 +212,7 @@ def with_call(plan: Plan, decision: CallDecision) -> Plan:
 
 
 def _version(plan: Plan, versions: Mapping[str, str]) -> str:
-    """What the plan's time depends on besides the graph; "" where an engine has no version."""
+    """Key of all that the plan's time depends on besides the graph; "" if an engine has no version."""
     parts = [
         (region.name, region.key, region.engine, versions.get(region.engine, ""), region.kernels, region.operators)
         for region in plan.regions

@@ -55,7 +55,7 @@ importlib.import_module(module).main(int(lifeline), *arguments)
 
 @contextlib.contextmanager
 def _standard_descriptors_taken() -> Iterator[None]:
-    """Where a program has closed descriptors 0 to 2, no pipe may become one of them: what libraries print would go into it."""
+    """Keep descriptors 0 to 2, which a program may have closed, from becoming pipes: what libraries print would go into it."""
     with contextlib.ExitStack() as taken:
         while (descriptor := os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)) <= 2:
             taken.callback(os.close, descriptor)
@@ -65,14 +65,14 @@ def _standard_descriptors_taken() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How a child ended: its exit status, negative for a signal, and its last words."""
+    """End of a child: its exit status, negative for a signal, and its last words."""
 
     status: int
     words: str
 
     @property
     def how(self) -> str:
-        """What became of it, as a sentence goes on that begins with its name."""
+        """End of a sentence that begins with the child's name: what became of it."""
         return (
             f"was killed by {signal.Signals(-self.status).name}"
             if self.status < 0
@@ -81,7 +81,7 @@ class End:
 
     @property
     def said(self) -> str:
-        """What a message about it ends with."""
+        """End of a message about the child."""
         return f"\nIts last words:\n{self.words}" if self.words else ""
 
     @property
@@ -94,7 +94,7 @@ class End:
 
 
 class Child:
-    """One child process. Owns the process, its pipes and the file its error output goes to."""
+    """A child process. Owns the process, its pipes and the file its error output goes to."""
 
     def __init__(
         self, module: str, arguments: Sequence[str], what: str, environment: Mapping[str, str] | None = None

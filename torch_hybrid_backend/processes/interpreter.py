@@ -1,5 +1,5 @@
-"""Which Python child processes run: `sys.executable`, but where a program that is no Python itself tells its own path there, or none: a server,
-or one that embeds Python.
+"""The Python that child processes run: `sys.executable`, unless a program that is no Python itself, such as a server, tells its own path there,
+or none.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What stands on top of a report that is shown to others: the model, its inputs, the machine, the versions, the date."""
+"""Facts on top of a report that is shown to others: the model, its inputs, the machine, the versions, the date."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `explain()` returns."""
+"""The result of `explain()`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _breaks_in_words(breaks: Sequence[GraphBreak]) -> str:
 
 
 def _call_in_words(call_us: float, plans: Sequence[Plan]) -> str:
-    """What a call of the model takes, and how much of it outside of its graphs."""
+    """Time of a call of the model, and its part outside of graphs, in words."""
     profiles = [plan.profile for plan in plans if plan.profile is not None and not plan.profile.is_nested]
     inside = sum(profile.call_us for profile in profiles)
     outside = max(0.0, call_us - inside)
@@ -80,16 +80,16 @@ class Explanation:
         return self if self.now is None else self.now()
 
     def to_json(self) -> str:
-        """As a JSON object: `plans`, `graph_breaks`, and `call_us`, which is null where the model was not profiled."""
+        """A JSON object: `plans`, `graph_breaks`, and `call_us`, which is null where the model was not profiled."""
         breaks = [dataclasses.asdict(found) for found in self.graph_breaks]
         return _json({"plans": _plain(self.plans), "graph_breaks": breaks, "call_us": self.call_us})
 
     def to_html(self) -> str:
-        """As a self-contained HTML page: the model as a graph of modules, the time of each, tables."""
+        """A self-contained HTML page: the model as a graph of modules, the time of each, tables."""
         return render_html(self.plans, self.about, self.graph_breaks)
 
     def to_model_explorer(self) -> str:
-        """As JSON that Model Explorer (`pip install ai-edge-model-explorer`) opens: a file whose name ends with ".json"."""
+        """JSON that Model Explorer (`pip install ai-edge-model-explorer`) opens: a file whose name ends with ".json"."""
         return render_model_explorer(self.plans)
 
     def write_kernels(self, folder: Path) -> list[Path]:

@@ -72,7 +72,7 @@ def render_html(
 
 
 def _name(plan: Plan, facts: Mapping[str, str], plans: Sequence[Plan]) -> str:
-    """What the page does not say of the plan elsewhere: the only one has the model's inputs, one of several is chosen by its title."""
+    """The name that the page does not say of the plan elsewhere: the only one has the model's inputs, one of several is chosen by its title."""
     return kind_in_words(plan) if "inputs" in facts or len(plans) > 1 else title(plan)
 
 

@@ -76,7 +76,7 @@ def _times(values: Mapping[str, Any], drawn: Mapping[str, Any]) -> dict[str, str
 
 
 def _namespaces(modules: Sequence[ModuleCall]) -> Mapping[str, str]:
-    """Of each module, the layers of Model Explorer in which its operators lie: "encoder/layers.0/attention"."""
+    """Layers of Model Explorer in which each module's operators lie: "encoder/layers.0/attention"."""
     found: dict[str, str] = {}
     for call in modules:  # a module comes after those that call it
         own = call.path.removeprefix(f"{call.parent}.") if call.parent else call.path

@@ -83,7 +83,7 @@ def _divided(microseconds: float, nodes: Sequence[NodeDecision], work: Mapping[s
 
 
 def _work(plan: Plan) -> dict[str, float]:
-    """What each operator needs: its operations, or the bytes that it reads and writes where these take longer; 0 of views."""
+    """Work of each operator: its operations, or the bytes that it reads and writes where these take longer; 0 of views."""
     constants = {given.name for given in plan.inputs if given.is_constant}
     sizes = {given.name: given.spec.typical_bytes for given in plan.inputs if given.spec is not None}
     sizes |= {node.name: sum(spec.typical_bytes for spec in node.outputs) for node in plan.nodes}

@@ -1,4 +1,4 @@
-"""How much of a plan each engine has, in operators and floating-point operations."""
+"""Share of each engine in a plan, in operators and floating-point operations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KINDS = {"disturbed": DISTURBED, "cached": "measured earlier"}
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one engine runs of a plan: operators, and floating-point operations per call with their fraction of all (0
+    """Share of one engine in a plan: operators, and floating-point operations per call with their fraction of all (0
     to 1).
 
     `fraction` is None where the plan has no floating-point operations that count (no product, convolution or
@@ -85,7 +85,7 @@ def costs_in_words(costs: Sequence[Cost]) -> str:
 
 
 def call_in_words(plan: Plan) -> tuple[str, ...]:
-    """What whole calls cost and who runs them, then why the plan does not where it lost; empty where calls were not priced."""
+    """Costs of whole calls and who runs them, then why the plan does not where it lost; empty where calls were not priced."""
     if plan.call is None:
         return ()
     lost = (f"not the {r.engine}: {r.code}: {r.why}" for r in plan.call.refusals)
@@ -96,7 +96,7 @@ def call_in_words(plan: Plan) -> tuple[str, ...]:
 
 
 def covers_in_words(plan: Plan) -> tuple[str, ...]:
-    """What a call costs by the order in which engines were offered the operators; empty where there was one order."""
+    """Cost of a call by the order in which engines were offered the operators; empty where there was one order."""
     if not plan.covers:
         return ()
     kinds = {"more than": "given up at "}
@@ -108,7 +108,7 @@ def covers_in_words(plan: Plan) -> tuple[str, ...]:
 
 
 def conversion_in_words(plan: Plan) -> tuple[str, ...]:
-    """What became of a graph that is not computed as written, and how near its outputs are to those as written; empty where it is."""
+    """Outcome for a graph that is not computed as written, and how near its outputs are to those as written; empty where it is."""
     made = plan.conversion
     if made is None:
         return ()
@@ -142,12 +142,12 @@ def precision_in_words(decision: RegionDecision) -> str:
 
 
 def kernels_in_words(decision: RegionDecision) -> str:
-    """What the region calls, without the digits that tell kernels of one name apart: "12 matmul_gelu, row_softmax"."""
+    """Kernels that the region calls, without the digits that tell kernels of one name apart: "12 matmul_gelu, row_softmax"."""
     return _names_in_words(decision.kernels)
 
 
 def cuda_graphs_in_words(plan: Plan) -> tuple[str, ...]:
-    """What each CUDA graph launches: "one CUDA graph of 3 kernels: 2 row_softmax, map_add"."""
+    """Launches of each CUDA graph: "one CUDA graph of 3 kernels: 2 row_softmax, map_add"."""
     return tuple(f"one CUDA graph of {counted(len(g), 'kernel')}: {_names_in_words(g)}" for g in plan.cuda_graphs)
 
 
@@ -169,7 +169,7 @@ def graph_break_in_words(found: GraphBreak) -> tuple[str, ...]:
 
 
 def regions_title(plan: Plan) -> str:
-    """What the table of regions is headed by."""
+    """Heading of the table of regions."""
     used = plan.call is None or plan.call.engine == "plan"
     return "regions, each run by one engine" if used else "regions of the plan, which is not used"
 

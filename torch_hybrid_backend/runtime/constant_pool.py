@@ -1,4 +1,4 @@
-"""What plans make of parameters, made once for all plans of the process that read the same in the same form.
+"""Tensors that plans make of parameters, made once for all plans of the process that read the same in the same form.
 
     module at batch 8:  pack(weight, panels of 32) ----+
                                                        +--> one tensor, as long as one of the plans keeps it
@@ -80,12 +80,12 @@ class ConstantPool:
         (self._lasting if lasting else self._held).update((id(tensor), tensor) for tensor in made)
 
     def release_unused(self) -> None:
-        """What was made, but for what is `lasting`, lives from now on only as long as something else keeps it."""
+        """Let go of all that was made but is not `lasting`: it lives on only as long as something else keeps it."""
         self._held.clear()
 
 
 def shared(how: Hashable, sources: Sequence[torch.Tensor], make: Make, *, lasting: bool = False) -> list[torch.Tensor]:
-    """What `make()` returns, or returned before for equal `how` and the same `sources`, unchanged since, as far as it is still kept.
+    """Tensors that `make()` returns, or returned before for equal `how` and the same `sources`, unchanged since, as far as it is still kept.
 
     Inside `with ConstantPool()` it is kept: see `ConstantPool.hold`. `lasting`: what is made of it in turn is shared even where it was not kept
     itself meanwhile, but made again.
@@ -97,7 +97,7 @@ def shared(how: Hashable, sources: Sequence[torch.Tensor], make: Make, *, lastin
 
 
 def shared_meanwhile(how: Hashable, sources: Sequence[torch.Tensor], make: Make) -> list[torch.Tensor]:
-    """As `shared` inside `with ConstantPool()`, `make()` elsewhere: for what has effects beside the tensors that it returns."""
+    """Tensors as of `shared` inside `with ConstantPool()`, `make()` elsewhere: for what has effects beside the tensors that it returns."""
     return make() if _pool() is None else shared(how, sources, make)
 
 
@@ -108,7 +108,7 @@ def release_unused() -> None:
 
 
 def forget(storages: AbstractSet[int]) -> None:
-    """What was made of tensors in these storages, by `_cdata`, is not shared any more."""
+    """Stop sharing what was made of tensors in these storages, by `_cdata`."""
     _SHARED.forget(storages)
 
 
@@ -207,7 +207,7 @@ class _Shared:
                 del self._names[key]  # type: ignore[arg-type]
 
     def _name(self, tensor: torch.Tensor) -> _Made | None:
-        """What names the tensor where it was made here; None of a parameter."""
+        """Entry of a tensor that was made here; None of a parameter."""
         if tensor.layout is not torch.strided:
             return None
         found = self._names.get(_place(tensor))

@@ -91,11 +91,11 @@ class LiveConstants(Generic[T]):
             _everywhere.add(self)
 
     def get(self, inputs: Sequence[Any]) -> T:
-        """What was made from these inputs' constants, or is made now. Contents are not compared: see `compared`."""
+        """Return what was made from these inputs' constants, or make it now. Contents are not compared: see `compared`."""
         return self._current(inputs).made
 
     def compared(self, inputs: Sequence[Any]) -> T:
-        """As `get`, with contents compared too."""
+        """Return the same as `get`, with contents compared too."""
         entry = self._current(inputs)
         return self.refresh(inputs) if entry.guard.is_stale() else entry.made
 
@@ -112,7 +112,7 @@ class LiveConstants(Generic[T]):
         return self._remake(key, inputs).made
 
     def forget(self, storages: AbstractSet[int]) -> None:
-        """What was made of constants in these storages, by `_cdata`, is made anew by the next call."""
+        """Have the next call make anew what was made of constants in these storages, by `_cdata`."""
         with self._lock:
             for key, entry in list(self._entries.items()):
                 alive = (storage() for storage in entry.storages)

@@ -81,7 +81,7 @@ def build_executor(
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """What one step of a plan took in one call."""
+    """Time of one step of a plan in one call."""
 
     origins: tuple[StepOrigin, ...]
     nanoseconds: int
@@ -89,7 +89,7 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BoundConstants:
-    """What one set of parameters was made into: the slots' tensors and addresses, and `extra`, the folded values by number that each
+    """Tensors made of one set of parameters: the slots' tensors and addresses, and `extra`, the folded values by number that each
     call hands over. `bindings`: of the plans that run with them, by the plan's handle."""
 
     guard: Guard
@@ -156,7 +156,7 @@ class Executor:
 
     @property
     def layout(self) -> StaticLayout:
-        """What the plan was built from."""
+        """The layout that the plan was built from."""
         return self._layout
 
     @property
@@ -231,7 +231,7 @@ class Executor:
 def _return(
     output: object, sources: Mapping[str, CallInput | FoldedValue], computed: Sequence[str]
 ) -> Callable[[Sequence[Any], Sequence[torch.Tensor], BoundConstants], Any]:
-    """How to take one of the graph's outputs from the call's inputs, the plan's outputs and the constants."""
+    """Function that takes one of the graph's outputs from the call's inputs, the plan's outputs and the constants."""
     if not isinstance(output, str):
         return lambda inputs, outputs, bound: output
     source = sources.get(output)

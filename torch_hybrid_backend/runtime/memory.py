@@ -42,7 +42,7 @@ class ArenaLayout:
 
 
 def alignment_on(device: Device) -> int:
-    """What offsets in an arena of the device must be multiples of, in bytes."""
+    """Alignment of offsets in an arena of the device, in bytes."""
     return ALIGNMENT if device.is_host else MEMORY_ALIGNMENT
 
 

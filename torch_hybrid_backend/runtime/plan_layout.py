@@ -1,4 +1,4 @@
-"""One static graph as values and steps: the programs of all segments merged, every buffer given a place.
+"""Layout of a static graph as values and steps: the programs of all segments merged, every buffer given a place.
 
 Enters: pieces in execution order, each a program (kernel calls over buffers) or a callback, wired by names. Leaves: a
 `StaticLayout`, which the executor hands to the C++ plan one to one. Values that a callback or operator reads or the graph returns
@@ -53,7 +53,7 @@ class StaticLayoutError(HybridError):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One segment: `program` is None where it is a callback. Names are values of the graph. `title`: what profilers show. `region`: the
+    """A segment: `program` is None if it is a callback. Names are values of the graph. `title`: what profilers show. `region`: the
     name of the region."""
 
     inputs: tuple[str, ...]
@@ -77,7 +77,7 @@ class StepOrigin:
 
 @dataclass(frozen=True, slots=True)
 class ConstantSlot:
-    """One slot of a binding. `sources` are constant graph inputs by name; `pack` makes the slot's tensor of them.
+    """A slot of a binding. `sources` are constant graph inputs by name; `pack` makes the slot's tensor of them.
 
     Where `pack` is None the slot is the only source itself, or where `is_copy` a copy of it with the strides of `spec`.
     """
@@ -113,12 +113,12 @@ class StaticLayout:
 
     @property
     def arena_bytes(self) -> int:
-        """Of all devices."""
+        """Total arena bytes over all devices."""
         return sum(self.arenas.values())
 
     @property
     def description(self) -> PlanDescription:
-        """What the C++ plan is made of."""
+        """Description that the C++ plan is made of."""
         inputs, constants = len(self.inputs), len(self.slots)
         return PlanDescription(self.values, self.steps, inputs, constants, self.outputs, self.arenas, self.titles)
 

@@ -1,4 +1,4 @@
-"""One program as a function: what an engine's CompiledRegion does when it is called from Python.
+"""A program as a function: what an engine's CompiledRegion does when it is called from Python.
 
 It is a plan of one segment, so its kernels run on PyTorch's threads here as they do in the whole graph's plan.
 """

@@ -68,7 +68,7 @@ class PythonExecutor:
             self._folded.compared(inputs)
 
     def timed(self, inputs: Sequence[Any]) -> tuple[list[Any], list[StepTime]]:
-        """As `Executor.timed`; a segment is one step."""
+        """Outputs and times as of `Executor.timed`; a segment is one step."""
         times: list[StepTime] = []
 
         def on_segment(index: int, segment: Segment, arguments: Sequence[Any]) -> Sequence[Any]:
@@ -80,7 +80,7 @@ class PythonExecutor:
         return self.run(inputs, on_segment), times
 
     def run(self, inputs: Sequence[Any], on_segment: OnSegment | None = None) -> list[Any]:
-        """As a call, but every segment is run by `on_segment` where it is given (to verify and time it, say).
+        """Make a call in which every segment is run by `on_segment` where it is given (to verify and time it, say).
 
         Raises HybridError for a wrong number of inputs or outputs and for outputs that do not fit their specs.
         """

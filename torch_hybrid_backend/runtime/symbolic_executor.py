@@ -63,7 +63,7 @@ class SymbolicExecutor:
         return self._plan_for(inputs)(inputs)
 
     def timed(self, inputs: Sequence[Any]) -> tuple[list[Any], list[StepTime]]:
-        """As `Executor.timed`, at this call's sizes."""
+        """Outputs and times as of `Executor.timed`, at this call's sizes."""
         run = self._plan_for(inputs)
         assert isinstance(run, Executor | PythonExecutor)
         return run.timed(inputs)
@@ -84,16 +84,16 @@ class SymbolicExecutor:
 
     @property
     def plans(self) -> int:
-        """How many sets of sizes have a plan."""
+        """Number of sets of sizes that have a plan."""
         return len(self._plans)
 
     @property
     def cuda_graphs(self) -> tuple[tuple[str, ...], ...]:
-        """As in `Executor`, of the plan that was not used for longest of those that there are."""
+        """CUDA graphs as in `Executor`, of the plan that was not used for longest of those that there are."""
         return next((run.cuda_graphs for _, run in self._plans.items() if isinstance(run, Executor)), ())
 
     def _find_sizes(self) -> SizeReader:
-        """Where the call's inputs tell the sizes that the graph's specs are made of."""
+        """Reader of the sizes in the graph's specs, from the call's inputs."""
         described: dict[str, TensorSpec | Dim | None] = dict(self._graph.sizes)
         used: list[Dim] = list(self._graph.sizes.values())
         for segment in self._graph.segments:
@@ -126,7 +126,7 @@ class SymbolicExecutor:
         return dict(zip(self._reader.names, sizes, strict=True))
 
     def _runs_at(self, values: Mapping[str, int]) -> list[CompiledSegment]:
-        """What runs each segment at these sizes."""
+        """Callables that run the segments at these sizes."""
         return [
             _run_at(segment, run, values) for segment, run in zip(self._graph.segments, self._segments, strict=True)
         ]

@@ -105,7 +105,7 @@ def _versions() -> tuple[str, ...]:
 
 
 def _settings() -> Iterator[str]:
-    """What of torch's state decides how ATen operators are traced."""
+    """Parts of torch's state that decide how ATen operators are traced."""
     context = TracingContext.try_get()
     if context is None or context.fakify_first_call:
         raise UnkeyedError("not called by Dynamo alone")

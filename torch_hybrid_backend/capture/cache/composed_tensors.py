@@ -35,7 +35,7 @@ class UnkeyedError(Exception):
 
 
 def class_key(tensor: Any) -> str:
-    """What a tensor that is made of others brings to a graph beside its parts, as text. Raises UnkeyedError where that is not known."""
+    """Key of a tensor that is made of others, beside its parts. Raises UnkeyedError if the key is not known."""
     kind = type(tensor)
     folder = _library_folder()
     own = f"{folder}{os.sep}"
@@ -55,7 +55,7 @@ def parts_of(tensor: Any) -> Iterator[tuple[str, Any]]:
 
 
 def taking_apart(example_inputs: Sequence[Any]) -> Callable[[Sequence[Any]], list[Any]]:
-    """What makes of the inputs of Dynamo's graph those of AOTAutograd's, in each call: tensors that are made of others become their parts.
+    """Function that makes AOTAutograd's inputs of those of Dynamo's graph, in each call: tensors that are made of others become their parts.
 
     Classes and names of parts are those of the first inputs: Dynamo guards both, as it guards what else the class says of a tensor.
     Raises TypeError where a tensor is of another class all the same: guards can be left out.
@@ -80,7 +80,7 @@ def taking_apart(example_inputs: Sequence[Any]) -> Callable[[Sequence[Any]], lis
 
 
 def _getter(tensor: Any) -> Callable[[Any], tuple[Any, ...]]:
-    """What gives the parts of tensors like this one, and the parts of those."""
+    """Function that gives the parts of tensors like this one, and the parts of those."""
     paths = list(_paths(tensor))
     get = attrgetter(*paths)
     return get if len(paths) > 1 else lambda tensor: (get(tensor),)

@@ -1,4 +1,4 @@
-"""What PyTorch's fast path for transformer encoders computes, in operators that engines know.
+"""PyTorch's fast path for transformer encoders, in operators that engines know.
 
 In evaluation without gradients `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` call one operator each, which ATen runs
 as plain matrix products and a softmax: nothing inside can be fused, packed or replaced. Nested tensors stay with those operators.

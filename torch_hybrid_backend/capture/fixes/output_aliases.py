@@ -161,8 +161,7 @@ def _nodes(arguments: Any) -> list[Node]:
 
 
 def _view(result: Node, source: Node, keep: Callable[[Any], int]) -> _Make:
-    """What makes an output of its owner: `as_strided` with the bits that the output has, or, where sizes are symbols, the views that the graph
-    makes."""
+    """Function that makes an output of its owner: `as_strided` with the bits that the output has, or the graph's views if sizes are symbols."""
     if _is_strided(result, source):
         value, whole = result.meta["val"], source.meta["val"]
         offset = value.storage_offset() - whole.storage_offset()

@@ -1,4 +1,4 @@
-"""What `as_strided` reads: the memory that a tensor lies in, gaps between the tensor's elements included.
+"""Reads of `as_strided`: the memory that a tensor lies in, gaps between the tensor's elements included.
 
     as_strided(repeat(x)[:, ::2], size, stride)  ->  as_strided(repeat(x), size, stride)
 

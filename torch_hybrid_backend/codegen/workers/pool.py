@@ -220,7 +220,7 @@ class _Processes:
 
 
 class _Batch:
-    """One call of `compile`: hands jobs to processes that are ready and collects the answers, in the calling thread."""
+    """A call of `compile`: hands jobs to processes that are ready and collects the answers, in the calling thread."""
 
     def __init__(
         self, processes: _Processes, jobs: Sequence[Job], deadline_s: float, wanted: int, finished: Finished

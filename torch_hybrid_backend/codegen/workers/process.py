@@ -1,4 +1,4 @@
-"""One kernel compiler process, as seen from the process that needs kernels.
+"""A kernel compiler process, as seen from the process that needs kernels.
 
 `pool` decides who uses it for what; `main` is what runs inside.
 """
@@ -11,7 +11,7 @@ from torch_hybrid_backend.processes.child import Child
 
 
 class CompilerProcess(Child):
-    """One compiler process, and the job it is at."""
+    """A compiler process, and its current job."""
 
     def __init__(self, compiler: KernelCompilerModule, idle_s: float) -> None:
         self.ready = False

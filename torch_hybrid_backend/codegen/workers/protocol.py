@@ -1,4 +1,4 @@
-"""What the process that needs kernels and its compiler processes say to each other.
+"""Messages between the process that needs kernels and its compiler processes.
 
 In frames (`processes/frames.py`). To the worker: a pickled `Order`. Back: JSON, so that nothing a crashing
 compiler writes is ever unpickled:

@@ -21,7 +21,7 @@ VERSION = 1
 
 
 class ValueKind(StrEnum):
-    """Where a value of a plan lives, by the names that csrc/src/value.cc knows."""
+    """Place of a value of a plan, by the names that csrc/src/value.cc knows."""
 
     INPUT = "input"  # payload: position among the plan's inputs; copied where its strides differ from the expected ones
     CONSTANT = "constant"  # payload: slot of the binding

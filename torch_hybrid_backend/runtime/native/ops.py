@@ -46,7 +46,7 @@ _CLOSE = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 
 
 class GuardKind(IntEnum):
-    """Which bytes a guard compares when it is asked; the numbers are those of csrc/include/guard.h."""
+    """Bytes that a guard compares when it is asked; the numbers are those of csrc/include/guard.h."""
 
     EVERY_BYTE = 0
     LIVE = 1  # the pages that the kernel says were written to; where it cannot say, as the next
@@ -54,7 +54,7 @@ class GuardKind(IntEnum):
 
 
 class RunStatus(IntEnum):
-    """How a run ended; the numbers are those of csrc/include/plan.h."""
+    """End of a run; the numbers are those of csrc/include/plan.h."""
 
     DONE = 0
     STALE_BINDING = 1
@@ -363,7 +363,7 @@ _BY_DRIVER = re.compile(r" failed: CUDA_ERROR_\w+ \((\d+)\)")
 
 
 def _as_hybrid_error(text: str) -> HybridError:
-    """What the C++ side threw, as an error of this package; what a GPU's driver said is told apart, by its code."""
+    """The error that the C++ side threw, as one of this package; what a GPU's driver said is told apart, by its code."""
     if REFUSED_VALUES in text:
         return RefusedValuesError(text)
     found = _BY_DRIVER.search(text)
