@@ -127,7 +127,7 @@ def _is_trained(value: object) -> bool:
 
 
 def applied_in_capture() -> Callable[[str], bool] | None:
-    """What capture asks, while a bisector runs, before it does what its argument names (`capture.aot.capture`)."""
+    """Question of capture, while a bisector runs, before it does what its argument names (`capture.aot.capture`)."""
     return (lambda what: not _is_off(CAPTURE, lambda: what)) if is_running() else None
 
 

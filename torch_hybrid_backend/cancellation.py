@@ -36,7 +36,7 @@ _current: ContextVar[Cancellation | None] = ContextVar("cancellation", default=N
 
 @contextlib.contextmanager
 def cancellable(cancellation: Cancellation) -> Iterator[None]:
-    """What this thread does inside is stopped soon after `cancellation.cancel()`."""
+    """Have what this thread does inside stop soon after `cancellation.cancel()`."""
     token = _current.set(cancellation)
     try:
         yield
@@ -57,6 +57,6 @@ def check() -> None:
 
 
 def patience(seconds: float) -> float:
-    """How long to wait before looking again, of `seconds` that are left: all of them where nobody can cancel. Raises as `check` does."""
+    """Seconds to wait before looking again, of `seconds` that are left: all of them where nobody can cancel. Raises as `check` does."""
     check()
     return seconds if is_awaited() else min(seconds, _LOOK_EVERY_S)

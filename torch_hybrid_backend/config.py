@@ -339,7 +339,7 @@ class Config:
 
     @property
     def weight_form(self) -> WeightForm:
-        """How weights of 8 and 4 bits are kept."""
+        """Form in which weights of 8 and 4 bits are kept."""
         return WeightForm(self.weight_group_size, self.weight_zero_points, self.activation_bits)
 
     @staticmethod
@@ -424,7 +424,7 @@ MODES: Mapping[str, Mapping[str, object]] = {
 
 @functools.cache
 def _warn_of_unknown(name: str, known: tuple[str, ...]) -> None:
-    """One WARNING for each name in a process."""
+    """Warn of a name once in a process."""
     # Compared without the prefix, which makes all of them alike.
     near = nearest(name.removeprefix(PREFIX), [each.removeprefix(PREFIX) for each in known])
     hint = f"did you mean {PREFIX}{near}?" if near else f"those of the hybrid backend are: {', '.join(sorted(known))}"

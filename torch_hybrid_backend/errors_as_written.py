@@ -59,7 +59,7 @@ class _AsWritten(torch.fx.Interpreter):
 
 
 def _described(tensor: torch.Tensor) -> str:
-    """As "int64 (2, 3) of 0 to 7"; floating-point numbers, and what lies on a device, are not looked at."""
+    """Text such as "int64 (2, 3) of 0 to 7"; floating-point numbers, and what lies on a device, are not looked at."""
     text = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
     if tensor.is_cpu and tensor.numel() and not tensor.is_floating_point() and not tensor.is_complex():
         text += f" of {tensor.min().item()} to {tensor.max().item()}"

@@ -49,7 +49,7 @@ class Factory:
 
     @property
     def folder(self) -> str:
-        """Where Python looks first when it runs the script, or `-m module`."""
+        """Folder in which Python looks first when it runs the script, or `-m module`."""
         return str(Path(self._parts[0]).resolve().parent) if self._is_script else os.getcwd()
 
     @contextlib.contextmanager
@@ -104,7 +104,7 @@ class Factory:
         return make
 
     def _place(self, module: ModuleType) -> str:
-        """What names a module on the command line: its file if that lies beside the script, else its name."""
+        """Name of a module on the command line: its file if that lies beside the script, else its name."""
         file = Path(getattr(module, "__file__", None) or "")
         is_beside = self._is_script and file.suffix == ".py" and file.resolve().parent == Path(self.folder)
         return os.path.relpath(file) if is_beside else module.__name__

@@ -75,7 +75,7 @@ _own: ContextVar[torch.Generator | None] = ContextVar("own generator", default=N
 
 @contextlib.contextmanager
 def own_generator(state: torch.Tensor) -> Iterator[None]:
-    """What this thread tries inside does not touch the host's default generator: it draws from one of its own, beginning with `state`. That
+    """Keep what this thread tries inside from the host's default generator: the thread draws from one of its own, beginning with `state`. That
     holds for `Replay`, and for operators within `apart`."""
     own = torch.Generator()
     own.set_state(state)
@@ -160,7 +160,7 @@ def _taking_generator(target: object) -> Callable[..., Any] | None:
 def _dropout(
     x: torch.Tensor, p: float, train: bool | None, *, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `aten.native_dropout` on the CPU: the result, and which elements were kept."""
+    """Results of `aten.native_dropout` on the CPU: the result, and which elements were kept."""
     if train is False:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     kept = torch.empty_like(x, dtype=torch.bool).bernoulli_(1.0 - p, generator=generator)
@@ -181,7 +181,7 @@ class Replay:
         self._left: list[torch.Tensor] = []  # by each whole run
 
     def run(self, call: Callable[[], _T]) -> _T:
-        """What a whole run returns."""
+        """Return what a whole run returns."""
         self.rewind()
         result = call()
         self._left += self._state()

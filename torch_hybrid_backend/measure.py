@@ -121,8 +121,9 @@ class DeviceTimer:
 
 
 def cache_flush(device: torch.device) -> Call:
-    """What overwrites a device's second-level cache, on its current stream: it writes twice the cache's size. Nothing where the device does not
-    tell that size, or has not so much memory left."""
+    """Function that overwrites a device's second-level cache, on its current stream, by writing twice the cache's size.
+
+    The function does nothing if the device does not tell that size, or has not so much memory left."""
     properties: Any = torch.get_device_module(device.type).get_device_properties(device)
     size_bytes = 2 * int(getattr(properties, "L2_cache_size", 0))
     try:
@@ -149,7 +150,7 @@ class Timing:
 
 
 class Rounds(TypedDict, total=False):
-    """How many rounds `measure` and `sample` take; where one is not given, `sample`'s default holds."""
+    """Numbers of rounds that `measure` and `sample` take; where one is not given, `sample`'s default holds."""
 
     min_rounds: int
     max_rounds: int

@@ -39,7 +39,7 @@ def thread_waits() -> Mapping[str, int]:
 
 
 class OtherLoad:
-    """What other load took from this process since this was made."""
+    """Time that other load took from this process since this was made."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class OtherLoad:
 
     @property
     def share(self) -> float:
-        """How long threads waited for a core, all of them together, as a share of the time that went by; 0 where the system does not tell."""
+        """Time that threads waited for a core, all of them together, as a share of the time that went by; 0 where the system does not tell."""
         elapsed = self._clock() - self._start
         waited = sum(max(0, ns - self._before.get(thread, 0)) for thread, ns in self._waits().items())
         return waited / elapsed if elapsed > 0 else 0.0

@@ -127,7 +127,7 @@ def copy_of(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 
 def hindrance(module: torch.fx.GraphModule) -> torch.fx.Node | None:
-    """What keeps a graph from being run unnoticed on copies of its inputs, with random numbers of its own; None where nothing does."""
+    """The node that keeps a graph from being run unnoticed on copies of its inputs, with random numbers of its own; None where nothing does."""
     on_host = is_on_host(module)
     return next((n for n in effects(module) if not (on_host and only_draws(n) and can_draw_apart(n.target))), None)
 

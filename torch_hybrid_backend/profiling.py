@@ -51,7 +51,7 @@ Timed = Callable[[], tuple[Any, Sequence[StepTime]]]
 
 @dataclass(frozen=True, slots=True)
 class _Kernel:
-    """What a row is for: kernels that compute the same nodes, or where these are not known one kernel by its label."""
+    """Kernels that a row is for: those that compute the same nodes, or where these are not known one kernel by its label."""
 
     region: str
     nodes: frozenset[str]
@@ -254,7 +254,7 @@ def _row(kernel: _Kernel, name: str, us: float, work: Work) -> KernelTime:
 
 
 class Turns:
-    """Whose turn it is. `depth`: how many graphs are running one inside another."""
+    """Turns that calls take: as a whole, or step by step. `depth`: how many graphs are running one inside another."""
 
     def __init__(self) -> None:
         self.by_step = False

@@ -127,7 +127,7 @@ def _size(stream: TextIO) -> dict[str, Any]:
 
 
 class _Line:
-    """One line of a terminal. A thread of its own draws it now and then."""
+    """A line of a terminal. A thread of its own draws it now and then."""
 
     def __init__(self, stream: TextIO, delay_s: float, spent_s: float) -> None:
         self._stream, self._delay_s = stream, delay_s

@@ -26,7 +26,7 @@ _DELAY_S = 2.0  # shorter first calls show no progress
 
 
 class Ready:
-    """What is told of one graph: its progress while it is compiled and in its first call, then one line."""
+    """Messages about one graph: its progress while it is compiled and in its first call, then one line."""
 
     def __init__(self, title: str, config: Config) -> None:
         self.title = title
@@ -57,7 +57,7 @@ class Ready:
             log.info("%s", in_words(self.title, self._plan, self._spent_s))
 
     def telling(self, on_plan: Callable[[Plan], None] | None = None) -> Callable[[Plan], None]:
-        """What takes the graph's plan: it is kept for the line that is told when the work is over, and handed on to `on_plan`."""
+        """Function that takes the graph's plan: it is kept for the line that is told when the work is over, and handed on to `on_plan`."""
 
         def take_plan(plan: Plan) -> None:
             self._plan = plan

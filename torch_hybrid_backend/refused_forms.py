@@ -1,4 +1,4 @@
-"""Which operator of the user's eager refuses for the dtypes that it is given.
+"""Operators of the user's that eager refuses for the dtypes that they are given.
 
 Fake tensors accept what kernels refuse: the product of a float32 and an int64 matrix, a layer norm of float32 with weights of float64. And
 AOTAutograd would take such an operator apart into others, which compute something. So operators are tried before that, on zeros: each form
@@ -93,7 +93,7 @@ def _is_of_reals(node: Node, given: Any) -> bool:
 
 
 def _refusal(node: Node) -> Exception | None:
-    """What the operator raises on zeros, where it raises on ones too."""
+    """The error that the operator raises on zeros, if it raises on ones too."""
     error: Exception | None = None
     for number in (0, 1):
 

@@ -1,4 +1,4 @@
-"""What every engine is given besides the settings, ours and third parties' alike. Utility: imports core and utilities.
+"""Services that every engine is given besides the settings, ours and third parties' alike. Utility: imports core and utilities.
 
 def engine(config: Config, services: Services) -> Engine:      # an EngineFactory; an entry point names one
     return Mine(services.store)

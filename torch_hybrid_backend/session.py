@@ -53,7 +53,7 @@ def _triton(config: Config, services: Services) -> Engine:
 
 
 def _tensorrt(config: Config, services: Services) -> Engine:
-    """It takes part where `engines` names it: its builds take minutes, and no GPU has run its engines yet."""
+    """Make TensorRT's engine, which takes part if `engines` names it: its builds take minutes, and no GPU has run its engines yet."""
     found = tensorrt_installed.installation()
     lacks = found if isinstance(found, Refused) else None if torch.cuda.is_available() else tensorrt_installed.NO_GPU
     if "tensorrt" not in config.engines:
@@ -97,7 +97,7 @@ def _third_party(entry: EntryPoint, config: Config, services: Services) -> Engin
 
 
 def _loaded(entry: EntryPoint, config: Config, services: Services) -> Engine:
-    """What an entry point makes. Raises what its package raises, and ConfigError where that is no engine."""
+    """The engine that an entry point makes. Raises what its package raises, and ConfigError if that is no engine."""
     factory = entry.load()
     try:
         engine = factory(config, services)
@@ -120,7 +120,7 @@ def _loaded(entry: EntryPoint, config: Config, services: Services) -> Engine:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Session:
-    """What graphs compiled under equal settings share: the engines that can run here, and the services they were given."""
+    """Things that graphs compiled under equal settings share: the engines that can run here, and the services they were given."""
 
     engines: tuple[Engine, ...]
     services: Services
@@ -167,7 +167,7 @@ def open_session(config: Config) -> Session:
 
 
 def open_services(config: Config) -> Services:
-    """What the engines for settings are given. A cache that cannot be used gives one WARNING, or CacheError under `strict`."""
+    """Services that the engines for settings are given. A cache that cannot be used gives one WARNING, or CacheError under `strict`."""
     limit_bytes = config.cache_limit_mib << 20
     store = Store.open(config.cache_dir, enabled=config.cache, strict=config.strict, limit_bytes=limit_bytes)
     progress = functools.partial(Progress, shown=config.progress)

@@ -105,7 +105,7 @@ def fastest(
 
 
 def _in_question(prepared: Prepared, config: Config) -> Reduced | None:
-    """What was made of the graph, where timing it may change that."""
+    """The reduced graph, if timing it may change its precision; else None."""
     reduced = prepared.reduced
     if reduced is None or config.precision not in _IN_QUESTION or config.placement == "estimate" or is_running():
         return None
@@ -222,7 +222,7 @@ class _Trial:
         return {**self._whole_us(), **found}
 
     def best(self, times: Times, noise: float) -> tuple[Placed, list[Any]]:
-        """What is fastest by `times`, by more than this share of a call, with the reasons why layers are as written."""
+        """The graph that is fastest by `times`, by more than this share of a call, with the reasons why layers are as written."""
         best = _best(times, noise)
         shown = ", ".join(
             f"{name} {time_in_words(times[name])}" for name in (_WHOLE, _MIXED, _WRITTEN) if name in times
@@ -266,7 +266,7 @@ class _Trial:
 
 
 def _cost_us(placed: Placed, layers: Collection[str]) -> float | None:
-    """What the regions take that compute the layers; None where one of these is in no region that was timed."""
+    """Time of the regions that compute the layers; None where one of these is in no region that was timed."""
     spent, timed = 0.0, set[str]()
     for decision in placed.decisions.values():
         for cost in decision.costs:

@@ -40,7 +40,7 @@ _ABANDONED_S = 3600.0  # a temporary file as old as that has no writer any more
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What one kind of entries takes of the disk."""
+    """Disk space of one kind of entries."""
 
     kind: str
     entries: int
@@ -140,7 +140,7 @@ class Store:
             self._discard(path)
 
     def lock_path(self, kind: str, key: str) -> Path:
-        """Where the file lies that locks the entry, beside it: a name that counts as no entry. Raises CacheError for what can name none."""
+        """Path of the file that locks the entry, beside it: a name that counts as no entry. Raises CacheError for what can name none."""
         return self._folder(kind, key) / ".lock"
 
     def keys(self, kind: str) -> list[str]:
@@ -148,7 +148,7 @@ class Store:
         return sorted({path.parent.name for path, _ in self._entries() if path.parent.parent.name == kind})
 
     def usage(self) -> list[Usage]:
-        """What each kind of entries takes of the disk, by name."""
+        """Disk space of each kind of entries, by name."""
         sizes: dict[str, list[int]] = {}
         for path, status in self._entries():
             sizes.setdefault(path.parent.parent.name, []).append(_disk_bytes(status))

@@ -25,7 +25,7 @@ _keeps: ContextVar[bool] = ContextVar("keeps timings", default=True)
 
 @contextlib.contextmanager
 def keeping_none() -> Iterator[None]:
-    """What this thread times inside, beside the calls of others, is not kept: it tells of their load too. What is kept is found as ever."""
+    """Keep no times that this thread takes inside, beside the calls of others: they tell of that load too. What is kept is found as ever."""
     token = _keeps.set(False)
     try:
         yield
@@ -88,7 +88,7 @@ class TimingCache:
             _log.info("timings are not kept: %s", error)
 
     def _kept(self, kind: str, key: str) -> tuple[KeptTimes, int]:
-        """What there is, and how many processes took it beside other load: 0 where it is not disturbed."""
+        """Times that are kept, and the number of processes that took them beside other load: 0 if they are not disturbed."""
         data = self._store.get(kind, key)
         try:
             entry = json.loads(data or b'{"times": {}, "takers": 0}')

@@ -1,4 +1,4 @@
-"""What a model is called with and what it returns: arguments, batches, and the tensors in both.
+"""Arguments and results of a model's calls: arguments, batches, and the tensors in both.
 
 inputs = Inputs((image,), {"mask": mask})
 outputs = inputs.batched(8).call(model)

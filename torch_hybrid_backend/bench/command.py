@@ -170,7 +170,7 @@ def _with_baseline(peers: Sequence[Peer], precision: str) -> list[Peer]:
 
 
 def _saying(progress: Progress, title: str) -> Callable[[str], None]:
-    """What tells the next thing that is being done: the one before is done then."""
+    """Function that tells the next thing that is being done: the one before is done then."""
 
     def say(text: str) -> None:
         progress.step(f"{title}: {text}")

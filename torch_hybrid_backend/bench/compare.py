@@ -1,4 +1,4 @@
-"""One model at one batch size on several peers, side by side: prepared one after the other, then timed in interleaved rounds."""
+"""A model at one batch size on several peers, side by side: prepared one after the other, then timed in interleaved rounds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FILLED = "filled"  # an empty file in a cache from which the peer has prepared 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How to measure. `seconds`: timing of one model, all peers together; `timeout_s`: longest wait for one peer's answer.
+    """Effort of a measurement. `seconds`: timing of one model, all peers together; `timeout_s`: longest wait for one peer's answer.
 
     `warm`: names of peers for which a second process is started on the caches that the first one filled, for its compile time.
     `caches`: folder where the caches of all peers but ours outlive the run; one that finds its own filled has a warm compile time and
@@ -35,7 +35,7 @@ class Effort:
     caches: Path | None = None
 
     def cache(self, work: Work, peer: Peer) -> Path:
-        """Where the peer keeps what it compiles for this work: filled (`_is_filled`), or empty."""
+        """Folder in which the peer keeps what it compiles for this work: filled (`_is_filled`), or empty."""
         if self.caches is None or peer.module == _OURS_MODULE or not peer.keeps_cache:
             return work.folder / peer.name
         precision = peer.precision or work.precision
@@ -49,7 +49,7 @@ class Effort:
 
 @dataclass(slots=True)
 class _Runner:
-    """One peer's worker. `gap` is why it takes no further part, or empty."""
+    """A peer's worker. `gap` is why it takes no further part, or empty."""
 
     peer: Peer
     worker: WorkerProcess
@@ -81,7 +81,7 @@ def reference(work: Work, effort: Effort, log: Path) -> Facts:
 def compare(
     work: Work, facts: Facts, peers: Sequence[Peer], effort: Effort, log: Path, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """One result per peer, in their order; a peer without figures has a "gap", which says why. What peers print is appended to `log`.
+    """A result for each peer, in their order; a peer without figures has a "gap", which says why. What peers print is appended to `log`.
 
     Times are milliseconds of one call, memory MiB, `gflop` 10^9 floating-point operations of one call, errors against eager as written,
     `other_load` the share of the time for which threads waited for a core. `samples_ms` holds every timed call.
@@ -118,7 +118,7 @@ def compare(
 
 
 def identity(work: Work, peer: Peer) -> dict[str, Any]:
-    """What every result of this peer begins with."""
+    """Beginning of every result of this peer."""
     return {"batch": work.batch, "peer": peer.name, "threads": work.threads} | {
         "precision": peer.precision or work.precision,
         "day": today(),

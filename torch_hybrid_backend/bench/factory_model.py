@@ -18,8 +18,10 @@ from torch_hybrid_backend.factory import Factory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FactoryModel(Work):
-    """What `factory` returns. Where a batch size is asked for, it is given to the factory if that has a parameter `batch`; else its inputs are
-    repeated or cut along dimension 0."""
+    """The model that `factory` returns.
+
+    A batch size that is asked for is given to the factory if that has a parameter `batch`; else inputs are repeated or cut along dimension 0.
+    """
 
     factory: Factory
 

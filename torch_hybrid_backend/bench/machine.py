@@ -1,4 +1,4 @@
-"""What figures were taken on, recorded beside them."""
+"""The machine that figures were taken on, recorded beside them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def hybrid_settings() -> dict[str, str]:
 
 
 def _cpu_info() -> Mapping[str, str]:
-    """What the system tells of its first processor; nothing where it tells nothing."""
+    """The system's facts of its first processor; empty if it tells none."""
     try:
         return cpuinfo(Path("/"))
     except failures(OSError):

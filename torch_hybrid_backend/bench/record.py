@@ -1,4 +1,4 @@
-"""What `hybrid bench` found: results by batch size and precision, who is fastest, and what a reader must know of the figures.
+"""Results of `hybrid bench`: figures by batch size and precision, who is fastest, and what a reader must know of the figures.
 
 Who is faster is decided where two medians differ by more than the sum of their spreads. A spread is the distance between the quartiles of
 the rounds' medians. Of two runtimes that are equally fast, with five rounds, that calls one faster in 5% of runs; the larger spread alone would
@@ -51,13 +51,13 @@ class Group:
         return next((each for each in self.measured if each["peer"] == peer), None)
 
     def speedup(self, result: Result) -> float | None:
-        """How many times as fast as eager, as written, it is; None without eager's figures."""
+        """Speed as a multiple of eager's, as written; None without eager's figures."""
         eager = self.of(EAGER) if self.precision == FLOAT32 else self.of(AS_WRITTEN.name)
         return None if eager is None else float(eager["median_ms"] / result["median_ms"])
 
     @property
     def verdicts(self) -> list[str]:
-        """Who is faster than hybrid, and by how much; or by how much hybrid is ahead; or that the figures do not decide it."""
+        """Sentences that say who is faster than hybrid, or by how much hybrid is ahead, or that the figures do not decide it."""
         ours = self.of(OURS)
         if ours is None:
             return ["hybrid has no result, so nothing can be compared with it."]
@@ -85,7 +85,7 @@ class Group:
 
     @property
     def gaps(self) -> list[str]:
-        """Why runtimes that are installed have no figures, a line each."""
+        """Reasons why runtimes that are installed have no figures, a line each."""
         return [f"{title(each['peer'])}: {gap}" for each in self.results if (gap := _gap(each, is_installed=True))]
 
     @property
@@ -100,7 +100,7 @@ class Group:
 
     @property
     def notes(self) -> list[str]:
-        """What a reader must know of the figures."""
+        """Facts that a reader must know of the figures."""
         found = []
         if self.facts.is_random:
             found.append("The model draws random numbers, so results were not compared with eager's.")
@@ -134,7 +134,7 @@ class Record:
 
     @property
     def what(self) -> str:
-        """What was timed."""
+        """The work that was timed, in words."""
         return "training step (forward, backward, SGD)" if self.training else "inference"
 
     @property
@@ -146,7 +146,7 @@ class Record:
 
     @property
     def absent(self) -> list[str]:
-        """What is not installed, a line for each runtime and all that it lacks, with the precisions where it is not lacking in all."""
+        """Packages that are not installed, a line for each runtime that lacks some, with the precisions if it runs in others."""
         lacking: dict[tuple[str, str], list[str]] = {}
         for group in self.groups:
             for line in group.absent:
@@ -192,13 +192,13 @@ def milliseconds(value: float) -> str:
 
 
 def _gap(result: Result, *, is_installed: bool) -> str:
-    """Why a runtime that is installed, or one that is not, has no figures; "" where it has some, and for others."""
+    """The reason why a runtime that is installed, or one that is not, has no figures; "" if it has some, and for others."""
     gap = str(result.get("gap", ""))
     return gap if gap.startswith(NOT_INSTALLED) != is_installed else ""
 
 
 def _apart(result: Result, ours: Result) -> str:
-    """How far medians are from each other, and how far they spread."""
+    """Distance of medians from each other, and their spreads, in words."""
     apart = milliseconds(abs(result["median_ms"] - ours["median_ms"]))
     spreads = f"{milliseconds(ours['spread_ms'])} and {milliseconds(result['spread_ms'])}"
     return f"{apart} ms apart, with spreads of {spreads} ms"

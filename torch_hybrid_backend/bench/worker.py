@@ -1,4 +1,4 @@
-"""What runs in a worker's process: one model on one peer, prepared, checked, then timed on demand.
+"""Work of a worker's process: one model on one peer, prepared, checked, then timed on demand.
 
 A process per peer keeps caches, thread pools and allocators of one from helping or hurting another. The parent
 (`bench.process`) sends a message that has `answer(state)`, and gets what that returns: `Prepare` once, then `Round`s, `Account` last.
@@ -42,7 +42,7 @@ class Message(Protocol):
 
 @dataclass(slots=True)
 class State:
-    """What a worker keeps between messages."""
+    """State of a worker between messages."""
 
     prepared: Prepared = field(default_factory=lambda: Prepared(lambda: None))
     preparing_mib: float = 0.0
@@ -51,7 +51,7 @@ class State:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """One model at one batch size, in one precision. `folder`: for files that are thrown away afterwards.
+    """A model at one batch size, in one precision. `folder`: for files that are thrown away afterwards.
 
     `precision_tolerance`: hybrid's setting of this name; None leaves its default. `training`: forward, backward and a step are measured.
     """
@@ -73,12 +73,12 @@ class Work:
         raise NotImplementedError
 
     def calibration(self, inputs: Inputs) -> list[Inputs]:
-        """What ranges of activations are found with: the same for every peer."""
+        """Inputs that ranges of activations are found with: the same for every peer."""
         raise NotImplementedError
 
     @property
     def variables(self) -> dict[str, str]:
-        """What the model needs in the environment of its workers."""
+        """Variables that the model needs in the environment of its workers."""
         return {}
 
     @property
@@ -119,7 +119,7 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known of a model before it is measured: floating-point operations of one call, the batch size where inputs have one, whether it
+    """Facts of a model before it is measured: floating-point operations of one call, the batch size where inputs have one, whether it
     came in training mode, and whether results follow random numbers, so that nothing can be compared."""
 
     flops: int
@@ -219,7 +219,7 @@ def _are_alike(a: Sequence[float], b: Sequence[float]) -> bool:
 def compare(
     reference: dict[str, Any], result: list[torch.Tensor], precision: str = FLOAT32, *, together: bool = False
 ) -> tuple[str, float | None, float | None]:
-    """What is wrong with the result, or ""; how far it is from eager: `max_error` and `rms_error` of `Ready`.
+    """Text that says what is wrong with the result, or ""; how far it is from eager: `max_error` and `rms_error` of `Ready`.
 
     As written the result must be eager's but for rounding, in another precision only closer to it than zeros are. together: `rms_error` is that
     of all outputs as one, as for gradients, of which some are zero but for rounding.
@@ -330,7 +330,7 @@ def _in_one_line(error: Exception) -> str:
 
 
 def environment(threads: int, cache: Path) -> dict[str, str]:
-    """What a worker's environment must hold before torch is imported."""
+    """Variables that a worker's environment must hold before torch is imported."""
     return {
         **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads)),
         "HYBRID_CACHE_DIR": str(cache / "hybrid"),

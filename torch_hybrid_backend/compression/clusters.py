@@ -61,7 +61,7 @@ class _Sums:
         self._second = np.concatenate(([0.0], np.cumsum(centred * centred)))
 
     def means(self, starts: Integers) -> Floats:
-        """Of the intervals that begin at `starts` and end where the next begins, at last with the values."""
+        """Means of the intervals that begin at `starts` and end where the next begins, at last with the values."""
         ends = np.append(starts[1:], self._count)
         means: Floats = (self._first[ends] - self._first[starts]) / (ends - starts) + self._middle
         return means
@@ -74,7 +74,7 @@ class _Sums:
 
 
 def _groups(gaps: Floats) -> Integers:
-    """Where groups of neighbours begin, and the end."""
+    """Beginnings of groups of neighbours, and the end."""
     count = len(gaps) + 1
     if count <= _GROUPS + _GAPS:
         return np.arange(count + 1)

@@ -157,7 +157,7 @@ def _fits(indices: torch.Tensor, table: torch.Tensor, weight: torch.Tensor) -> b
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Place:
-    """Where a model has a parameter: its name in the model, its module, and its name there."""
+    """Place of a parameter in a model: its name in the model, its module, and its name there."""
 
     name: str
     module: nn.Module
@@ -189,7 +189,7 @@ def _places(model: nn.Module) -> dict[int, list[_Place]]:
 
 
 def _weights(model: nn.Module, excluded: AbstractSet[str]) -> list[tuple[nn.Parameter, list[_Place]]]:
-    """What is compressed; a weight one of whose names is excluded is not."""
+    """Weights that are compressed; one that has an excluded name is not."""
     places = _places(model)
     return [
         (parameter, places[id(parameter)])
@@ -223,7 +223,7 @@ def _values(weight: torch.Tensor) -> Floats:
 
 
 def _pruned(weights: Sequence[torch.Tensor], sparsity: float) -> list[NDArray[np.bool_]]:
-    """Which elements of each weight are pruned: `sparsity` of all, those of the lowest scores.
+    """Masks of the elements of each weight that are pruned: `sparsity` of all, those of the lowest scores.
 
     An element's score is its square over the sum of the squares of its weight that are not smaller (layer-adaptive magnitude-based pruning:
     Lee et al., ICLR 2021). It puts the magnitudes of layers on one scale, and each weight keeps its largest element.

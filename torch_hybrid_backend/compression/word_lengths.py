@@ -1,4 +1,4 @@
-"""Which words a Huffman code has: the best ones of limited length, from how often each symbol occurs.
+"""Words of a Huffman code: the best ones of limited length, from how often each symbol occurs.
 
 Source: the package-merge algorithm, Larmore & Hirschberg, "A fast algorithm for optimal length-limited Huffman codes", JACM 1990.
 """

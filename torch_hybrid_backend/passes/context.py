@@ -1,4 +1,4 @@
-"""What passes may know beside the graph itself."""
+"""Facts that passes may know beside the graph itself."""
 
 from __future__ import annotations
 

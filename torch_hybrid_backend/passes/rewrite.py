@@ -29,7 +29,7 @@ ORIGIN_KEYS = (
 def fake_value(
     target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], graph: torch.fx.Graph | None = None
 ) -> Any:
-    """What `target` would return for the arguments' `meta["val"]`, as fake tensors; of the graph's own mode where no argument has one."""
+    """Result that `target` would have for the arguments' `meta["val"]`, as fake tensors; of the graph's own mode where no argument has one."""
     fake_args, fake_kwargs = torch.fx.node.map_arg((args, kwargs), lambda node: node.meta["val"])
     mode = detect_fake_mode((fake_args, fake_kwargs))
     if mode is None and graph is not None:

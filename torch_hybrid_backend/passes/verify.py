@@ -24,7 +24,7 @@ ALLOWED_MUTATIONS = frozenset({aten.copy_.default})
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """What no pass may change: the inputs, what the outputs look like, and which of them share memory.
+    """Facts that no pass may change: the inputs, what the outputs look like, and which of them share memory.
 
     `outputs[i]` is a tensor's spec and bits, the text of a size expression, or a literal. `shared` are the pairs of outputs
     that may share memory, and the pairs (output, -1 - k) where output shares the k-th placeholder's.

@@ -1,4 +1,4 @@
-"""How far off a quantised module is: its outputs, and its layers one by one; and layers that return to floating point for it."""
+"""Errors of a quantised module: its outputs, and its layers one by one; and layers that return to floating point for it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NAMED = 3
 
 
 def warn_if_far(result: QuantizedModule, model: nn.Module, data: Loader) -> None:
-    """One warning where an output is further from the model's than int8 usually is, with the layers that are off the most."""
+    """Warn once if an output is further from the model's than int8 usually is, with the layers that are off the most."""
     tolerance, error = DEFAULT_TOLERANCES["int8"], output_error(result, model, data)
     if error <= tolerance:
         return
@@ -103,7 +103,7 @@ def return_to_float(result: QuantizedModule, data: Loader, metric: Metric, goal:
 
 
 def score(metric: Metric, module: nn.Module) -> float:
-    """What a metric says of a module. Raises QuantizationError where that is NaN."""
+    """A metric's score of a module. Raises QuantizationError if it is NaN."""
     score = float(metric(module))
     if math.isnan(score):
         raise QuantizationError(
@@ -113,7 +113,7 @@ def score(metric: Metric, module: nn.Module) -> float:
 
 
 def layer_errors(result: QuantizedModule, data: Loader, most: int | None = None) -> dict[str, float]:
-    """How much quantising each site's operands changes its result, as a share of the result's root mean square; over all items, or the first
+    """Change of each site's result by quantising its operands, as a share of the result's root mean square; over all items, or the first
     `most`."""
     squares: dict[str, list[float]] = {}
 

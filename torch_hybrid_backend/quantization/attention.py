@@ -100,7 +100,7 @@ def _projected(project: Project, given: Mapping[str, Any]) -> tuple[torch.Tensor
 
 
 def _mask(given: Mapping[str, Any], dtype: torch.dtype, batch: int, keys: int) -> torch.Tensor | None:
-    """What is added to the scores (batch, heads, length, keys), or None: the two masks together, -inf where either says so."""
+    """The mask that is added to the scores (batch, heads, length, keys), or None: the two masks together, -inf where either says so."""
     mask: torch.Tensor | None = given["attn_mask"]
     padding: torch.Tensor | None = given["key_padding_mask"]
     if mask is not None:

@@ -130,7 +130,7 @@ def least_threshold(counts: np.ndarray, levels: int) -> int:
 
 
 def best_threshold(counts: np.ndarray, levels: int, least: int = 0) -> int:
-    """How many bins to keep on either side of the middle one of a histogram, so that its distribution with the rest moved to the ends differs
+    """Number of bins to keep on either side of the middle one of a histogram, so that its distribution with the rest moved to the ends differs
     least, by Kullback and Leibler, from what `levels` equal steps make of it. At least `least`, where that is given.
 
     `counts` has an odd number of bins, `levels` is odd.
@@ -150,8 +150,9 @@ def best_threshold(counts: np.ndarray, levels: int, least: int = 0) -> int:
 
 
 def _divergence(kept: np.ndarray, total: np.ndarray, occupied: np.ndarray, everything: float, levels: int) -> float:
-    """Of the kept bins with the outliers at their ends (p) from the kept bins spread evenly over each level (q). `total` and `occupied` are
-    running sums of counts, and of bins that are not empty."""
+    """Divergence of the kept bins with the outliers at their ends (p) from the kept bins spread evenly over each level (q).
+
+    `total` and `occupied` are running sums of counts, and of bins that are not empty."""
     p = kept.copy()
     p[0] += total[0]
     p[-1] += everything - total[-1]

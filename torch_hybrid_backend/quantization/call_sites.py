@@ -113,7 +113,7 @@ class CallSites(TorchFunctionMode):
         self._calls.append(_call(name, known))
 
     def leave(self) -> None:
-        """It has ended."""
+        """Take note that a call has ended."""
         self._calls.pop()
 
     def __torch_function__(

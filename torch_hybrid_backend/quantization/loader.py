@@ -166,7 +166,7 @@ def _forms(model: nn.Module, item: Any) -> list[Call]:
 
 
 def _demanded(model: nn.Module) -> int:
-    """How many arguments forward has no defaults for."""
+    """Number of arguments for which forward has no defaults."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(model.forward).parameters.values()
     return sum(p.kind in kinds and p.default is inspect.Parameter.empty for p in parameters)

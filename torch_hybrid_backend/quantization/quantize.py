@@ -149,7 +149,7 @@ def _quantized(
 
 
 class QuantizedModule(nn.Module):
-    """What `quantize` returns. `model` is a copy of the original's modules, around the original's own parameters and buffers."""
+    """The module that `quantize` returns. `model` is a copy of the original's modules, around the original's own parameters and buffers."""
 
     def __init__(self, model: nn.Module, ranges: Ranges) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class QuantizedModule(nn.Module):
 
     @property
     def ranges(self) -> Ranges:
-        """How each call of a layer is quantised, and which layers stay in floating point, and why."""
+        """Quantisation of each call of a layer, and the layers that stay in floating point, and why."""
         return self._ranges
 
     @ranges.setter
@@ -284,7 +284,7 @@ def _excluded(model: nn.Module, patterns: Sequence[str]) -> Callable[[str], bool
 
 
 def _near(pattern: str, names: Sequence[str]) -> str:
-    """What `did_you_mean` says of whole names, or else of their last parts: layers are often called by these alone."""
+    """Answer of `did_you_mean` for whole names, or else of their last parts: layers are often called by these alone."""
     if hint := did_you_mean(pattern, names):
         return hint
     by_last = {name.rpartition(".")[2]: name for name in names}
@@ -319,7 +319,7 @@ def _calibrated(
     kinds: Sequence[str],
     strengths: Sequence[float],
 ) -> Ranges:
-    """What running the model on the data tells: which calls there are, how inputs of linear layers are smoothed, and ranges."""
+    """Findings of running the model on the data: which calls there are, how inputs of linear layers are smoothed, and ranges."""
     seen: dict[str, Site] = {}
     in_float: dict[str, str] = {}
     sources: dict[str, tuple[str | None, ...]] = {}  # by operand of a site: the name of what its range is found for
@@ -384,7 +384,7 @@ def _calibrated(
 
 
 def _named(site: str, operands: Operands) -> tuple[str, ...]:
-    """Of operands that are activations: what their ranges are found for."""
+    """Calibration keys of the operands that are activations."""
     return tuple(site + behind for behind, _ in zip(("", OTHER, VALUES), operands, strict=False))
 
 

@@ -1,4 +1,4 @@
-"""What calibration found, layer by layer, and the file that keeps it."""
+"""Results of calibration, layer by layer, and the file that keeps them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KEPT_IN_FLOAT = tuple(_WHY)
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """How one call of a layer is quantised.
+    """Quantisation of one call of a layer.
 
     `ranges`: the lowest and the highest value of its activations: one pair, or two where both operands are activations, three of an attention.
     One of an addition may be None, as the operand stays as it is. None where scales are found in every call. `smoothing`: for each input
@@ -94,7 +94,7 @@ class Ranges:
 
 
 def left_in_float(model: nn.Module) -> dict[str, Refused]:
-    """Why layers of the quantised modules in a model stay in floating point, by their sites as seen from the model."""
+    """Reasons why layers of a model's quantised modules stay in floating point, by their sites as seen from the model."""
     found: dict[str, Refused] = {}
     for path, module in model.named_modules():
         ranges = getattr(module, "ranges", None)

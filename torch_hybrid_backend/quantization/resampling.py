@@ -1,4 +1,4 @@
-"""Which convolutions of one pixel are faster in floating point, since they read what is resampled.
+"""Convolutions of one pixel that are faster in floating point, since they read what is resampled.
 
 A convolution of one pixel and a resampling change places where nothing is rounded between them (`passes/cpu/resample_last.py`): the convolution
 then works on the small image, a quarter of the multiply-adds or less. Rounding the resampled image to 8 bits forbids that, and the large

@@ -1,4 +1,4 @@
-"""Which operands of additions and average poolings are quantised: those that convolutions read or make, too.
+"""Operands of additions and average poolings that are quantised: those that convolutions read or make, too.
 
 A residual network adds to what a convolution makes what was there before:
 
@@ -42,8 +42,8 @@ Sources = tuple["str | None", ...]
 
 
 class Residuals(TorchFunctionMode):
-    """What convolutions have read and made while a model runs. While it is active, it sees batch norms, activations and paddings with zeros,
-    which are part of a convolution.
+    """Values that convolutions have read and made while a model runs. While it is active, it sees batch norms, activations and paddings with
+    zeros, which are part of a convolution.
 
     A tensor that has been written to since is no longer what was read or made.
     """
@@ -83,7 +83,7 @@ class Residuals(TorchFunctionMode):
         keep(self._made, result, self._count)
 
     def sources(self, name: str, *operands: torch.Tensor) -> Sources:
-        """Where the ranges of the operands of an addition or a pooling of that name come from."""
+        """Sources of the ranges of the operands of an addition or a pooling of that name."""
         if len(operands) == 1:
             return (found(self._read, operands[0]),)
         x, y = operands
@@ -109,7 +109,7 @@ def keep(known: WeakTensorKeyDictionary, x: torch.Tensor, what: Any) -> None:
 
 
 def found(known: WeakTensorKeyDictionary, x: Any) -> Any:
-    """What is known of a tensor that nobody has written to since; None for others."""
+    """Facts of a tensor that nobody has written to since; None for others."""
     if not isinstance(x, torch.Tensor) or x not in known:
         return None
     version, what = known[x]

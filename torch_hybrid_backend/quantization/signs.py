@@ -1,4 +1,4 @@
-"""Which values of a run cannot be negative, by the functions that made them: those are quantised to all 256 steps from 0 on.
+"""Values of a run that cannot be negative, by the functions that made them: those are quantised to all 256 steps from 0 on.
 
 It is told of every function of torch's as it runs, in eager and while Dynamo traces it, so that both quantise alike: a mode sees the same
 names in both (`functions.py`), and Dynamo's graph has what it shows no mode (`traced.py`). What no mode sees in eager (TorchScript, functions
@@ -72,7 +72,7 @@ class Signs:
         return name
 
     def ended(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        """It has run."""
+        """Record a function's result after the function ran."""
         in_place = is_in_place(name)
         plain = name[:-1] if in_place else name
         is_never = self._is_never(plain, args, kwargs)
@@ -120,7 +120,7 @@ class Signs:
 
 
 def _version(known: weakref.ref[torch.Tensor]) -> int | None:
-    """How often a tensor has been written to, by itself or through what shares its memory."""
+    """Number of times that a tensor has been written to, by itself or through what shares its memory."""
     x = known()
     if x is None:
         return _GONE

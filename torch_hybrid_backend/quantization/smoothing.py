@@ -50,7 +50,7 @@ class _Largest:
 
 
 class Channels:
-    """What linear layers read while a model runs: how large each channel is, and which layers read the same."""
+    """Inputs of linear layers while a model runs: how large each channel is, and which layers read the same."""
 
     def __init__(self) -> None:
         self._largest: dict[str, _Largest] = {}

@@ -1,4 +1,4 @@
-"""What Dynamo shows no mode: its graph has it.
+"""Functions that Dynamo shows no mode, found in its graph.
 
 While Dynamo traces, a mode is told of no function for which torch has no overrides: `torch.relu_` and all others that write in place and are
 no methods, `functional.hardsigmoid`, kernels of Triton. Each is a node of the graph that Dynamo makes: the mode was told of none of the nodes
@@ -30,7 +30,7 @@ from torch_hybrid_backend.quantization.functions import (
 
 @dataclass(slots=True)
 class _Seen:
-    """Of a graph that is being made: its last node that was looked at, and the last that may have written something negative."""
+    """Places in a graph that is being made: its last node that was looked at, and the last that may have written something negative."""
 
     last: Node | None = None
     written: Node | None = None
@@ -51,7 +51,7 @@ def begins(function: Function) -> tuple[str, bool, bool]:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def ended(has_written: bool) -> bool:
-    """It has run; whether it may have written something negative."""
+    """True if a function that ran may have written something negative."""
     graph = _graph() if _is_tracing() else None
     if graph is not None:
         seen = _SEEN.setdefault(graph, _Seen())

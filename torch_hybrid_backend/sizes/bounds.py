@@ -52,7 +52,7 @@ def _quotient(left: Interval, divisor: Interval) -> Interval:
 
 
 def _rest(left: Interval, divisor: Interval) -> Interval:
-    """Of a division by numbers that are all positive or all negative."""
+    """Remainders of a division by numbers that are all positive or all negative."""
     if divisor[0] == divisor[1] and left[0] // divisor[0] == left[1] // divisor[0]:
         # It rises with the dividend until that reaches the next multiple.
         return left[0] % divisor[0], left[1] % divisor[0]

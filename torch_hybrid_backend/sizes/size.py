@@ -237,7 +237,7 @@ def lower_bound(size: Dim) -> int:
 
 
 def magnitude(size: Dim) -> Dim:
-    """What no number is beyond, in absolute value, that occurs on the way to the value of a size."""
+    """Bound of the absolute value of every number that occurs on the way to the value of a size."""
     if isinstance(size, int):
         return abs(size)
     monomials = [

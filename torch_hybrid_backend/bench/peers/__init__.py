@@ -69,11 +69,11 @@ class Setting:
 
     @property
     def half(self) -> str | None:
-        """What is not quantised is computed in "bf16" or "fp16"; None for float32."""
+        """ "bf16" or "fp16", in which all is computed that is not quantised; None for float32."""
         return {"bf16": "bf16", "int8+bf16": "bf16", "fp16": "fp16"}.get(self.precision)
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
-        """What has PyTorch's operators compute in the half precision, where there is one."""
+        """Context in which PyTorch's operators compute in the half precision, if there is one."""
         dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
         return contextlib.nullcontext() if self.half is None else torch.autocast("cpu", dtypes[self.half])
 
@@ -106,7 +106,7 @@ Prepare = Callable[[nn.Module, Inputs, Setting], Prepared]
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One peer. `packages` are what it imports beyond torch, with what to tell pip for each; `more_packages` what a precision needs besides.
+    """A peer. `packages` are what it imports beyond torch, with what to tell pip for each; `more_packages` what a precision needs besides.
 
     `keeps_cache`: what it compiled is found on disk by the next process, so that a warm compile time can be told. `on_dynamo`: its
     calls pass Dynamo's guards. `tensors_only`: it converts models that take and return tensors alone. `trains`: it runs backward as well.
@@ -125,11 +125,11 @@ class Peer:
     precision: str = ""
 
     def needs(self, precision: str = FLOAT32) -> tuple[tuple[str, str], ...]:
-        """What it imports beyond torch to run in that precision."""
+        """Packages that it imports beyond torch to run in that precision."""
         return self.packages + self.more_packages.get(self.precision or precision, ())
 
     def missing(self, precision: str = FLOAT32) -> str:
-        """Why the peer cannot be imported here, with what to do; empty where it can."""
+        """The reason why the peer cannot be imported here, with what to do; empty if it can."""
         where = [*sys.path, str(_FOLDER_APART)]
         names = [pip for package, pip in self.needs(precision) if PathFinder.find_spec(package, where) is None]
         return f"{NOT_INSTALLED}pip install {' '.join(names)}" if names else ""
@@ -218,7 +218,7 @@ def by_name() -> dict[str, Peer]:
 
 
 def title(name: str) -> str:
-    """How a peer, or a baseline, is called in tables; the name itself where it is not known."""
+    """Title of a peer, or a baseline, in tables; the name itself if it is not known."""
     return next((peer.title for peer in (*PEERS, *BASELINES, AS_WRITTEN) if peer.name == name), name)
 
 

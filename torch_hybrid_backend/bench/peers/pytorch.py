@@ -1,4 +1,4 @@
-"""What PyTorch's compilers are given for a precision below float32: inductor, and those that are built on it."""
+"""Models for PyTorch's compilers in a precision below float32: inductor, and those that are built on it."""
 
 from __future__ import annotations
 

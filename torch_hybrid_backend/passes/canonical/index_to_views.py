@@ -70,7 +70,7 @@ def _rewrite(gm: torch.fx.GraphModule, node: Node, ranges: dict[int, range]) -> 
 
 
 def _ranges(sizes: Sequence[Any], indices: dict[int, torch.Tensor]) -> dict[int, range] | None:
-    """What each index tensor counts, by the dimension it indexes; None where indexing is more than slices and a view."""
+    """Ranges that the index tensors count, by the dimension that each indexes; None where indexing is more than slices and a view."""
     dims = sorted(indices)
     if not dims or dims != list(range(dims[0], dims[-1] + 1)):
         return None

@@ -56,7 +56,7 @@ _BOUNDS = {torch.int8: (-128, 127), torch.uint8: (0, 255)}
 
 @dataclass(frozen=True, slots=True)
 class _Numbers:
-    """One scale for a tensor, a literal, and what it is quantised to."""
+    """A scale for a tensor, a literal, and the integers that the tensor is quantised to."""
 
     scale: float
     zero_point: int

@@ -60,7 +60,7 @@ def _pads_nothing(node: torch.fx.Node) -> bool:
 
 
 def _before_widening(value: torch.fx.Node) -> torch.fx.Node:
-    """What a cast to a wider dtype was made of, which a cast back yields again bit by bit; `value` itself where it is none."""
+    """The value that a cast to a wider dtype was made of, which a cast back yields again bit by bit; `value` itself where it is none."""
     if value.target is not aten._to_copy.default:
         return value
     narrow: Any = value.args[0]

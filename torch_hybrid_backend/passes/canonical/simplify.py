@@ -96,7 +96,7 @@ def _pow(gm: torch.fx.GraphModule, node: torch.fx.Node) -> bool:
 
 
 def _item(gm: torch.fx.GraphModule, node: torch.fx.Node) -> bool:
-    """One of the two results of dropout with p = 1."""
+    """Replace one of the two results of dropout with p = 1."""
     dropout: Any = node.args[0]
     if dropout.target is not aten.native_dropout.default or dropout.args[1] != 1 or dropout.args[2] is False:
         return False

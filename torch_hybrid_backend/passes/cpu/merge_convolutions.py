@@ -93,7 +93,7 @@ def _is_candidate(branch: _Branch, constant: set[Node]) -> bool:
 
 
 def _merge(gm: torch.fx.GraphModule, group: list[_Branch]) -> bool:
-    """One convolution instead of the group's, unless a reader would notice."""
+    """Put one convolution in place of the group's, unless a reader would notice."""
     first = group[0].convolution
     new: list[Node] = []
     arguments = list(first.args)

@@ -81,7 +81,7 @@ def _is_candidate(node: Node, constant: set[Node]) -> bool:
 
 
 def _flops(product: Node) -> float:
-    """Of sizes only known at run time: at those that the graph was captured with."""
+    """Operations of a product; sizes known only at run time count as those that the graph was captured with."""
     depth = _operands(product)[1].meta["val"].numel() / product.meta["val"].shape[-1]
     rows_and_columns = product.meta["val"].numel()
     if isinstance(rows_and_columns, torch.SymInt):
@@ -99,7 +99,7 @@ def feeds_epilogue(node: Node) -> bool:
 
 
 def _merge(gm: torch.fx.GraphModule, group: Sequence[Node]) -> bool:
-    """One product instead of the group's, unless a reader would notice."""
+    """Put one product in place of the group's, unless a reader would notice."""
     first = group[0]
     _, weight_at, bias_at, columns_at = _PRODUCTS[first.target]
     operands = [_operands(node) for node in group]

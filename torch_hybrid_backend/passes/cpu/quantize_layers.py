@@ -123,7 +123,7 @@ def _activation(made: dict[Any, Node], layer: Node, x: Node) -> Node:
 
 
 def _weight(made: dict[Any, Node], layer: Node, w: Node, axis: int) -> Node:
-    """Of a transposed weight the parameter is quantised, as it lies in memory."""
+    """Quantise a weight; of a transposed one the parameter, as it lies in memory."""
     from torch_hybrid_backend.graph import quantization as steps
 
     apply = functools.partial(insert, layer)

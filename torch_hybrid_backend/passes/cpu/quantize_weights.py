@@ -100,7 +100,7 @@ def quantize_weights(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
 
 
 def _refusal(weight: torch.Tensor, group: int | None, has_rows: bool) -> Refused | None:
-    """Why a weight stays as it is, or None."""
+    """The reason why a weight stays as it is, or None."""
     if weight.dim() != 2 or weight.dtype not in _DTYPES:
         return Refused(
             Reason.UNSUPPORTED, f"weights of dtype {weight.dtype} and {weight.dim()} dimensions are not quantised"
@@ -114,7 +114,7 @@ def _refusal(weight: torch.Tensor, group: int | None, has_rows: bool) -> Refused
 
 
 def _rows(weight: Node, has_rows: bool) -> tuple[Node, bool]:
-    """What holds the weight's rows, one for each output channel; and whether as columns."""
+    """The node that holds the weight's rows, one for each output channel; and whether as columns."""
     if has_rows:
         return weight, False
     if weight.target is aten.t.default or (weight.target is aten.permute.default and list(weight.args[1]) == [1, 0]):  # type: ignore[arg-type]

@@ -32,7 +32,7 @@ _WINOGRAD_CHANNELS = 32
 
 @dataclass(frozen=True, slots=True)
 class _Axis:
-    """One spatial dimension: input and result sizes, kernel, stride, and padding (`before` the result's first element)."""
+    """A spatial dimension: input and result sizes, kernel, stride, and padding (`before` the result's first element)."""
 
     size: int
     result: int
@@ -46,7 +46,7 @@ class _Axis:
 
     @property
     def first(self) -> int:
-        """How many input pixels beyond its own place an output reads to the right."""
+        """Number of input pixels beyond its own place that an output reads to the right."""
         return -(-self.before // self.stride)
 
     @property

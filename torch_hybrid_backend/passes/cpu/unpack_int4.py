@@ -85,7 +85,7 @@ def _product(node: Node, block: int, has_neighbours: bool) -> Node:
 
 @functools.cache
 def _form() -> tuple[int, bool] | None:
-    """Which of `_FORMS` the operator has here."""
+    """The one of `_FORMS` that the operator has here."""
     with unset_fake_temporarily():
         n, k = 128, 32
         known = torch.randint(0, 16, (n, k), generator=torch.Generator().manual_seed(0), dtype=torch.int32)

@@ -126,7 +126,7 @@ def _volume(node: Node, images: Node) -> Node:
 
 
 def _sum_over_depths(node: Node, geometry: list[list[int]]) -> Node:
-    """One convolution for each depth of the kernel."""
+    """Add up a convolution for each depth of the kernel."""
     arguments: Any = node.args[:3]
     x, weight, bias = arguments
     (stride, *strides), (padding, *paddings), (dilation, *dilations) = geometry

@@ -1,4 +1,4 @@
-"""What reduced precision made of a graph, by a pass or by the model itself, counted."""
+"""Counts of what reduced precision made of a graph, by a pass or by the model itself."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def conversion(gm: torch.fx.GraphModule, ctx: PassContext, tolerance: float | No
 
 
 def _unreached(gm: torch.fx.GraphModule, ctx: PassContext, computing: Iterable[torch.fx.Node]) -> dict[str, Refused]:
-    """Why the passes for `ctx.precision` consider some layers not at all, by the layer's name."""
+    """Reasons why the passes for `ctx.precision` do not consider some layers, by the layer's name."""
     if ctx.precision == AS_WRITTEN:
         return {}
     half = str(DTYPES.get(ctx.precision, "")).removeprefix("torch.")

@@ -114,7 +114,7 @@ class _Trial:
             self.refused[node] = Refused(Reason.UNSUPPORTED, f"of {self._name} its results have other strides")
 
     def _try_back(self, node: Node) -> None:
-        """What others read in float32 must lie as it did."""
+        """Refuse an operator whose result, cast back for readers in float32, has other strides than before."""
         made, before = self.values[node], node.meta["val"]
         if not isinstance(made, torch.Tensor) or made.dtype == before.dtype:
             return

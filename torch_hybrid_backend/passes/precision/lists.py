@@ -1,4 +1,4 @@
-"""What half precision does to ATen's operators, as four lists; an operator on none of them stays as written.
+"""Four lists of ATen's operators, by what half precision does to them; an operator on none of them stays as written.
 
 ALLOW   gains by it and loses nothing that matters: sums of products are made in float32
 INFER   is harmless on half values, and not worth a cast: follows its inputs, but not behind a DENY operator

@@ -1,4 +1,4 @@
-"""Which operators of an inference graph compute in half precision, so that few casts are needed.
+"""Choice of the operators of an inference graph that compute in half precision, so that few casts are needed.
 
     x -> linear -> add -> relu -> linear -> softmax -> exp -> mul      linear, add, relu, linear
 
@@ -58,7 +58,7 @@ def paint(
 
 
 def _sources(node: Node) -> Iterable[Node]:
-    """What the operator reads in its own precision."""
+    """Values that the operator reads in its own precision."""
     as_written = read_as_written(node)
     return (source for source in node.all_input_nodes if source not in as_written)
 
@@ -92,7 +92,7 @@ def _shrinks(node: Node) -> bool:
 
 
 def _elements(value: object) -> int | torch.SymInt:
-    """Of the floating-point tensors among the results of an operator."""
+    """Number of elements of the floating-point tensors among the results of an operator."""
     if isinstance(value, list | tuple):
         return sum(map(_elements, value))
     return value.numel() if isinstance(value, torch.Tensor) and value.is_floating_point() else 0
