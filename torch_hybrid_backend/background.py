@@ -281,8 +281,8 @@ def as_here(values: Sequence[Any]) -> Callable[[], contextlib.AbstractContextMan
     """Settings that the builder's thread takes over from this one, to compute as it does.
 
     They are autocast, and for the tensors among `values` that lie on CUDA devices a stream of its own each. That stream begins after what this
-    thread's stream has been given, and is waited for at the end; no GPU has run it yet. The builder's thread gets random numbers of its own: this
-    thread's generator, where it is now, stays the callers'."""
+    thread's stream has been given, and is waited for at the end; no GPU has run it yet. The builder's thread gets random numbers of its own:
+    this thread's generator, where it is now, stays the callers'."""
     state = torch.get_rng_state()
     autocast = [
         (device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)

@@ -55,7 +55,7 @@ _ANCHORS = (
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One operation inside a group. `index`: the element of `op.out` at the domain point; `expr`: its value, over the domain.
+    """An operation inside a group. `index`: the element of `op.out` at the domain point; `expr`: its value, over the domain.
 
     `role`: "full" and "scan" (one value per point), "scalar" and "reduce" (one per row). `depth`: of the expression (`loops.ir.depth`) with
     those of other members written out in it, as kernels have them.

@@ -116,7 +116,7 @@ class LoopGraph:
 
     @property
     def needed(self) -> tuple[Buffer, ...]:
-        """What is read when the region has run."""
+        """Buffers that are read when the region has run."""
         return (*self.outputs, *self.flags)
 
 
@@ -200,7 +200,7 @@ class _Lowerer:
         )
 
     def _flags(self) -> tuple[Buffer, ...]:
-        """One flag for all refusals over one domain: each is a kernel of its own, which leaves those that use the values as they are."""
+        """Flags of the refusals, one for all over one domain: each is a kernel of its own, which leaves readers of the values as they are."""
         by_shape: dict[tuple[Dim, ...], list[Map]] = {}
         for value in self._ctx.refused:
             condition = value.at(domain_vars(value.shape))
@@ -417,7 +417,7 @@ class _Lowerer:
             self._realize(value, 1 + max(places[buffer] for buffer in read & places.keys()))
 
     def _places(self) -> dict[Buffer, int]:
-        """Which operation fills each buffer."""
+        """Places of the operations that fill each buffer."""
         return {out: place for place, op in enumerate(self._ops) for out in op.outs}
 
     def _is_epilogue(self, value: Map, expr: Expr) -> bool:
@@ -466,7 +466,7 @@ def _is_computed(offset: Index, index: Sequence[Index]) -> bool:
 
 
 def _root(value: Value) -> Value:
-    """What a view is a view of."""
+    """The value that a view is a view of."""
     while isinstance(value, Map) and value.realized is None and value.base is not None:
         value = value.base
     return value
@@ -479,14 +479,14 @@ def _read_as(reader: torch.fx.Node) -> torch.fx.Node:
 
 
 def _bytes(value: Value) -> int:
-    """Of memory that a value has or would have, typically."""
+    """Bytes of memory that a value has or would have, typically."""
     dtype = getattr(torch, value.dtype)
     assert isinstance(dtype, torch.dtype)
     return size_hint(product(value.shape)) * dtype.itemsize
 
 
 def _elements(tensor: torch.Tensor) -> int:
-    """How many elements a fake tensor has, or is likely to have; asking the tensor itself would install a guard on its sizes."""
+    """Number of elements that a fake tensor has, or is likely to have; asking the tensor itself would install a guard on its sizes."""
     return size_hint(product(map(dim, tensor.shape)))
 
 

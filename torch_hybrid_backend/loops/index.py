@@ -260,7 +260,7 @@ class Index:
         return result
 
     def leaves(self) -> Iterator[LoopVar | Scalar]:
-        """What it is computed from; one that occurs twice comes twice."""
+        """Leaves that it is computed from; one that occurs twice comes twice."""
         for atom, _ in self.terms:
             if isinstance(atom, FloorDiv | Mod):
                 yield from atom.numerator.leaves()
@@ -349,7 +349,7 @@ def var(name: str, extent: Dim) -> Index:
 
 
 def reach(index: Index) -> Dim:
-    """What no number is beyond, in absolute value, that occurs on the way to the value of an index."""
+    """Bound of the absolute value of every number that occurs on the way to the value of an index."""
     total = magnitude(index.const)
     for atom, coefficient in index.terms:
         total = total + magnitude(coefficient) * _reach_of_atom(atom)
@@ -391,7 +391,7 @@ def contiguous_strides(shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
 
 
 def reshape_index(index: tuple[Index, ...], source: tuple[Dim, ...], target: tuple[Dim, ...]) -> tuple[Index, ...]:
-    """Where the element at `index` of a row-major tensor of shape `target` lies in shape `source` (same element count).
+    """Index in shape `source` of the element at `index` of a row-major tensor of shape `target` (same element count).
 
     Works group by group (runs of dimensions with equal products), so that only dimensions which really split or merge divide.
     Raises UndecidedSizeError where the counts are sizes that are not known to be equal.
@@ -424,7 +424,7 @@ def reshape_index(index: tuple[Index, ...], source: tuple[Dim, ...], target: tup
 
 
 def compare_ranges(op: str, a: Index, b: Index) -> bool | None:
-    """What the comparison `op` ("lt", "le", "gt", "ge", "eq", "ne") gives for all values of two indices, if always the same."""
+    """Result of the comparison `op` ("lt", "le", "gt", "ge", "eq", "ne") for all values of two indices, if always the same."""
     if op in ("gt", "ge"):
         return compare_ranges("lt" if op == "gt" else "le", b, a)
     difference = a - b

@@ -95,7 +95,7 @@ def _range(dtype: str) -> tuple[int, int]:
 
 
 def bounded(e: Expr) -> tuple[Expr, tuple[int, int]]:
-    """What an integer is a clamp of, itself where it is none, and its bounds: `e` is the first clamped to the second."""
+    """The integer that `e` is a clamp of, itself if it is none, and its bounds: `e` is the first clamped to the second."""
     low, high = _range(e.dtype)
     while isinstance(e, Call) and e.op in ("max", "min") and isinstance(e.args[1], Const):
         bound = int(e.args[1].value)
@@ -175,7 +175,7 @@ class _Operand:
     value: Value
 
     def at(self, *index: Index) -> Affine:
-        """What it is at an index; any will do in the dimensions that are summed."""
+        """The operand at an index; any will do in the dimensions that are summed."""
         found = affine(self.value.at(index))
         assert found is not None
         return found
@@ -319,7 +319,7 @@ def _scales_of(op: MatMulOp, a: _Operand, b: _Operand) -> Callable[[tuple[Index,
 
 
 def _moved_matmul(op: MatMulOp, a: _Operand, b: _Operand, depth: int, realize: Realize) -> tuple[LoopOp, ...] | None:
-    """As `_matmul`, where the right operand has a zero point; None where int32 may not hold all that is computed."""
+    """Operations as of `_matmul`, where the right operand has a zero point; None where int32 may not hold all that is computed."""
     left, right = a.first, b.first
     assert right.zero is not None
     most = max(map(abs, (*_span(right.integer), *_span(right.zero), *_moved(right.integer, right.zero))))

@@ -49,7 +49,7 @@ class Const(Expr):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Load(Expr):
-    """One element of a buffer, widened to its compute dtype; `index` is logical, whatever the buffer's layout."""
+    """An element of a buffer, widened to its compute dtype; `index` is logical, whatever the buffer's layout."""
 
     buffer: Buffer
     index: tuple[Index, ...]
@@ -119,7 +119,7 @@ def is_rounded(e: Expr, dtype: str) -> bool:
 
 
 def unrounded(e: Expr, dtype: str) -> Expr:
-    """What is left for a store to a buffer of `dtype` to round."""
+    """The expression that is left for a store to a buffer of `dtype` to round."""
     match e:
         case Call(op="round", args=(x, Const(value=target))) if ROUND_TARGETS[int(target)] == dtype:
             return x
@@ -169,7 +169,7 @@ _buffer_numbers = itertools.count()
 
 
 class _Realizations:
-    """How many values have been given memory so far: expressions made before the latest may not read it."""
+    """Number of values that have been given memory so far: expressions made before the latest may not read it."""
 
     count = 0
 
@@ -460,7 +460,7 @@ class ScoredAttentionOp(LoopOp):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionGradientOp(LoopOp):
-    """What `AttentionQueryGradientOp` and `AttentionKeyGradientOp` read.
+    """Operands of `AttentionQueryGradientOp` and `AttentionKeyGradientOp`.
 
     With weights = exp(score(q @ k^T) - log_sum_exp): d = scale * weights * (grad @ v^T - delta). q is (B, H, S, D), k (B, H, T, D),
     v (B, H, T, E), grad (B, H, S, E); log_sum_exp and delta (B, H, S), delta the sums of grad * output along E. `scale` is the derivative
@@ -517,7 +517,7 @@ def _unique(buffers: list[Buffer]) -> list[Buffer]:
 
 
 def domain_vars(shape: tuple[Dim, ...], prefix: str = "i") -> tuple[Index, ...]:
-    """One loop variable per dimension."""
+    """Loop variables, one for each dimension."""
     return tuple(var(f"{prefix}{d}", size) for d, size in enumerate(shape))
 
 
@@ -561,7 +561,7 @@ def post_order(expr: Expr) -> Iterator[Expr]:
 
 
 def depth(expr: Expr, behind: Callable[[Load], int] = lambda _: 0) -> int:
-    """How many scalar operations follow one another on the longest way to an expression; `behind`: as many lie behind a load."""
+    """Number of scalar operations that follow one another on the longest way to an expression; `behind`: as many lie behind a load."""
     depths: dict[Expr, int] = {}
     for e in post_order(expr):
         match e:

@@ -73,7 +73,7 @@ class ScatterKernel(Kernel):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage:
-    """One step of a row kernel.
+    """A step of a row kernel.
 
     "map": local[point] = value (over the full domain: a row buffer); "scalar": local[kept] = value (once per row);
     "reduce": local[kept] = combine over the reduced axes of value; "scan": local[point] = combine of value over all that does not come after

@@ -46,7 +46,7 @@ def is_looked_up(value: Value) -> bool:
 
 
 def _unclamped(e: Expr, size: int) -> Expr:
-    """What a place is read from: seen through casts to wider integers, and through clamping it to 0 .. size-1."""
+    """The expression that a place is read from: seen through casts to wider integers, and through clamping it to 0 .. size-1."""
     while isinstance(e, Call):
         match e:
             case Call(op="cast") if e.dtype in ("int16", "int32", "int64"):

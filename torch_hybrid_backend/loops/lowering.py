@@ -118,7 +118,7 @@ def _lowering_of(target: object) -> Lowering | None:
 
 
 class Context:
-    """What a lowering may use: the node's result specs, a place for operations that need memory, what kernels can do, and the random
+    """Things that a lowering may use: the node's result specs, a place for operations that need memory, what kernels can do, and the random
     generator of the region's device. `relied_on`: the sizes of which lowerings took for granted that they are not negative."""
 
     def __init__(
@@ -252,7 +252,7 @@ def _specs(value: object) -> tuple[TensorSpec, ...]:
 
 
 def check_tensor(tensor: torch.Tensor, abilities: Abilities = COMMON) -> Refused | None:
-    """Why the loops language cannot hold a (fake) tensor, or None where it can."""
+    """The reason why the loops language cannot hold a (fake) tensor, or None if it can."""
     if tensor.layout != torch.strided or tensor.is_quantized:
         return Refused(Reason.LAYOUT, f"a tensor has layout {tensor.layout}, only plain strided tensors are taken")
     dtype = str(tensor.dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""What an engine's kernels can do beyond the common, and its limits of inlining and fusion."""
+"""Abilities of an engine's kernels beyond the common, and its limits of inlining and fusion."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """What lowerings may ask of the kernels beyond what each backend's can do.
+    """Abilities that lowerings may ask of kernels, beyond those of every backend's.
 
     `float8`: tensors may hold float8_e4m3fn and float8_e5m2.
     `scans`: kernels for `loops.ir.ScanOp`; elsewhere each element of a running sum reduces all before it, and long ones are refused.
@@ -44,7 +44,7 @@ COMMON = Abilities()  # what the kernels of every backend can do
 
 @dataclass(frozen=True, slots=True)
 class FusionPolicy:
-    """How far operations are fused. None of it changes a result but by rounding.
+    """Limits of fusion. None of them changes a result but by rounding.
 
     `copies_columns`: a matrix product's left operand is copied where it does not lie along k; else it is read in any order of memory.
     `max_inline_calls`, `max_inline_loads`: scalar operations and loads of a value that is computed where it is read; a longer one gets memory.

@@ -37,7 +37,7 @@ class Generator:
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
-        """What kernels read of it."""
+        """Buffers that kernels read of it."""
         return (self.seed, *(draw.counter for draw in self.draws))
 
     def draw(self, numel: Dim, blocks: int, *, per_group: int = _GROUP, vector: int = 1) -> Draw:
@@ -51,7 +51,7 @@ class Generator:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One operator's numbers. Its `threads` go over the elements again and again, in the order in which they lie in memory.
+    """Numbers of one operator. Its `threads` go over the elements again and again, in the order in which they lie in memory.
 
     `counter`: groups that were taken of the generator before it, int64 without dimensions: equal operators have equal kernels. `groups`: how
     many it takes. `per_group`: elements that a thread makes of a group, 4 or, of float64, 2. With a `vector` of 1 the threads take one element

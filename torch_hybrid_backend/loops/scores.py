@@ -76,7 +76,7 @@ def unscaled(score: Expr, product: Buffer) -> tuple[float, Expr | None]:
 
 
 def _factor(e: Expr, product: Buffer) -> float:
-    """What an operation multiplies the product by; NaN where it reads it for anything else, 0 where it does not read it."""
+    """The factor of the product in an operation; NaN where it reads it for anything else, 0 where it does not read it."""
     if not isinstance(e, Call) or not any(isinstance(x, Load) and x.buffer is product for x in e.args):
         return 0.0
     found = times_literal(e)
@@ -167,7 +167,7 @@ def _extreme(op: str, values: list[Expr | None] | tuple[Expr, ...]) -> Expr | No
 
 @dataclass(frozen=True, slots=True)
 class Visible:
-    """Which keys a score may be more than -inf for. `bounds`: no others. `decided`: conditions of the score, each with the value that it has
+    """Keys that a score may be more than -inf for. `bounds`: no others. `decided`: conditions of the score, each with the value that it has
     for exactly the keys within `inner` of it, as far as keys within `bounds` go."""
 
     bounds: Bounds
@@ -176,7 +176,7 @@ class Visible:
 
 
 def visible(score: Expr, t: LoopVar) -> Visible:
-    """What follows from a score for the keys, which `t` runs through.
+    """Keys that are visible by a score; `t` runs through them.
 
     It is derived from conditions that compare the key's number, at a factor of 1 or -1, with something that does not depend on it, loads
     included. Where a score is proven to be -inf, products are not computed: what they would have made of it (NaN of an infinite key) does

@@ -1,1 +1,1 @@
-"""One lowering per ATen operator, by kind. Add an operator here and nowhere else."""
+"""Lowerings, one for each ATen operator, by kind. Add an operator here and nowhere else."""

@@ -53,7 +53,7 @@ _ALIGNED_ROWS = 32  # of the efficient operator's log-sum-exp
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What an operator of attention, or of its gradients, is called with. Each has arguments of its own, and an order of its own, but all have
+    """Arguments of an operator of attention, or of its gradients. Each has arguments of its own, and an order of its own, but all have
     the same names in their schemas.
 
     q is (*lead, S, D), k and v (*lead, T, D), `mask` None or something that broadcasts to (*lead, S, T). Of gradients alone: `grad` and `out`,
@@ -280,7 +280,7 @@ def attention_math(ctx: Context, asked: _Asked) -> tuple[Value, None]:
 
 
 def _gradients(ctx: Context, asked: _Asked) -> tuple[Value, Value, Value]:
-    """Of queries, keys and values, in their dtypes. `log_sum_exp`: (B, H, S)."""
+    """Gradients of queries, keys and values, in their dtypes. `log_sum_exp`: (B, H, S)."""
     if not ctx.abilities.attention_gradients:
         raise Refuse(Reason.ARGUMENT, "the gradients of attention are computed by eager")
     _check_exact(ctx, asked.dropout)

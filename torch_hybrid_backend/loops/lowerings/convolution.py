@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 def per_dimension(value: int | Sequence[int], rank: int) -> tuple[int, ...]:
-    """One number for each spatial dimension; a single one stands for all."""
+    """Numbers, one for each spatial dimension; a single one stands for all."""
     values = (value,) if isinstance(value, int) else tuple(value)
     return values * rank if len(values) == 1 else values
 

@@ -77,7 +77,7 @@ def _interpolation_gradient(
         counts = tuple(map(len, found((Index((), 0),) * rank)))
 
         def tap(i: tuple[Index, ...]) -> list[Tap]:
-            """Of each dimension the one that the point's last indices number."""
+            """Taps, in each dimension the one that the point's last indices number."""
             return [_chosen(own, k, n) for own, k, n in zip(found(i[2 : 2 + rank]), i[2 + rank :], sizes, strict=True)]
 
         return scattered(
@@ -119,7 +119,7 @@ def adaptive_avg_pool_backward(ctx: Context, grad: Value, x: Value) -> Value:
     kernel, dtype = adaptive_kernel(spatial, outs), compute_dtype(grad.dtype)
 
     def window(i: tuple[Index, ...]) -> list[tuple[Index, Index]]:
-        """Of each dimension where the window begins and ends."""
+        """Beginning and end of the window in each dimension."""
         return [(o * n // m, end_index(o, n, m)) for o, n, m in zip(i[lead : lead + rank], spatial, outs, strict=True)]
 
     def place(i: tuple[Index, ...]) -> tuple[Index, ...]:

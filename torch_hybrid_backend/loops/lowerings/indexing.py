@@ -173,7 +173,7 @@ def refuse_places(ctx: Context, x: Value, indices: Sequence[Value | None]) -> No
 
 @lowers(aten._unsafe_index.Tensor)
 def unsafe_index(ctx: Context, x: Value, indices: Sequence[Value | None]) -> Value:
-    """As `x[indices]`, for positions that are known to be in range: PyTorch's formulas compute them."""
+    """Lower `x[indices]`, for positions that are known to be in range: PyTorch's formulas compute them."""
     given = {d: t for d, t in enumerate(indices) if t is not None}
     if any(t.dtype in ("bool", "uint8") for t in given.values()):
         raise Refuse(Reason.ARGUMENT, "indexing by a mask gives a shape that depends on data")
@@ -184,7 +184,7 @@ def unsafe_index(ctx: Context, x: Value, indices: Sequence[Value | None]) -> Val
 
 
 def indexed_place(x: Value, given: Mapping[int, Value]) -> InverseFn:
-    """Where in x an element of `x[given]` lies, by NumPy's rules: integer tensors for some dimensions, broadcast against each other."""
+    """Place in x of an element of `x[given]`, by NumPy's rules: integer tensors for some dimensions, broadcast against each other."""
     common = _common_shape([t.shape for t in given.values()])
     positions = {d: broadcast(t, common) for d, t in given.items()}
     first = _first(given)
@@ -214,7 +214,7 @@ def _first(given: Mapping[int, Value]) -> int:
 
 
 def _common_shape(shapes: Sequence[tuple[Dim, ...]]) -> tuple[Dim, ...]:
-    """What tensors of these shapes broadcast to."""
+    """Shape that tensors of these shapes broadcast to."""
     rank = max(map(len, shapes))
     aligned = [(1,) * (rank - len(shape)) + shape for shape in shapes]
     return tuple(next((size for size in sizes if size != 1), 1) for sizes in zip(*aligned, strict=True))
@@ -225,7 +225,7 @@ def _common_shape(shapes: Sequence[tuple[Dim, ...]]) -> tuple[Dim, ...]:
 
 @lowers(aten.cat.default)
 def cat(ctx: Context, tensors: Sequence[Value], dim: int = 0) -> Value:
-    """Which input an element comes from is found by bisection, so that 32 inputs cost five comparisons, not 31."""
+    """Concatenate. The input that an element comes from is found by bisection, so that 32 inputs cost five comparisons, not 31."""
     parts = [t for t in tensors if 0 not in t.shape]
     d = axis(dim, len(ctx.shape))
     return _joined(
@@ -298,7 +298,7 @@ def _before(pad: Sequence[int], rank: int) -> list[int]:
 
 
 def _mirrored(i: Index, n: Dim) -> Index:
-    """Where a position beside 0 .. n-1 is, mirrored at the ends."""
+    """Position of one beside 0 .. n-1, mirrored at the ends."""
     return i if _lies_in(i, n) else bounded(_reflected(from_index(i), n), n, wrap=False)
 
 
@@ -330,7 +330,7 @@ def _padded_by(ctx: Context, x: Value, padding: Sequence[int], fold: Callable[[I
 def padded_places(
     shape: tuple[Dim, ...], padding: Sequence[int], fold: Callable[[Index, Dim], Index]
 ) -> Callable[[tuple[Index, ...]], tuple[Index, ...]]:
-    """Which element of a tensor of `shape` each element of the padded one is."""
+    """Function from places in the padded tensor to those in a tensor of `shape`."""
     before = _before(padding, len(shape))
     return lambda place: tuple(fold(i - b, n) for i, b, n in zip(place, before, shape, strict=True))
 

@@ -263,7 +263,7 @@ def _binary(targets: tuple[torch._ops.OpOverload, ...], fn: Callable[[Expr, Expr
 
 
 def _scaling(targets: tuple[torch._ops.OpOverload, ...], fn: Callable[[Expr, Expr], Expr]) -> None:
-    """As `_binary`; but eager takes a half tensor times or over a number with the number in float32."""
+    """Lower as `_binary`; but eager takes a half tensor times or over a number with the number in float32."""
 
     @lowers(*targets)
     def lower(ctx: Context, x: Operand, y: Operand) -> Value:
@@ -298,7 +298,7 @@ _binary((aten.logaddexp2.default,), lambda a, b: formula.log_add_exp(a, b, "exp2
 
 
 def _quotient(targets: tuple[torch._ops.OpOverload, ...], fn: Callable[[Expr, Expr], Expr], *, scales: bool) -> None:
-    """As `_scaling` or `_binary`; of integers eager refuses a divisor of 0."""
+    """Lower as `_scaling` or `_binary`; of integers eager refuses a divisor of 0."""
 
     @lowers(*targets)
     def lower(ctx: Context, x: Operand, y: Operand) -> Value:

@@ -292,7 +292,7 @@ def _nearest(ctx: Context, x: Value, scales: Sequence[float | None], shift: floa
 def nearest_places(
     source: Sequence[Dim], result: Sequence[Dim], scales: Sequence[float | None], shift: float
 ) -> Callable[[tuple[Index, ...]], tuple[Index, ...]]:
-    """Which pixel of the source each pixel of the result is. `shift`: 0, or 0.5 for the "exact" operators."""
+    """Function from pixels of the result to those of the source. `shift`: 0, or 0.5 for the "exact" operators."""
     factors = [*scales, *[None] * (len(source) - 2 - len(scales))]
     sizes, outs = tuple(map(known_int, source[2:])), tuple(map(known_int, result[2:]))
 
@@ -391,7 +391,7 @@ def _blended(
 
 
 def linear_taps(o: Index, n: int, m: int, factor: float | None, align_corners: bool, dtype: str) -> list[Tap]:
-    """What output pixel o of m reads of n input pixels."""
+    """Input indices and weights for the linear interpolation of output pixel o of m, from n input pixels."""
     if n == m:
         return [(o, const(1, dtype))]
     if n == 1:
@@ -432,7 +432,7 @@ def cubic_taps(o: Index, n: int, m: int, factor: float | None, align_corners: bo
 
 
 def _place(o: Index, n: int, m: int, factor: float | None, align_corners: bool, dtype: str) -> Expr:
-    """Where output pixel o lies between input pixels (area_pixel_compute_source_index); before the first it is negative."""
+    """Place of output pixel o between input pixels (area_pixel_compute_source_index); before the first it is negative."""
     if align_corners:
         return mul(from_index(o, dtype), const((n - 1) / (m - 1) if m > 1 else 0, dtype))
     half = const(0.5, dtype)

@@ -124,12 +124,12 @@ def _along(x: Value, vector: Value, axis: int) -> Value:
 
 
 def _by_row(x: Value, column: Value) -> Value:
-    """One number for each row, along the last dimension, of x."""
+    """Value with one number for each row, along the last dimension, of x."""
     return reshaped(column, (*x.shape[:-1], 1))
 
 
 def _by_group(x: Value, numbers: Value, size: int) -> Value:
-    """One number for each `size` neighbours in a row of the matrix x."""
+    """Value with one number for each `size` neighbours in a row of the matrix x."""
     rows, columns = x.shape
     if not isinstance(columns, int):
         raise Refuse(Reason.SYMBOLIC_SHAPE, "the length of rows that are quantised in groups must be known")
@@ -215,7 +215,7 @@ def quantize_per_channel(
     quant_max: int,
     dtype: torch.dtype,
 ) -> Value:
-    """As per tensor, with a scale and a zero point for each index of dimension `axis`."""
+    """Quantise as per tensor, with a scale and a zero point for each index of dimension `axis`."""
     numbers = _along(x, scales, axis), _along(x, zero_points, axis)
     return _quantized(ctx, x, *numbers, (quant_min, quant_max), round_first=True)
 
@@ -277,7 +277,7 @@ def quantize_per_channel_group(
     dtype: torch.dtype,
     group_size: int,
 ) -> Value:
-    """As per token, with a scale for each `group_size` neighbours in a row. (Eager raises for NaN; a kernel cannot.)"""
+    """Quantise as per token, with a scale for each `group_size` neighbours in a row. (Eager raises for NaN; a kernel cannot.)"""
     numbers = _by_group(x, scales, group_size), _by_group(x, zero_points, group_size)
     return _quantized(ctx, x, *numbers, (quant_min, quant_max), round_first=False)
 

@@ -1,4 +1,4 @@
-"""What all reductions share: which dimensions, the result's shape, and one primitive reduction as a value."""
+"""Parts that all reductions share: the dimensions, the result's shape, and one primitive reduction as a value."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def axes_of(dim: Axes, rank: int) -> tuple[int, ...]:
 
 
 def extent(shape: tuple[Dim, ...], axes: tuple[int, ...]) -> Dim:
-    """How many elements are reduced to one."""
+    """Number of elements that are reduced to one."""
     return product(shape[d] for d in axes)
 
 

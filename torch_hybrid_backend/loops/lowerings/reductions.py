@@ -135,7 +135,7 @@ def _position(target: torch._ops.OpOverload, combiner: str) -> None:
 
 
 def position(ctx: Context, combiner: str, x: Value, axes: tuple[int, ...], keepdim: bool) -> Value:
-    """Where the largest or smallest element is: the first of equals, NaN first; int64. Booleans are compared as numbers."""
+    """Position of the largest or smallest element: the first of equals, NaN first; int64. Booleans are compared as numbers."""
     widen = (lambda a: cast(a, "int32")) if x.dtype == "bool" else None
     return reduced(ctx, combiner, x, axes, widen, "int64", keepdim)
 

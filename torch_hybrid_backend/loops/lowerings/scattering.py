@@ -94,7 +94,7 @@ def reduced(
 
 
 def filled(ctx: Context, number: float, shape: tuple[Dim, ...] | None = None, dtype: str = "") -> Map:
-    """One number everywhere; of the node's result's shape and dtype by default."""
+    """Fill with one number; of the node's result's shape and dtype by default."""
     dtype = dtype or ctx.out.dtype
     value = const(number, compute_dtype(dtype))
     return Map(ctx.shape if shape is None else shape, dtype, lambda _: value)

@@ -37,7 +37,7 @@ PerDimension = int | Sequence[int]
 
 
 def pooled_dimensions(ctx: Context) -> int:
-    """How many dimensions the node's operator pools over: the digit in its name."""
+    """Number of dimensions that the node's operator pools over: the digit in its name."""
     assert ctx.node is not None
     assert isinstance(ctx.node.target, torch._ops.OpOverload)
     return next(int(letter) for letter in ctx.node.target._opname if letter.isdigit())
@@ -149,7 +149,7 @@ def _windows(
     padding: Sequence[int],
     stride: Sequence[int],
 ) -> tuple[int, ...]:
-    """How many windows there are in each dimension."""
+    """Number of windows in each dimension."""
     sizes = zip(spatial, kernel, dilation, padding, stride, strict=True)
     return tuple((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, d, p, s in sizes)
 
