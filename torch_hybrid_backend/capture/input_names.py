@@ -18,9 +18,14 @@ def called(placeholder: str) -> str:
     return "" if re.fullmatch(r"stack\d+(_.*)?", name) else name.removeprefix("kwargs_")
 
 
-def name_inputs(graph_module: torch.fx.GraphModule, dynamo: torch.fx.GraphModule) -> None:
-    """Put into `meta["called"]` of the inputs of AOTAutograd's graph what `dynamo`, the graph that it was made of, calls them; nothing where
-    their numbers differ: AOTAutograd adds tokens, takes tensors apart, and leaves out what is given twice."""
+def name_inputs(graph_module: torch.fx.GraphModule, dynamo: torch.nn.Module) -> None:
+    """Put into `meta["called"]` of the inputs of AOTAutograd's graph what `dynamo`, which the graph was made of, calls them.
+
+    Nothing is put there if `dynamo` is no graph, or if the numbers of inputs differ: AOTAutograd adds tokens, takes tensors apart, and leaves out
+    what is given twice.
+    """
+    if not isinstance(dynamo, torch.fx.GraphModule):
+        return
     given = dynamo.graph.find_nodes(op="placeholder")
     inputs = graph_module.graph.find_nodes(op="placeholder")
     if len(given) != len(inputs):
