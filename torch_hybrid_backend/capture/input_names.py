@@ -21,8 +21,8 @@ def called(placeholder: str) -> str:
 def name_inputs(graph_module: torch.fx.GraphModule, dynamo: torch.nn.Module) -> None:
     """Put into `meta["called"]` of the inputs of AOTAutograd's graph what `dynamo`, which the graph was made of, calls them.
 
-    Nothing is put there if `dynamo` is no graph, or if the numbers of inputs differ: AOTAutograd adds tokens, takes tensors apart, and leaves out
-    what is given twice.
+    Nothing is put there if `dynamo` is no graph, or if the numbers of inputs differ: AOTAutograd adds tokens, takes tensors apart, and leaves
+    out what is given twice.
     """
     if not isinstance(dynamo, torch.fx.GraphModule):
         return
