@@ -74,7 +74,7 @@ def test_a_module_is_told_with_its_place(script: Path, monkeypatch: pytest.Monke
 
 
 def test_arguments_that_only_the_call_shows_to_be_missing(script: Path) -> None:
-    """One sentence; a TypeError within a factory is its own."""
+    """The error is one sentence; a TypeError within a factory is the factory's own."""
     factory, raising = Factory(f"{script}:Hidden"), Factory(f"{script}:raising")
     with factory.importable():
         with pytest.raises(ConfigError, match=r"cannot be called with no arguments .*missing 1 required"):

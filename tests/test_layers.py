@@ -336,7 +336,9 @@ def test_modules_have_tests() -> None:
     assert len(listed) == len(WITHOUT_TESTS)
 
 
-@pytest.mark.parametrize("document", ["ARCHITECTURE.md", "CONTRIBUTING.md", "README.md", "AGENTS.md"])
+@pytest.mark.parametrize(
+    "document", ["ARCHITECTURE.md", "CONTRIBUTING.md", "README.md", "AGENTS.md", "docs/glossary.md"]
+)
 def test_documents_name_paths_that_exist(document: str) -> None:
     """Every path in backquotes exists: relative to the repository, to the package, or to the room the line is about."""
     missing = []

@@ -204,7 +204,7 @@ def test_later_calls_run_what_they_ran_before() -> None:
 
 
 class Cached(nn.Module):
-    """What its first call keeps, its second finds: Dynamo compiles it twice."""
+    """A model whose second call finds what its first kept: Dynamo compiles it twice."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -56,7 +56,7 @@ def test_builds_off_the_call_are_waited_for() -> None:
 
 
 def test_inputs_that_torch_does_not_compile_are_counted(caplog: pytest.LogCaptureFixture) -> None:
-    """One warning, whatever their number; the others are compiled."""
+    """A single warning counts them; the others are compiled."""
     torch._dynamo.reset()
     compiled = torch.compile(Scaled().eval(), backend="hybrid", dynamic=False)
     with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=2):

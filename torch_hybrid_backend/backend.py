@@ -419,8 +419,8 @@ def warmup(model: Callable[..., Any], *inputs: Any) -> Explanation:
         _listening.reset(before)
     if in_eager:
         log.warning(
-            "warmup: %d of %d inputs are not compiled and will run in eager: torch compiles a function at most %d times; raise "
-            "torch._dynamo.config.recompile_limit, or mark the dimensions that vary with torch._dynamo.mark_dynamic",
+            "warmup: %d of %d inputs are not compiled, so their calls run in eager, or raise under fullgraph=True: torch compiles a function "
+            "at most %d times; raise torch._dynamo.config.recompile_limit, or mark the dimensions that vary with torch._dynamo.mark_dynamic",
             in_eager,
             len(inputs),
             dynamo_config.recompile_limit,

@@ -92,7 +92,7 @@ def test_the_summary_has_a_column_for_each_peer() -> None:
 
 
 def test_the_summary_is_of_one_record() -> None:
-    """Of the records the one with the most of its cells is shown, of equals the newest."""
+    """The record with the most cells of the summary is shown; of equals the newest."""
     whole = {**_RECORD, "machine": {**_RECORD["machine"], "cpu": "Old"}}
     newer = {**_RECORD, "machine": {**_RECORD["machine"], "cpu": "New", "day": "2026-03-01"}}
     newest = {

@@ -1,4 +1,4 @@
-"""What the user's code calls the inputs of graphs."""
+"""Names of graphs' inputs in the user's code."""
 
 from __future__ import annotations
 

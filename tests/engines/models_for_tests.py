@@ -20,7 +20,7 @@ from torch_hybrid_backend.prepared import prepare
 def partitions(
     model: str, engine: Engine, dtype: torch.dtype = torch.float32, precision: str = "as-written"
 ) -> list[Partition]:
-    """How the wiring partitions each graph of a model at its published size, of one sample. Nothing runs.
+    """Partitions of a model's graphs, as the wiring makes them, at its published size, of one sample. Nothing runs.
 
     dtype: the model's. precision: the setting, one of `core.precision.PRECISIONS`.
     """

@@ -6,13 +6,14 @@ import dataclasses
 
 import pytest
 
-from tests.report.plans_for_tests import EMPTY, PLAN
+from tests.report.plans_for_tests import EMPTY, PLAN, USED
 from torch_hybrid_backend.core.device import CPU
-from torch_hybrid_backend.core.plan import GraphInput
+from torch_hybrid_backend.core.plan import CallDecision, Cost, GraphInput
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.report import summary
 from torch_hybrid_backend.report.share import (
     RefusedOperators,
+    call_in_words,
     flops_in_words,
     operator_kinds,
     refused_operators,
@@ -76,3 +77,12 @@ def test_summary_is_one_line() -> None:
 def test_flops_in_words(flops: int, words: str) -> None:
     """Powers of a thousand."""
     assert flops_in_words(flops) == words
+
+
+def test_a_plan_that_runs_although_it_is_slower_says_why() -> None:
+    """Times beside other load decide by a margin; the reason stands behind the choice."""
+    disturbed = (Cost("plan", 9.1, "disturbed"), Cost("eager", 8.0, "disturbed"))
+    [told] = call_in_words(dataclasses.replace(PLAN, call=CallDecision("plan", disturbed, ())))
+    assert told.endswith("the plan runs it, as another must be clearly faster")
+    [told] = call_in_words(USED)
+    assert told.endswith("the plan runs it")

@@ -16,7 +16,7 @@ def test_the_page_is_current() -> None:
 
 
 def test_a_decision_has_a_title_and_a_state(tmp_path: Path) -> None:
-    """What has none is named."""
+    """A page without them is named."""
     (tmp_path / "0001-first.md").write_text("# 1. First\n\nStatus: accepted\n")
     assert adr_index(tmp_path).splitlines()[-1] == "| 1 | [First](0001-first.md) | accepted |"
     (tmp_path / "0002-second.md").write_text("# Second\n")

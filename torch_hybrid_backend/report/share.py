@@ -89,8 +89,9 @@ def call_in_words(plan: Plan) -> tuple[str, ...]:
     if plan.call is None:
         return ()
     lost = (f"not the {r.engine}: {r.code}: {r.why}" for r in plan.call.refusals)
+    least = min((cost.microseconds for cost in plan.call.costs), default=0.0)
     runs = "the plan runs it" if plan.call.engine == "plan" else f"{plan.call.engine} runs it"
-    if plan.call.engine != min(plan.call.costs, key=lambda cost: cost.microseconds, default=plan.call).engine:
+    if any(cost.engine == plan.call.engine and cost.microseconds > least for cost in plan.call.costs):
         runs += ", as another must be clearly faster"
     return f"a whole call: {costs_in_words(plan.call.costs)}: {runs}", *lost
 

@@ -103,6 +103,6 @@ def test_kernels_of_training_need_nothing(capability: str, tmp_path: Path) -> No
 
 
 def test_without_a_linker_the_text_is_the_documented_one() -> None:
-    """Who searches the documentation for the warning finds what to do."""
+    """The documentation quotes the warning, and says what to do."""
     shown, _, _ = linker.NO_LINKER.partition(" (")
     assert f"| `{shown} (" in (ROOT / "docs" / "guides" / "troubleshooting.md").read_text()
