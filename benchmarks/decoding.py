@@ -32,7 +32,7 @@ from torch import nn
 from benchmarks import llamacpp, machine, roofline
 from benchmarks.table import RESULTS
 from torch_hybrid_backend.bench.peers import search_folder_apart
-from torch_hybrid_backend.measure import measure
+from torch_hybrid_backend.measuring.measure import measure
 
 aten = torch.ops.aten
 

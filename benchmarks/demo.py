@@ -23,8 +23,8 @@ from torch import nn
 import torch_hybrid_backend
 from benchmarks.machine import cpu_name
 from benchmarks.models import ZOO, minilm_directory, tensors
-from torch_hybrid_backend.measure import measure
-from torch_hybrid_backend.other_load import OtherLoad
+from torch_hybrid_backend.measuring.measure import measure
+from torch_hybrid_backend.measuring.other_load import OtherLoad
 from torch_hybrid_backend.report import summary
 from torch_hybrid_backend.report.share import DISTURBED
 

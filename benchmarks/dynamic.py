@@ -30,7 +30,7 @@ from torch_hybrid_backend.backend import compile_graph
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.core.precision import DEFAULT_TOLERANCES, PRECISIONS
-from torch_hybrid_backend.measure import measure
+from torch_hybrid_backend.measuring.measure import measure
 
 # (batch, length) of tokens, (batch, side) of images; the first is what the dynamic model is compiled with.
 _SIZES = {

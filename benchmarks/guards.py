@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.catalogue import MODELS
 from torch_hybrid_backend.backend import hybrid
-from torch_hybrid_backend.measure import measure
+from torch_hybrid_backend.measuring.measure import measure
 
 FILTERS: tuple[tuple[str, Callable[..., object] | None], ...] = (
     ("all guards", None),

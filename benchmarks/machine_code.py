@@ -33,11 +33,11 @@ from torch_hybrid_backend.codegen.engine import KernelEngine
 from torch_hybrid_backend.codegen.kernel_name import kernel_name
 from torch_hybrid_backend.codegen.workers.protocol import Job
 from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.driver.session import open_services
 from torch_hybrid_backend.engines.triton import artifact, compiler
 from torch_hybrid_backend.engines.triton.backend import TritonBackend
 from torch_hybrid_backend.engines.triton.target import INTERPRETER, Target
 from torch_hybrid_backend.partition.regions import partition_graph
-from torch_hybrid_backend.session import open_services
 
 _CAPABILITY, _MULTIPROCESSORS = 90, 132
 _H100 = {

@@ -25,8 +25,8 @@ from torch import nn
 
 import torch_hybrid_backend
 from torch_hybrid_backend.core.engine import EAGER
-from torch_hybrid_backend.measure import measure
-from torch_hybrid_backend.other_load import OtherLoad
+from torch_hybrid_backend.measuring.measure import measure
+from torch_hybrid_backend.measuring.other_load import OtherLoad
 
 _BUDGET_S = 0.1  # of placement
 _ROUNDS = 8

@@ -20,7 +20,7 @@ from torch_hybrid_backend.bench.calls import Inputs
 from torch_hybrid_backend.bench.peers import Peer, Setting
 from torch_hybrid_backend.bench.process import WorkerError, WorkerProcess
 from torch_hybrid_backend.bench.worker import State, environment
-from torch_hybrid_backend.measure import measure
+from torch_hybrid_backend.measuring.measure import measure
 
 
 class TenOperators(nn.Module):

@@ -29,7 +29,7 @@ from torch_hybrid_backend.backend import compile_graph
 from torch_hybrid_backend.bench.peers.eager import in_bytes, in_nibbles
 from torch_hybrid_backend.compression.shared_weights import NIBBLE, SharedWeight
 from torch_hybrid_backend.config import Config
-from torch_hybrid_backend.measure import measure
+from torch_hybrid_backend.measuring.measure import measure
 from torch_hybrid_backend.passes.cpu.quantize_weights import GROUP
 
 aten = torch.ops.aten

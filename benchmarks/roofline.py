@@ -1,4 +1,4 @@
-"""The machine's ceilings for every number of threads, as `torch_hybrid_backend.engines.tvm.ceilings` measures them.
+"""The machine's ceilings for every number of threads, as `torch_hybrid_backend.engines.cpu.ceilings` measures them.
 
 python -m benchmarks.roofline                    all thread counts; writes benchmarks/results/<machine>/roofline.json
 python -m benchmarks.roofline --threads 2
@@ -15,9 +15,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks import machine
-from torch_hybrid_backend.engines.tvm import ceilings
-from torch_hybrid_backend.engines.tvm.backend import TvmBackend
-from torch_hybrid_backend.engines.tvm.ceilings import PATTERNS, PRODUCTS, Peak
+from torch_hybrid_backend.engines.cpu import ceilings
+from torch_hybrid_backend.engines.cpu.backend import TvmBackend
+from torch_hybrid_backend.engines.cpu.ceilings import PATTERNS, PRODUCTS, Peak
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
 
 RESULTS = Path(__file__).parent / "results"

@@ -28,7 +28,7 @@ from benchmarks.overhead import TenOperators
 from torch_hybrid_backend.backend import compile_graph
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.plan import Plan
-from torch_hybrid_backend.measure import measure
+from torch_hybrid_backend.measuring.measure import measure
 
 Inputs = tuple[torch.Tensor, ...]
 _BURST = 20

@@ -32,7 +32,7 @@ import torch._dynamo
 from benchmarks import machine
 from benchmarks.catalogue import MODELS
 from benchmarks.models import Model, Size, tensors
-from torch_hybrid_backend.measure import measure
+from torch_hybrid_backend.measuring.measure import measure
 
 DEFAULT = ("resnet50", "mobilenet_v2", "bert_base")
 BACKENDS = ("eager", "hybrid")

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from torch_hybrid_backend import quantize
-from torch_hybrid_backend.measure import measure
+from torch_hybrid_backend.measuring.measure import measure
 
 _ALWAYS_OURS = {"placement": "estimate", "engines": "tvm", "strict": True, "verify": "off"}
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -19,7 +19,7 @@ from torch import nn
 
 from torch_hybrid_backend.bench.peers import search_folder_apart
 from torch_hybrid_backend.core.precision import ACTIVATION_BITS
-from torch_hybrid_backend.measure import measure
+from torch_hybrid_backend.measuring.measure import measure
 
 _SIDES = ("as-written", "exact", "int8-weights", "int4-weights")
 

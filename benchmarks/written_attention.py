@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from torch_hybrid_backend.measure import measure
+from torch_hybrid_backend.measuring.measure import measure
 
 _Shape = tuple[int, int, int, int, int]
 _CASES: tuple[tuple[str, _Shape, torch.dtype, bool], ...] = (

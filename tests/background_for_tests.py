@@ -18,8 +18,8 @@ from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.engine import CompiledRegion, PendingRegion
 from torch_hybrid_backend.core.region import Region
+from torch_hybrid_backend.driver.session import Session, open_services
 from torch_hybrid_backend.engines.eager import EagerEngine
-from torch_hybrid_backend.session import Session, open_services
 
 
 class SlowEngine(FakeEngine):

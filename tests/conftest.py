@@ -62,7 +62,7 @@ class Golden:
 @pytest.fixture(autouse=True)
 def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other load is not felt in this process: tests run beside each other, and what they keep of timings is to be found."""
-    monkeypatch.setattr("torch_hybrid_backend.other_load.thread_waits", dict)
+    monkeypatch.setattr("torch_hybrid_backend.measuring.other_load.thread_waits", dict)
 
 
 @pytest.fixture

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from torch_hybrid_backend.core.engine import RunProgram
-from torch_hybrid_backend.measure import timer_for
+from torch_hybrid_backend.measuring.measure import timer_for
+from torch_hybrid_backend.measuring.timing_cache import TimingCache
 from torch_hybrid_backend.progress import Progress
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
 from torch_hybrid_backend.services import Services
-from torch_hybrid_backend.store import Store
-from torch_hybrid_backend.timing_cache import TimingCache
+from torch_hybrid_backend.storage.store import Store
 
 
 def services(folder: Path | None = None, run_program: RunProgram = ProgramRunner) -> Services:

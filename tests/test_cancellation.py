@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from torch_hybrid_backend.cancellation import Cancellation, Cancelled, cancellable, check, is_awaited, patience
-from torch_hybrid_backend.measure import measure
+from torch_hybrid_backend.measuring.measure import measure
 
 
 def test_cancellation() -> None:

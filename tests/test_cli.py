@@ -22,7 +22,7 @@ from torch_hybrid_backend.core.verdict import Reason, Refused, Verdict
 from torch_hybrid_backend.engines.eager import EagerEngine
 from torch_hybrid_backend.errors import DeadlineError
 from torch_hybrid_backend.report import Explanation
-from torch_hybrid_backend.store import Store
+from torch_hybrid_backend.storage.store import Store
 
 SCRIPT = """
 import torch

@@ -18,7 +18,7 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from torch_hybrid_backend._version import __version__
 
 if importlib.util.find_spec("torch") is None:
     raise ModuleNotFoundError(
@@ -27,11 +27,11 @@ if importlib.util.find_spec("torch") is None:
 
 if TYPE_CHECKING:
     from torch_hybrid_backend.backend import explain, warmup
-    from torch_hybrid_backend.background import wait_for_builds
-    from torch_hybrid_backend.bisection import bisect
+    from torch_hybrid_backend.builds.background import wait_for_builds
     from torch_hybrid_backend.compression.container import load_compressed, save_compressed
     from torch_hybrid_backend.compression.shared_weights import compress
     from torch_hybrid_backend.config import Config
+    from torch_hybrid_backend.driver.bisection import bisect
     from torch_hybrid_backend.quantization.calibration import Collector
     from torch_hybrid_backend.quantization.quantize import quantize
     from torch_hybrid_backend.runtime.constants import refresh
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 _HOMES = {
     "Collector": "quantization.calibration",
     "Config": "config",
-    "bisect": "bisection",
+    "bisect": "driver.bisection",
     "compress": "compression.shared_weights",
     "explain": "backend",
     "load_compressed": "compression.container",
     "quantize": "quantization.quantize",
     "refresh": "runtime.constants",
     "save_compressed": "compression.container",
-    "wait_for_builds": "background",
+    "wait_for_builds": "builds.background",
     "warmup": "backend",
 }
 __all__ = [

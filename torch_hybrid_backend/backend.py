@@ -27,8 +27,7 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo.exc import FailOnRecompileLimitHit, ShortenTraceback, TorchRuntimeError
 
 from torch_hybrid_backend.arguments import check_model, described, is_compiled, uncompiled
-from torch_hybrid_backend.background import InBackground, copies_of, wait_for_builds
-from torch_hybrid_backend.bisection import applied_in_capture, is_running
+from torch_hybrid_backend.builds.background import InBackground, copies_of, wait_for_builds
 from torch_hybrid_backend.capture.aot import capture
 from torch_hybrid_backend.capture.cache.aot_cache import AotCache
 from torch_hybrid_backend.capture.graph_breaks import telling_graph_breaks
@@ -41,24 +40,25 @@ from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.plan import GraphBreak, Plan, Unconverted
 from torch_hybrid_backend.core.precision import AS_WRITTEN, PRECISIONS
 from torch_hybrid_backend.core.verdict import Reason, Refused
-from torch_hybrid_backend.eager_graph import EagerGraph, with_right_text
+from torch_hybrid_backend.driver.bisection import applied_in_capture, is_running
+from torch_hybrid_backend.driver.errors_as_written import as_written, raising_as_written
+from torch_hybrid_backend.driver.garbage import collector_paused
+from torch_hybrid_backend.driver.hybrid_graph import HybridGraph, OnPlan, OnRegions, pricing_of
+from torch_hybrid_backend.driver.prepared import copy_of, hindrance
+from torch_hybrid_backend.driver.profiling import PlannedGraph, Timeable, WholeGraph, profile_calls, warm_up
+from torch_hybrid_backend.driver.ready import Ready
+from torch_hybrid_backend.driver.refused_forms import refused_operator
+from torch_hybrid_backend.driver.session import Session, open_session
 from torch_hybrid_backend.errors import ArgumentError, ConfigError, delivered
-from torch_hybrid_backend.errors_as_written import as_written, raising_as_written
-from torch_hybrid_backend.garbage import collector_paused
 from torch_hybrid_backend.graph.devices import is_on_host
+from torch_hybrid_backend.graph.eager_graph import EagerGraph, with_right_text
 from torch_hybrid_backend.graph.values import holds_collectives, is_repeatable
-from torch_hybrid_backend.hybrid_graph import HybridGraph, OnPlan, OnRegions, pricing_of
 from torch_hybrid_backend.machine import lacking_instructions
 from torch_hybrid_backend.partition.seen_graphs import SeenGraphs, graph_key
 from torch_hybrid_backend.partition.whole_call import PricedCall
-from torch_hybrid_backend.prepared import copy_of, hindrance
-from torch_hybrid_backend.profiling import PlannedGraph, Timeable, WholeGraph, profile_calls, warm_up
 from torch_hybrid_backend.progress import Progress
 from torch_hybrid_backend.quantization.ranges import left_in_float
-from torch_hybrid_backend.ready import Ready
-from torch_hybrid_backend.refused_forms import refused_operator
 from torch_hybrid_backend.report import Explanation, about_call
-from torch_hybrid_backend.session import Session, open_session
 
 log = logging.getLogger(__name__)
 

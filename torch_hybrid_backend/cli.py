@@ -34,8 +34,8 @@ from typing import Any, NoReturn, TextIO
 import torch
 
 import torch_hybrid_backend
-from torch_hybrid_backend.background import wait_for_builds
 from torch_hybrid_backend.bench import command as bench
+from torch_hybrid_backend.builds.background import wait_for_builds
 from torch_hybrid_backend.builds.failures import Failures
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.engine import EAGER, Engine
@@ -46,7 +46,7 @@ from torch_hybrid_backend.machine import unsupported
 from torch_hybrid_backend.report import Explanation
 from torch_hybrid_backend.report.share import counted
 from torch_hybrid_backend.runtime.native.ops import CALLS_PER_ROUND, watches_writes
-from torch_hybrid_backend.store import Store
+from torch_hybrid_backend.storage.store import Store
 
 Explain = Callable[..., Explanation]
 Engines = Callable[[Config], Sequence[Engine]]
@@ -168,7 +168,7 @@ def _write(path: Path, picture: str) -> None:
 
 
 def _all_engines(config: Config) -> Sequence[Engine]:
-    from torch_hybrid_backend.session import all_engines  # heavy, so not imported for --help
+    from torch_hybrid_backend.driver.session import all_engines  # heavy, so not imported for --help
 
     return all_engines(config)
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_hybrid_backend import __version__
+from torch_hybrid_backend._version import __version__
 from torch_hybrid_backend.errors import failures
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.engine import Engine, RunProgram
-from torch_hybrid_backend.measure import Timer
+from torch_hybrid_backend.measuring.measure import Timer
+from torch_hybrid_backend.measuring.timing_cache import TimingCache
 from torch_hybrid_backend.progress import Progress
-from torch_hybrid_backend.store import Store
-from torch_hybrid_backend.timing_cache import TimingCache
+from torch_hybrid_backend.storage.store import Store
 
 
 @dataclass(frozen=True, slots=True, eq=False)

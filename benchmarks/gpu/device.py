@@ -10,7 +10,7 @@ import torch
 
 from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.machine import fingerprint
-from torch_hybrid_backend.measure import Call, Timing, measure
+from torch_hybrid_backend.measuring.measure import Call, Timing, measure
 
 _MIB = 1 << 20
 _LEAST_ROUND_NS = 5_000_000

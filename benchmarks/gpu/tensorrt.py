@@ -27,12 +27,12 @@ from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.engine import CompiledRegion, PendingRegion
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Refused
+from torch_hybrid_backend.driver.session import open_services
 from torch_hybrid_backend.engines.tensorrt.engine import TensorRTEngine
 from torch_hybrid_backend.engines.tensorrt.installed import installation
 from torch_hybrid_backend.errors import CompileError
 from torch_hybrid_backend.partition.regions import partition_graph
 from torch_hybrid_backend.services import Services
-from torch_hybrid_backend.session import open_services
 
 PART = "tensorrt"
 # The engines of each peer of ours; eager takes what none of them does.

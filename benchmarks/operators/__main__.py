@@ -38,8 +38,8 @@ from benchmarks.operators.work import level, work
 from torch_hybrid_backend.codegen.assemble import RegionKernels
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.errors import HybridError
-from torch_hybrid_backend.measure import measure
-from torch_hybrid_backend.store import Store
+from torch_hybrid_backend.measuring.measure import measure
+from torch_hybrid_backend.storage.store import Store
 
 # Largest difference from ATen in float32, relative to the largest value; sums of thousands of terms in another order, Winograd.
 _TOLERANCE = 2e-3

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from benchmarks import machine
-from torch_hybrid_backend.measure import measure
+from torch_hybrid_backend.measuring.measure import measure
 
 Call = Callable[[], object]
 

@@ -25,15 +25,15 @@ from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
 from torch_hybrid_backend.core.device import CPU
 from torch_hybrid_backend.core.region import Region, RegionInput
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
-from torch_hybrid_backend.engines.tvm.backend import TvmBackend
+from torch_hybrid_backend.engines.cpu.backend import TvmBackend
 from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.loops.ir import Buffer
 from torch_hybrid_backend.loops.kernels import Kernel
 from torch_hybrid_backend.loops.layout import Blocked, Layout
-from torch_hybrid_backend.measure import measure
+from torch_hybrid_backend.measuring.measure import measure
 from torch_hybrid_backend.partition.extract import extract
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
-from torch_hybrid_backend.store import Store
+from torch_hybrid_backend.storage.store import Store
 
 aten = torch.ops.aten
 

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.operators.ours import result_shape
 from benchmarks.operators.shapes import Case
-from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.engines.cpu.target import Target
 
 
 def work(case: Case) -> tuple[float, float]:

@@ -17,7 +17,7 @@ from benchmarks.operators.results import Result, standing
 from benchmarks.operators.selection import representative
 from benchmarks.operators.shapes import Case, Tensor
 from benchmarks.operators.work import work
-from torch_hybrid_backend.store import Store
+from torch_hybrid_backend.storage.store import Store
 
 
 def _convolution(x: tuple[int, ...], w: tuple[int, ...], stride: int, groups: int = 1) -> Case:

@@ -23,7 +23,7 @@ from torch_hybrid_backend.errors import (
     CompilerCrashError,
     DeadlineError,
 )
-from torch_hybrid_backend.store import Store
+from torch_hybrid_backend.storage.store import Store
 
 ROOT = Path(__file__).parents[2]
 
@@ -250,7 +250,7 @@ import os, sys, time
 sys.path.insert(0, {path!r})
 from pathlib import Path
 from torch_hybrid_backend.builds.builds import Builds
-from torch_hybrid_backend.store import Store
+from torch_hybrid_backend.storage.store import Store
 builds = Builds(Store(Path({store!r})), "engines")
 print("ready", flush=True)
 build = builds.start("key", "builders_of_tests:slow", {request!r}, {deadline_s})
@@ -363,7 +363,7 @@ def test_a_process_that_ends_meanwhile(shop: Workshop, end: str) -> None:
         sys.path.insert(0, {str(shop.folder / "path")!r})
         from pathlib import Path
         from torch_hybrid_backend.builds.builds import Builds
-        from torch_hybrid_backend.store import Store
+        from torch_hybrid_backend.storage.store import Store
         builds = Builds(Store(Path({str(shop.store.root)!r})), "engines")
         build = builds.start("key", "builders_of_tests:deaf", {str(shop.note("process")).encode()!r}, 600)
         while not (build.progress == 0.1 and Path({str(shop.note("process"))!r}).exists()):
@@ -395,7 +395,7 @@ def test_after_a_fork(shop: Workshop) -> None:
         from pathlib import Path
         from torch_hybrid_backend.builds.builds import Builds
         from torch_hybrid_backend.errors import BuildCancelledError
-        from torch_hybrid_backend.store import Store
+        from torch_hybrid_backend.storage.store import Store
         import json
         builds = Builds(Store(Path({str(shop.store.root)!r})), "engines")
         theirs = builds.start("theirs", "builders_of_tests:until_told", {request!r}, 600)

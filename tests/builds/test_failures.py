@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch_hybrid_backend.builds.failures import KIND, REMEMBERED_S, Failures
 from torch_hybrid_backend.errors import AccuracyError, CompileError, CompilerCrashError, DeadlineError
-from torch_hybrid_backend.store import Store
+from torch_hybrid_backend.storage.store import Store
 
 
 class _TooWideError(CompileError):

@@ -1,4 +1,4 @@
-"""A region whose bytes a build makes. What graphs do with one: tests/test_awaited_builds.py."""
+"""A region whose bytes a build makes. What graphs do with one: tests/driver/test_pending_builds.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch_hybrid_backend.builds.builds import Builds
 from torch_hybrid_backend.builds.pending import BuildingRegion
 from torch_hybrid_backend.core.engine import CompiledRegion, CompiledRegionBase, PendingRegion
 from torch_hybrid_backend.errors import BuildCancelledError, CompileError
-from torch_hybrid_backend.store import Store
+from torch_hybrid_backend.storage.store import Store
 
 
 class _Loaded(CompiledRegionBase):

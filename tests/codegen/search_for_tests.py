@@ -11,8 +11,8 @@ import torch
 from tests.services_for_tests import services
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.program import OperatorCall, Program
-from torch_hybrid_backend.engines.tvm import backend as backend_module
-from torch_hybrid_backend.engines.tvm.engine import TvmEngine
+from torch_hybrid_backend.engines.cpu import backend as backend_module
+from torch_hybrid_backend.engines.cpu.engine import TvmEngine
 from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
 

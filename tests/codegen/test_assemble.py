@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from tests.codegen.regions_for_tests import region_of
-from tests.engines.tvm.amx_for_tests import SAPPHIRE_RAPIDS
+from tests.engines.cpu.amx_for_tests import SAPPHIRE_RAPIDS
 from tests.interpreter.backend import InterpreterBackend
 from torch_hybrid_backend.codegen.assemble import RegionKernels, assemble
 from torch_hybrid_backend.codegen.kernel_cache import Artifact
 from torch_hybrid_backend.codegen.variants import Variant
 from torch_hybrid_backend.core.program import KernelCall, OperatorCall, Program, TensorArgument
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
-from torch_hybrid_backend.engines.tvm.backend import TvmBackend
-from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.engines.cpu.backend import TvmBackend
+from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.loops.kernels import MapKernel, RowKernel
 from torch_hybrid_backend.loops.lowering import Refuse
 

@@ -6,7 +6,7 @@ import torch
 
 from tests.codegen.regions_for_tests import region_of
 from torch_hybrid_backend.codegen.backend import row_major
-from torch_hybrid_backend.engines.tvm.cpu.policy import POLICY
+from torch_hybrid_backend.engines.cpu.policy import POLICY
 from torch_hybrid_backend.loops.fusion import fuse
 from torch_hybrid_backend.loops.graph import lower_region
 from torch_hybrid_backend.loops.layout import Strided, contiguous

@@ -8,8 +8,8 @@ import pytest
 
 from tests.interpreter import compiler as interpreter_compiler
 from torch_hybrid_backend.codegen.compiler import compiler_version
-from torch_hybrid_backend.engines.tvm.tir import compiler as tir_compiler
-from torch_hybrid_backend.sources import sources_version
+from torch_hybrid_backend.engines.cpu.tir import compiler as tir_compiler
+from torch_hybrid_backend.storage.sources import sources_version
 
 
 def test_a_version_names_sources_module_and_installation() -> None:

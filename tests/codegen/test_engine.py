@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from tests.codegen.search_for_tests import CASES, engine_in
-from tests.engines.tvm.regions_for_tests import compiled_region
+from tests.engines.cpu.regions_for_tests import compiled_region
 from tests.partition.engines_for_tests import trace
 from torch_hybrid_backend.codegen.engine import KernelRegion
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.deadline import Deadline
-from torch_hybrid_backend.engines.tvm.engine import TvmEngine
+from torch_hybrid_backend.engines.cpu.engine import TvmEngine
 from torch_hybrid_backend.errors import DeadlineError
 from torch_hybrid_backend.partition.regions import partition_graph
 

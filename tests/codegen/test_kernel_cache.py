@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.codegen import faulty_compiler
-from tests.engines.tvm.kernels_for_tests import scale_kernel
+from tests.engines.cpu.kernels_for_tests import scale_kernel
 from tests.interpreter.compiler import Interpreter
 from torch_hybrid_backend.builds.failures import Failures
 from torch_hybrid_backend.codegen import kernel_cache
@@ -21,11 +21,11 @@ from torch_hybrid_backend.codegen.kernel_cache import Artifact, compile_kernels
 from torch_hybrid_backend.codegen.kernel_key import kernel_key
 from torch_hybrid_backend.codegen.workers.pool import Finished, KernelCompiler
 from torch_hybrid_backend.codegen.workers.protocol import Job
-from torch_hybrid_backend.engines.tvm.target import Target
-from torch_hybrid_backend.engines.tvm.tir import compiler as tir_compiler
+from torch_hybrid_backend.engines.cpu.target import Target
+from torch_hybrid_backend.engines.cpu.tir import compiler as tir_compiler
 from torch_hybrid_backend.errors import CacheError, CompileError, CompilerCrashError, DeadlineError
 from torch_hybrid_backend.loops.kernels import Kernel
-from torch_hybrid_backend.store import Store
+from torch_hybrid_backend.storage.store import Store
 
 pytest.importorskip("tvm")
 
@@ -312,14 +312,14 @@ def test_a_second_process_needs_no_tvm(compiler: CountingCompiler, store: Store)
 import sys
 from pathlib import Path
 from tests.codegen import faulty_compiler
-from tests.engines.tvm.kernels_for_tests import scale_kernel
+from tests.engines.cpu.kernels_for_tests import scale_kernel
 from tests.interpreter.compiler import Interpreter
 from torch_hybrid_backend.builds.failures import Failures
 from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
 from torch_hybrid_backend.codegen.kernel_cache import compile_kernels
-from torch_hybrid_backend.engines.tvm.target import Target
-from torch_hybrid_backend.engines.tvm.tir import compiler as tir_compiler
-from torch_hybrid_backend.store import Store
+from torch_hybrid_backend.engines.cpu.target import Target
+from torch_hybrid_backend.engines.cpu.tir import compiler as tir_compiler
+from torch_hybrid_backend.storage.store import Store
 
 compiler = KernelCompiler(tir_compiler, threads=1)
 (found,) = compile_kernels([scale_kernel()], Target.host(), compiler, Store(Path({str(store.root)!r})), 60)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.tvm.kernels_for_tests import (
+from tests.engines.cpu.kernels_for_tests import (
     argument,
     conv_kernel,
     every_kind,
@@ -22,14 +22,14 @@ from tests.engines.tvm.kernels_for_tests import (
 from torch_hybrid_backend.codegen import compiler as compiler_module
 from torch_hybrid_backend.codegen.kernel_key import canonical_text
 from torch_hybrid_backend.codegen.kernel_key import kernel_key as key_for
-from torch_hybrid_backend.engines.tvm.target import Target
-from torch_hybrid_backend.engines.tvm.tir import compiler as tir_compiler
+from torch_hybrid_backend.engines.cpu.target import Target
+from torch_hybrid_backend.engines.cpu.tir import compiler as tir_compiler
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import Index, LoopVar, Scalar, var
 from torch_hybrid_backend.loops.ir import Buffer, FromIndex, Load
 from torch_hybrid_backend.loops.kernels import Argument, Kernel, MapKernel, Stage, Store
 from torch_hybrid_backend.loops.layout import Blocked, Strided
-from torch_hybrid_backend.sources import sources_version
+from torch_hybrid_backend.storage.sources import sources_version
 
 TARGET = Target("native", "a processor", ("avx2",), 8, 2, 32 << 10, 1 << 20)
 KINDS = list(every_kind())
@@ -200,8 +200,8 @@ def test_the_version_of_sources_is_that_of_what_was_imported(tmp_path: Path) -> 
     code = """
 import sys
 from pathlib import Path
-from torch_hybrid_backend.engines.tvm.tir import compiler
-from torch_hybrid_backend.sources import sources_version
+from torch_hybrid_backend.engines.cpu.tir import compiler
+from torch_hybrid_backend.storage.sources import sources_version
 source = Path(sys.argv[1])
 source.write_text(source.read_text() + "# edited\\n")
 print(sources_version(*compiler.SOURCES))
@@ -233,10 +233,10 @@ print(sources_version(*compiler.SOURCES))
 def test_key_needs_no_tvm() -> None:
     """A process that finds its kernels in the cache never imports TVM."""
     code = (
-        "import sys; from tests.engines.tvm.kernels_for_tests import scale_kernel;"
+        "import sys; from tests.engines.cpu.kernels_for_tests import scale_kernel;"
         "from torch_hybrid_backend.codegen.kernel_key import kernel_key;"
-        "from torch_hybrid_backend.engines.tvm.tir import compiler;"
-        "from torch_hybrid_backend.engines.tvm.target import Target;"
+        "from torch_hybrid_backend.engines.cpu.tir import compiler;"
+        "from torch_hybrid_backend.engines.cpu.target import Target;"
         "print(kernel_key(scale_kernel(), Target.host(), compiler), compiler.version());"
         "assert 'tvm' not in sys.modules"
     )

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.codegen.search_for_tests import TWO_LAYERS, engine_in, without_tiles
-from tests.engines.tvm.regions_for_tests import compiled_region
+from tests.engines.cpu.regions_for_tests import compiled_region
 from tests.services_for_tests import services
 from torch_hybrid_backend.codegen import library_probe
 from torch_hybrid_backend.codegen.search import ALONE
@@ -20,9 +20,9 @@ from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.program import OperatorCall, Program
-from torch_hybrid_backend.engines.tvm.backend import TvmBackend
-from torch_hybrid_backend.engines.tvm.engine import TvmEngine
-from torch_hybrid_backend.measure import Timer
+from torch_hybrid_backend.engines.cpu.backend import TvmBackend
+from torch_hybrid_backend.engines.cpu.engine import TvmEngine
+from torch_hybrid_backend.measuring.measure import Timer
 from torch_hybrid_backend.partition.placement import decide
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
 

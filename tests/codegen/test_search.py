@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.codegen.search_for_tests import CASES, config, engine_in
-from tests.engines.tvm.regions_for_tests import compiled_region
+from tests.engines.cpu.regions_for_tests import compiled_region
 from tests.services_for_tests import services
 from torch_hybrid_backend.codegen import engine as engine_module
 from torch_hybrid_backend.codegen.search import (
@@ -21,8 +21,8 @@ from torch_hybrid_backend.codegen.search import (
 )
 from torch_hybrid_backend.codegen.variants import Variant
 from torch_hybrid_backend.core.deadline import Deadline
-from torch_hybrid_backend.engines.tvm.backend import TvmBackend
-from torch_hybrid_backend.engines.tvm.engine import TvmEngine
+from torch_hybrid_backend.engines.cpu.backend import TvmBackend
+from torch_hybrid_backend.engines.cpu.engine import TvmEngine
 from torch_hybrid_backend.errors import RefusedValuesError
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tests.codegen.search_for_tests import CASES, engine_in, without_tiles
-from tests.engines.tvm.regions_for_tests import compiled_region
+from tests.engines.cpu.regions_for_tests import compiled_region
 from torch_hybrid_backend.codegen import engine as engine_module
 from torch_hybrid_backend.codegen.kernel_cache import Artifact, compile_kernels
 from torch_hybrid_backend.core.deadline import Deadline
-from torch_hybrid_backend.engines.tvm.cpu import alternatives as variants_module
+from torch_hybrid_backend.engines.cpu.variants import alternatives as variants_module
 from torch_hybrid_backend.errors import CompileError
 from torch_hybrid_backend.loops.kernels import Kernel
 

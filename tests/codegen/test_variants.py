@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.engines.tvm.kernels_for_tests import scale_kernel
+from tests.engines.cpu.kernels_for_tests import scale_kernel
 from torch_hybrid_backend.codegen.variants import Variant, variants
 from torch_hybrid_backend.loops.index import LoopVar, var
 from torch_hybrid_backend.loops.ir import Buffer

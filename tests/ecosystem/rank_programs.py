@@ -17,11 +17,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_hybrid_backend
-from torch_hybrid_backend import session
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.engine import CompiledRegion, CompiledRegionBase, EngineBase
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Supported, Verdict
+from torch_hybrid_backend.driver import session
 
 WORLD, STEPS, RATE = 2, 3, 0.1
 

@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import torch_hybrid_backend
 from tests.end_to_end import models
-from torch_hybrid_backend import session
+from torch_hybrid_backend.driver import session
 
 _MODEL, _X = models.perceptron(), models.rows()
 

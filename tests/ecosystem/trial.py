@@ -19,7 +19,7 @@ from tests.ecosystem.case import Case, in_double
 from torch_hybrid_backend.backend import compile_graph
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.plan import Plan
-from torch_hybrid_backend.measure import measure
+from torch_hybrid_backend.measuring.measure import measure
 
 _SEEDS = (1, 2, 3)  # the call that chooses engines, that of the plan, one more: sizes may vary from the second one on
 _TOLERANCE = 1e-4

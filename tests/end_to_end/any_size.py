@@ -12,9 +12,9 @@ from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.captured import CapturedGraph
 from torch_hybrid_backend.core.size_reader import SizeReader
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
-from torch_hybrid_backend.hybrid_graph import HybridGraph
+from torch_hybrid_backend.driver.hybrid_graph import HybridGraph
+from torch_hybrid_backend.driver.session import open_session
 from torch_hybrid_backend.partition.extract import size_of
-from torch_hybrid_backend.session import open_session
 from torch_hybrid_backend.sizes.size import Dim, symbols
 
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import torch_hybrid_backend
-from tests.engines.tvm.amx_for_tests import ODD_NUMBERS
-from torch_hybrid_backend.engines.tvm.backend import TvmBackend
-from torch_hybrid_backend.engines.tvm.cpu import amx, attention
+from tests.engines.cpu.amx_for_tests import ODD_NUMBERS
+from torch_hybrid_backend.engines.cpu.backend import TvmBackend
+from torch_hybrid_backend.engines.cpu.variants import amx, attention
 
 pytestmark = pytest.mark.skipif(
     "amx_bf16" not in TvmBackend().target.features, reason="needs AMX, and permission to use it"
@@ -29,7 +29,7 @@ _MODEL = """
 import math
 import torch
 import torch_hybrid_backend
-from torch_hybrid_backend.engines.tvm.cpu import amx
+from torch_hybrid_backend.engines.cpu.variants import amx
 amx._CERTAIN_COST = math.inf  # whatever the estimate says of float32
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 256)).eval()
@@ -103,7 +103,7 @@ def test_permission_refused() -> None:
     """A thread's signal stack that is too small for the tiles: Linux refuses, and kernels do without."""
     _run("""
 import ctypes
-from torch_hybrid_backend.engines.tvm.backend import TvmBackend
+from torch_hybrid_backend.engines.cpu.backend import TvmBackend
 from torch_hybrid_backend.machine import may_use_tiles
 
 class Stack(ctypes.Structure):

@@ -11,10 +11,10 @@ from torch import nn
 from torch._dynamo.utils import same
 
 import torch_hybrid_backend
-from torch_hybrid_backend import session
 from torch_hybrid_backend.codegen import library_probe
 from torch_hybrid_backend.core.plan import Cost
 from torch_hybrid_backend.core.program import OperatorCall, Program
+from torch_hybrid_backend.driver import session
 from torch_hybrid_backend.partition import placement, whole_call
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
 

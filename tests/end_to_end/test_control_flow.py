@@ -325,7 +325,7 @@ def test_failed_check_raises() -> None:
 
 def test_faulty_body_runs_in_eager(settings: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A body that the wiring cannot compile is run by eager with one warning; under strict it raises."""
-    from torch_hybrid_backend import prepared
+    from torch_hybrid_backend.driver import prepared
     from torch_hybrid_backend.errors import PassError
 
     original = prepared.run_passes

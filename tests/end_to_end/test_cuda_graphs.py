@@ -13,8 +13,8 @@ from torch import nn
 
 import torch_hybrid_backend
 from tests.compiling import fresh_dynamo, kernel_cache
-from torch_hybrid_backend import session
 from torch_hybrid_backend.core.plan import Plan
+from torch_hybrid_backend.driver import session
 from torch_hybrid_backend.engines.triton.host_driver import DRIVER, DriverError, HostDriver, Status
 
 __all__ = ["fresh_dynamo", "kernel_cache"]

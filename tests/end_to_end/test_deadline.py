@@ -12,11 +12,11 @@ import torch
 
 import torch_hybrid_backend
 from tests.partition.engines_for_tests import FakeEngine, FakeRegion
-from torch_hybrid_backend import session
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Reason
+from torch_hybrid_backend.driver import session
 from torch_hybrid_backend.errors import CompileError
 
 TAKES_S = 0.2

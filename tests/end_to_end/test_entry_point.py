@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.end_to_end import models
-from torch_hybrid_backend.engines.tvm.engine import TvmEngine
+from torch_hybrid_backend.engines.cpu.engine import TvmEngine
 from torch_hybrid_backend.errors import ConfigError
 
 _ONE_LINE = """

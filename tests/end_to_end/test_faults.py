@@ -19,11 +19,12 @@ from torch import nn
 
 from tests.end_to_end import models
 from tests.test_errors import accelerator_error
-from torch_hybrid_backend import backend, hybrid_graph, prepared, session, stages
+from torch_hybrid_backend import backend
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.engine import CompiledRegionBase, EngineBase
 from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.core.verdict import Supported
+from torch_hybrid_backend.driver import hybrid_graph, prepared, session, stages
 from torch_hybrid_backend.errors import HybridError
 
 LOGGER = "torch_hybrid_backend"

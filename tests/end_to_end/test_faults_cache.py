@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.fault_processes import Nursery
-from torch_hybrid_backend.store import Store
+from torch_hybrid_backend.storage.store import Store
 
 fault = pytest.mark.fault
 

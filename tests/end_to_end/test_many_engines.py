@@ -13,7 +13,7 @@ import torch.fx
 from tests.engines.tensorrt.contexts_for_tests import FakeEngine, FakeStream, FakeStreams, computing
 from tests.engines.tensorrt.fake_builder import FOLDER
 from tests.partition.engines_for_tests import trace
-from torch_hybrid_backend.background import wait_for_builds
+from torch_hybrid_backend.builds.background import wait_for_builds
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.captured import CapturedGraph
 from torch_hybrid_backend.core.deadline import Deadline
@@ -22,16 +22,16 @@ from torch_hybrid_backend.core.engine import CompiledRegion, EngineBase, Pending
 from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdict
+from torch_hybrid_backend.driver.hybrid_graph import HybridGraph
+from torch_hybrid_backend.driver.session import Session, open_services
+from torch_hybrid_backend.engines.cpu.engine import TvmEngine
 from torch_hybrid_backend.engines.eager import EagerEngine
 from torch_hybrid_backend.engines.tensorrt.build import Request
 from torch_hybrid_backend.engines.tensorrt.engine import TensorRTEngine, allows_tf32
 from torch_hybrid_backend.engines.tensorrt.ranges import ranges_of
 from torch_hybrid_backend.engines.triton.engine import TritonEngine
-from torch_hybrid_backend.engines.tvm.engine import TvmEngine
-from torch_hybrid_backend.hybrid_graph import HybridGraph
 from torch_hybrid_backend.runtime.executor import Executor
 from torch_hybrid_backend.services import Services
-from torch_hybrid_backend.session import Session, open_services
 
 pytest.importorskip("tvm")
 pytest.importorskip("triton")

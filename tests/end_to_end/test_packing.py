@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.end_to_end import models
-from torch_hybrid_backend.engines.tvm.cpu import operands
-from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.engines.cpu.operands import packed_operands
+from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.runtime.constants import FoldPart
 
 
@@ -27,14 +27,14 @@ def test_once_for_every_variant_and_the_plan(placement: str, settings: pytest.Mo
         return counted
 
     settings.setenv("HYBRID_CACHE_DIR", str(tmp_path))  # nothing is known yet: variants are tried
-    settings.setattr(operands, "pack_conv_weight", counting("packed", operands.pack_conv_weight))
-    settings.setattr(operands, "pack_b", counting("packed", operands.pack_b))
+    settings.setattr(packed_operands, "pack_conv_weight", counting("packed", packed_operands.pack_conv_weight))
+    settings.setattr(packed_operands, "pack_b", counting("packed", packed_operands.pack_b))
     model, images = models.convolutional(), models.images()
 
     def counted_part(reads: object, gives: object, run: object, text: str) -> FoldPart:
         return FoldPart(reads, gives, counting("folded", run) if text else run, text)  # type: ignore[arg-type]
 
-    settings.setattr("torch_hybrid_backend.prepared.FoldPart", counted_part)
+    settings.setattr("torch_hybrid_backend.driver.prepared.FoldPart", counted_part)
     with torch.no_grad():
         compiled = torch.compile(model, backend="hybrid", options={"placement": placement})
         for _ in range(3):
@@ -66,7 +66,7 @@ def test_linear_layers_of_many_rows_read_their_own_weight(
     def refuse(*_: object, **__: object) -> object:
         raise AssertionError("a weight was packed")
 
-    settings.setattr(operands, "pack_b", refuse)
+    settings.setattr(packed_operands, "pack_b", refuse)
     columns = 24 * 16 * Target.host().cores
     torch.manual_seed(0)
     model, x = torch.nn.Sequential(layer(72, columns), torch.nn.GELU()), torch.randn(2, 64, 72)

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import torch_hybrid_backend
-from torch_hybrid_backend import backend, machine, speed_gate
+from torch_hybrid_backend import backend, machine
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.precision import DEFAULT_TOLERANCES
-from torch_hybrid_backend.engines.tvm.backend import TvmBackend
+from torch_hybrid_backend.driver import precision_speed_check
+from torch_hybrid_backend.engines.cpu.backend import TvmBackend
 from torch_hybrid_backend.graph import quantization
 from torch_hybrid_backend.partition.deviation import relative_error
 
@@ -23,7 +24,7 @@ _PAGE = Path(__file__).parents[2] / "docs" / "precision.md"
 def instructions(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is told holds on machines that have the instructions, and gain by them."""
     monkeypatch.setattr(backend, "lacking_instructions", lambda precision: ())
-    monkeypatch.setattr(speed_gate, "_rate", lambda: 1e-9)
+    monkeypatch.setattr(precision_speed_check, "_rate", lambda: 1e-9)
 
 
 def _model() -> torch.nn.Module:

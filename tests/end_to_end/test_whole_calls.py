@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import torch_hybrid_backend
-from torch_hybrid_backend import hybrid_graph
 from torch_hybrid_backend.core.plan import Cost
+from torch_hybrid_backend.driver import hybrid_graph
 from torch_hybrid_backend.partition import whole_call
 
 Calls = Mapping[str, Callable[[], object]]

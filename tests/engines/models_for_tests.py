@@ -13,8 +13,8 @@ from torch_hybrid_backend.capture.aot import capture
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.captured import CapturedGraph
 from torch_hybrid_backend.core.engine import Engine
+from torch_hybrid_backend.driver.prepared import prepare
 from torch_hybrid_backend.partition.regions import Partition, partition_graph
-from torch_hybrid_backend.prepared import prepare
 
 
 def partitions(

@@ -17,12 +17,12 @@ from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Reason
+from torch_hybrid_backend.driver.hybrid_graph import HybridGraph
+from torch_hybrid_backend.driver.session import Session, open_services
 from torch_hybrid_backend.engines.deadline import compile_in_time
 from torch_hybrid_backend.engines.eager import EagerEngine
 from torch_hybrid_backend.errors import CompileError, DeadlineError
-from torch_hybrid_backend.hybrid_graph import HybridGraph
 from torch_hybrid_backend.partition.regions import partition_graph
-from torch_hybrid_backend.session import Session, open_services
 
 
 class Clock:

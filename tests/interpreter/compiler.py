@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch_hybrid_backend.codegen.workers.protocol import Job
-from torch_hybrid_backend.sources import sources_version
+from torch_hybrid_backend.storage.sources import sources_version
 
 SOURCES: tuple[str, ...] = ("core", "sizes", "loops", "codegen")
 SUFFIX = ".json"

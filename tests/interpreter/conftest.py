@@ -6,8 +6,8 @@ import pytest
 
 from tests.compiling import fresh_dynamo, kernel_cache
 from tests.interpreter.backend import InterpreterBackend
-from torch_hybrid_backend import session
 from torch_hybrid_backend.codegen.engine import KernelEngine
+from torch_hybrid_backend.driver import session
 
 __all__ = ["fresh_dynamo", "kernel_cache"]
 

@@ -14,7 +14,7 @@ from torch._dynamo.utils import same
 import torch_hybrid_backend
 from benchmarks.models import ZOO, tensors
 from tests.codegen import faulty_compiler
-from tests.engines.tvm.kernels_for_tests import conv_kernel, row_sum_kernel, scale_kernel
+from tests.engines.cpu.kernels_for_tests import conv_kernel, row_sum_kernel, scale_kernel
 from tests.interpreter import compiler as interpreter_compiler
 from tests.interpreter.backend import InterpreterBackend
 from tests.interpreter.compiler import Interpreter
@@ -27,9 +27,9 @@ from torch_hybrid_backend.codegen.kernel_key import kernel_key
 from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.verdict import Reason
-from torch_hybrid_backend.engines.tvm.tir import compiler as tir_compiler
+from torch_hybrid_backend.engines.cpu.tir import compiler as tir_compiler
 from torch_hybrid_backend.errors import ScheduleError
-from torch_hybrid_backend.store import Store
+from torch_hybrid_backend.storage.store import Store
 
 # Convolutions of all kinds, attention with and without masks, norms, an LSTM, embeddings.
 _MODELS = ("resnet50", "mobilenet_v2", "unet", "minilm", "gpt2", "swin_tiny")

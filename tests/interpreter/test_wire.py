@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from tests.engines.tvm.kernels_for_tests import attention_kernel, conv_kernel, row_sum_kernel, scale_kernel
+from tests.engines.cpu.kernels_for_tests import attention_kernel, conv_kernel, row_sum_kernel, scale_kernel
 from tests.interpreter.wire import decode, encode
 from torch_hybrid_backend.codegen.kernel_key import canonical_text
 from torch_hybrid_backend.errors import ScheduleError

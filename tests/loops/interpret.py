@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from torch_hybrid_backend.loops.attention_scores import plain_score
 from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar, Mod, Scalar, contiguous_strides, index_of, linear
 from torch_hybrid_backend.loops.ir import (
     ROUND_TARGETS,
@@ -47,7 +48,6 @@ from torch_hybrid_backend.loops.ir import (
 from torch_hybrid_backend.loops.lowering import Context, lower_node, supports
 from torch_hybrid_backend.loops.ops import BINARY, COMPARE, LOGICAL, OPS, PREDICATE
 from torch_hybrid_backend.loops.policy import COMMON, Abilities
-from torch_hybrid_backend.loops.scores import plain_score
 
 Environment = dict[Buffer, torch.Tensor]
 

@@ -15,7 +15,7 @@ import torch
 from loops.interpret import Environment, Frame, evaluate, torch_dtype, trace
 from tests.partition.engines_for_tests import FakeEngine
 from torch_hybrid_backend.config import Config
-from torch_hybrid_backend.engines.tvm.cpu.policy import POLICY
+from torch_hybrid_backend.engines.cpu.policy import POLICY
 from torch_hybrid_backend.loops.fusion import (
     Group,
     fuse,

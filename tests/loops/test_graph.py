@@ -11,7 +11,7 @@ import torch.ao.quantization.fx._decomposed  # the operators themselves
 from loops.interpret import evaluate, trace
 from tests.partition.engines_for_tests import FakeEngine
 from torch_hybrid_backend.config import Config
-from torch_hybrid_backend.engines.tvm.cpu.policy import POLICY
+from torch_hybrid_backend.engines.cpu.policy import POLICY
 from torch_hybrid_backend.loops.fusion import fuse
 from torch_hybrid_backend.loops.graph import LoopGraph, lower_region
 from torch_hybrid_backend.loops.ir import (

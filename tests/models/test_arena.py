@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.models import ZOO
-from torch_hybrid_backend import stages
+from torch_hybrid_backend.driver import stages
 from torch_hybrid_backend.runtime.executor import Executor, build_executor
 from torch_hybrid_backend.runtime.memory import ALIGNMENT
 from torch_hybrid_backend.runtime.native.description import ValueKind

@@ -10,10 +10,11 @@ import torch
 
 import torch_hybrid_backend
 from benchmarks.models import ZOO, tensors
-from torch_hybrid_backend import backend, prepared, speed_gate
+from torch_hybrid_backend import backend
 from torch_hybrid_backend.capture.aot import capture
 from torch_hybrid_backend.core.captured import CapturedGraph
 from torch_hybrid_backend.core.plan import Conversion
+from torch_hybrid_backend.driver import precision_speed_check, prepared
 from torch_hybrid_backend.loops import lowering
 from torch_hybrid_backend.partition.deviation import relative_error
 from torch_hybrid_backend.passes.context import PassContext
@@ -107,7 +108,7 @@ def test_results_are_within_the_tolerance(name: str, monkeypatch: pytest.MonkeyP
     in the first call and after weights have changed, and no layer had to return."""
     monkeypatch.setattr(backend, "lacking_instructions", lambda precision: ())
     monkeypatch.setattr(
-        speed_gate, "_rate", lambda: 1e-9
+        precision_speed_check, "_rate", lambda: 1e-9
     )  # as if float32 were slower: such small models may gain nothing
     entry = ZOO[name]
     model, inputs = entry.build("small"), entry.inputs("small", batch=2)

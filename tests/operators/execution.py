@@ -37,12 +37,12 @@ from torch_hybrid_backend.capture.aot import capture
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.captured import CapturedGraph
 from torch_hybrid_backend.core.plan import Plan
+from torch_hybrid_backend.driver.hybrid_graph import HybridGraph
+from torch_hybrid_backend.driver.session import Session, open_services
+from torch_hybrid_backend.engines.cpu.backend import TvmBackend
 from torch_hybrid_backend.engines.eager import EagerEngine
 from torch_hybrid_backend.engines.triton.backend import TritonBackend
 from torch_hybrid_backend.engines.triton.target import Target
-from torch_hybrid_backend.engines.tvm.backend import TvmBackend
-from torch_hybrid_backend.hybrid_graph import HybridGraph
-from torch_hybrid_backend.session import Session, open_services
 
 Call = Callable[..., Any]
 

@@ -21,7 +21,7 @@ from tests.operators.values import copied, difference, seed, tensors_of
 from torch_hybrid_backend.capture.aot import capture
 from torch_hybrid_backend.core.captured import CapturedGraph
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
-from torch_hybrid_backend.eager_graph import EagerGraph
+from torch_hybrid_backend.graph.eager_graph import EagerGraph
 
 Call = Callable[..., Any]
 

@@ -24,8 +24,8 @@ from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.engine import Engine
 from torch_hybrid_backend.core.region import Region, Segment
 from torch_hybrid_backend.core.verdict import Reason
-from torch_hybrid_backend.engines.tvm.cpu.policy import POLICY
-from torch_hybrid_backend.engines.tvm.engine import TvmEngine
+from torch_hybrid_backend.engines.cpu.engine import TvmEngine
+from torch_hybrid_backend.engines.cpu.policy import POLICY
 from torch_hybrid_backend.loops.graph import lower_region
 from torch_hybrid_backend.loops.ir import LoopOp, ReduceOp, Value, domain_vars
 from torch_hybrid_backend.partition.placement import decide

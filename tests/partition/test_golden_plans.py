@@ -17,7 +17,7 @@ from tests.partition.engines_for_tests import FakeEngine, trace
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.plan import RegionDecision
-from torch_hybrid_backend.measure import HostTimer
+from torch_hybrid_backend.measuring.measure import HostTimer
 from torch_hybrid_backend.partition.placement import Pricing, choose
 from torch_hybrid_backend.partition.plan_builder import make_plan
 from torch_hybrid_backend.partition.regions import partition_graph

@@ -20,13 +20,13 @@ from torch_hybrid_backend.core.plan import Attempt, Plan
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.errors import AccuracyError, CompileError, CompilerCrashError, DeadlineError, RegionError
-from torch_hybrid_backend.measure import HostTimer
+from torch_hybrid_backend.measuring.measure import HostTimer
+from torch_hybrid_backend.measuring.timing_cache import TimingCache
 from torch_hybrid_backend.partition.placement import Choice, Pricing, choose
 from torch_hybrid_backend.partition.plan_builder import make_plan
 from torch_hybrid_backend.partition.regions import partition_graph
 from torch_hybrid_backend.partition.wrapped_region import checked
-from torch_hybrid_backend.store import Store
-from torch_hybrid_backend.timing_cache import TimingCache
+from torch_hybrid_backend.storage.store import Store
 
 X = torch.randn(8, 8)
 CONFIG = Config(measure_budget_s=0.001)
@@ -132,7 +132,7 @@ def test_costs_taken_beside_other_load(tmp_path: Path, monkeypatch: pytest.Monke
         return TimingCache(Store(tmp_path), lambda device: "machine")
 
     waits = iter(range(0, 10**20, 10**18))
-    monkeypatch.setattr("torch_hybrid_backend.other_load.thread_waits", lambda: {"1": next(waits)})
+    monkeypatch.setattr("torch_hybrid_backend.measuring.other_load.thread_waits", lambda: {"1": next(waits)})
     found = _choose(30.0, cache=cache(), first=40.0).decision
     assert (found.engine, [cost.kind for cost in found.costs]) == ("first", ["disturbed"] * 2)
     assert _choose(20.0, first=40.0).decision.engine == "eager"

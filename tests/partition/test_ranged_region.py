@@ -19,7 +19,7 @@ from torch_hybrid_backend.core.program import ExternalCall, Program
 from torch_hybrid_backend.core.region import PartitionedGraph, Region
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.errors import HybridError
-from torch_hybrid_backend.measure import HostTimer
+from torch_hybrid_backend.measuring.measure import HostTimer
 from torch_hybrid_backend.partition.placement import Choice, Pricing, choose
 from torch_hybrid_backend.partition.ranged_region import RangedRegion, unserved
 from torch_hybrid_backend.partition.regions import partition_graph

@@ -10,7 +10,7 @@ import torch
 from tests.partition.engines_for_tests import trace
 from torch_hybrid_backend.errors import CacheError
 from torch_hybrid_backend.partition.seen_graphs import SeenGraphs, graph_key
-from torch_hybrid_backend.store import Store
+from torch_hybrid_backend.storage.store import Store
 
 X = torch.randn(4, 4)
 

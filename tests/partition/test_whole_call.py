@@ -17,11 +17,11 @@ from tests.test_errors import accelerator_error
 from torch_hybrid_backend.core.device import CPU
 from torch_hybrid_backend.core.plan import Cost, NodeDecision, Plan, RegionDecision
 from torch_hybrid_backend.core.verdict import Reason
-from torch_hybrid_backend.measure import HostTimer
+from torch_hybrid_backend.measuring.measure import HostTimer
+from torch_hybrid_backend.measuring.timing_cache import TimingCache
 from torch_hybrid_backend.partition.placement import Pricing
 from torch_hybrid_backend.partition.whole_call import PricedCall
-from torch_hybrid_backend.store import Store
-from torch_hybrid_backend.timing_cache import TimingCache
+from torch_hybrid_backend.storage.store import Store
 
 REGION = RegionDecision(
     "r0", "tvm", "key", ("mm",), (), (), (Cost("tvm", 9.0, "measured"),), (), 0.0, 8, ("matmul",), "", CPU

@@ -11,8 +11,8 @@ from torch.nn import functional
 
 import torch_hybrid_backend
 from torch_hybrid_backend import quantize
-from torch_hybrid_backend.engines.tvm.cpu.dot_products import integer_dot_product
-from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.engines.cpu.dot_products import integer_dot_product
+from torch_hybrid_backend.engines.cpu.target import Target
 
 DOT = integer_dot_product("uint8", "int8", Target.host(), knows_sums=True)
 

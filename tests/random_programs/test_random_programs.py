@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from tests.engines.tvm.cpu.test_word_operands import TARGETS
+from tests.engines.cpu.operands.test_dot_product_operands import TARGETS
 from tests.random_programs.check import check
 from tests.random_programs.generate import PROFILES, programs, seeded
 from tests.random_programs.program import Program
 from tests.random_programs.run import main
 from torch_hybrid_backend.core.precision import SEVEN_BITS
-from torch_hybrid_backend.engines.tvm.cpu import word_operands
-from torch_hybrid_backend.engines.tvm.cpu.dot_products import DotProduct, integer_dot_product
-from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.engines.cpu.dot_products import DotProduct, integer_dot_product
+from torch_hybrid_backend.engines.cpu.operands import dot_product_operands
+from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.loops.ir import Expr
 from torch_hybrid_backend.loops.lowerings import quantized
 from torch_hybrid_backend.loops.ops import call, cast
@@ -112,7 +112,7 @@ def test_sums_that_saturate_are_found(tmp_path: Path, monkeypatch: pytest.Monkey
     def for_seven_bits(*operands: Any, knows_sums: bool, bounds: tuple[int, int] | None) -> DotProduct | None:
         return integer_dot_product(*operands, knows_sums=knows_sums, bounds=SEVEN_BITS)
 
-    monkeypatch.setattr(word_operands, "integer_dot_product", for_seven_bits)
+    monkeypatch.setattr(dot_product_operands, "integer_dot_product", for_seven_bits)
     assert "off by" in check(program, "tvm", tmp_path / "wrong").why
 
 

@@ -91,7 +91,7 @@ def test_a_wrong_fix(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_wrong_pass_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """What else was found before is found by a model and its arguments, too; a model that changes itself begins anew each time."""
-    from torch_hybrid_backend import prepared
+    from torch_hybrid_backend.driver import prepared
     from torch_hybrid_backend.passes import pipeline
 
     def break_tanh(gm: torch.fx.GraphModule, _: PassContext) -> bool:

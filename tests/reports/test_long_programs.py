@@ -14,8 +14,8 @@ from tests.partition.engines_for_tests import FakeEngine, trace
 from torch_hybrid_backend import backend
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.plan import Plan
+from torch_hybrid_backend.engines.cpu.policy import POLICY as CPU_POLICY
 from torch_hybrid_backend.engines.triton.policy import POLICY as GPU_POLICY
-from torch_hybrid_backend.engines.tvm.cpu.policy import POLICY as CPU_POLICY
 from torch_hybrid_backend.loops.fusion import fuse, inlined
 from torch_hybrid_backend.loops.graph import lower_region
 from torch_hybrid_backend.loops.ir import depth

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import torch_hybrid_backend
-from torch_hybrid_backend import hybrid_graph, model_gate
+from torch_hybrid_backend.driver import hybrid_graph, precision_accuracy_check
 
 
 class _Outliers(nn.Module):
@@ -83,13 +83,13 @@ def test_padding_before_a_prompt(model: nn.Module) -> None:
 def test_a_layer_that_only_later_inputs_reach(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A branch that the first call masks with zeros is judged when it is reached, and nothing is compared after that."""
     compared: list[object] = []
-    deviation = model_gate._deviation
+    deviation = precision_accuracy_check._deviation
 
     def counted(*args: object) -> object:
         compared.append(args)
         return deviation(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(model_gate, "_deviation", counted)
+    monkeypatch.setattr(precision_accuracy_check, "_deviation", counted)
     torch.manual_seed(0)
     one, other = nn.Linear(64, 64), nn.Linear(64, 64, bias=False)
 

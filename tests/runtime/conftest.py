@@ -23,7 +23,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> str:
     from tvm import tirx
     from tvm.tirx import AllocBuffer, BufferLoad, BufferStore, FloatImm, For, ForKind, PrimFunc, SeqStmt, Var
 
-    from torch_hybrid_backend.engines.tvm.tir.pipeline import build_all
+    from torch_hybrid_backend.engines.cpu.tir.pipeline import build_all
 
     def buffer(name: str, elements: int = N) -> Any:
         return tirx.decl_buffer((elements,), "float32", name, data_alignment=4)

@@ -18,8 +18,8 @@ from torch_hybrid_backend.core.hoisted_inputs import CallInput, FoldedValue, Hoi
 from torch_hybrid_backend.core.program import KernelCall, PackedConstant, Program
 from torch_hybrid_backend.core.region import PartitionedGraph, Region, RegionInput, Segment
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
-from torch_hybrid_backend.eager_graph import EagerGraph
 from torch_hybrid_backend.errors import HybridError
+from torch_hybrid_backend.graph.eager_graph import EagerGraph
 from torch_hybrid_backend.runtime import executor as module
 from torch_hybrid_backend.runtime.executor import Executor, build_executor, can_address
 from torch_hybrid_backend.runtime.native.description import ValueKind

@@ -31,7 +31,7 @@ from torch_hybrid_backend.config import shows_progress
 from torch_hybrid_backend.errors import ArgumentError, HybridError, failures
 from torch_hybrid_backend.factory import Factory
 from torch_hybrid_backend.progress import Progress
-from torch_hybrid_backend.temporary_folder import TemporaryFolder
+from torch_hybrid_backend.storage.temporary_folder import TemporaryFolder
 
 _STOPPED = 130  # what shells report after an interrupt
 _TRAINED_IN = (FLOAT32, "bf16")

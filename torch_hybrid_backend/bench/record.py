@@ -16,7 +16,7 @@ from typing import Any
 
 from torch_hybrid_backend.bench.peers import AS_WRITTEN, EAGER, FLOAT32, NOT_INSTALLED, OURS, title
 from torch_hybrid_backend.bench.worker import Facts
-from torch_hybrid_backend.other_load import FELT
+from torch_hybrid_backend.measuring.other_load import FELT
 from torch_hybrid_backend.report.share import DISTURBED
 
 Result = Mapping[str, Any]

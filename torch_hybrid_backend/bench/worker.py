@@ -24,8 +24,8 @@ from torch_hybrid_backend.bench import peers
 from torch_hybrid_backend.bench.calls import Inputs, of_tensors, tensors
 from torch_hybrid_backend.bench.peers import EAGER, FLOAT32, Peer, Prepared, Setting
 from torch_hybrid_backend.errors import HybridError, failures, ignored
-from torch_hybrid_backend.measure import sample
-from torch_hybrid_backend.other_load import OtherLoad
+from torch_hybrid_backend.measuring.measure import sample
+from torch_hybrid_backend.measuring.other_load import OtherLoad
 from torch_hybrid_backend.partition.deviation import relative_error
 from torch_hybrid_backend.processes import inside
 

@@ -40,8 +40,8 @@ from torch_hybrid_backend.errors import (
     failures,
 )
 from torch_hybrid_backend.processes.child import Child, End, as_exception
-from torch_hybrid_backend.store import Store
-from torch_hybrid_backend.temporary_folder import TemporaryFolder
+from torch_hybrid_backend.storage.store import Store
+from torch_hybrid_backend.storage.temporary_folder import TemporaryFolder
 
 _log = logging.getLogger(__name__)
 

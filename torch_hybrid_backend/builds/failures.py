@@ -25,7 +25,7 @@ from torch_hybrid_backend.errors import (
     DeadlineError,
     failures,
 )
-from torch_hybrid_backend.store import Store
+from torch_hybrid_backend.storage.store import Store
 
 _log = logging.getLogger(__name__)
 

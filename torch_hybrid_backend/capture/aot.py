@@ -50,7 +50,7 @@ from torch_hybrid_backend.capture.fixes.strides import strides_of_eager
 from torch_hybrid_backend.capture.input_names import name_inputs
 from torch_hybrid_backend.core.captured import CapturedGraph, GraphKind
 from torch_hybrid_backend.core.lazy_bits import LazyBits
-from torch_hybrid_backend.fork_lock import ForkLock
+from torch_hybrid_backend.processes.fork_lock import ForkLock
 
 log = logging.getLogger(__name__)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from torch_hybrid_backend.loops.attention_scores import unscaled
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index, index_of
 from torch_hybrid_backend.loops.ir import (
     AttentionOp,
@@ -25,7 +26,6 @@ from torch_hybrid_backend.loops.ir import (
 from torch_hybrid_backend.loops.kernels import Argument, AttentionKernel, ConvKernel, Kernel, MatMulKernel, Store
 from torch_hybrid_backend.loops.layout import Layout
 from torch_hybrid_backend.loops.ops import add, cast
-from torch_hybrid_backend.loops.scores import unscaled
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from torch_hybrid_backend.sources import sources_version
+from torch_hybrid_backend.storage.sources import sources_version
 
 if TYPE_CHECKING:
     from torch_hybrid_backend.codegen.workers.protocol import Job

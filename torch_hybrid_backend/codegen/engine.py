@@ -46,7 +46,7 @@ from torch_hybrid_backend.core.verdict import Verdict
 from torch_hybrid_backend.errors import CompileError, failures
 from torch_hybrid_backend.loops import lowering
 from torch_hybrid_backend.loops.kernels import Kernel, kernel_sizes
-from torch_hybrid_backend.other_load import OtherLoad
+from torch_hybrid_backend.measuring.other_load import OtherLoad
 from torch_hybrid_backend.progress import Progress
 from torch_hybrid_backend.services import Services
 

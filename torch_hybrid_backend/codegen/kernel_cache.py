@@ -23,8 +23,8 @@ from torch_hybrid_backend.codegen.workers.protocol import Job
 from torch_hybrid_backend.errors import CacheError, CompileError, ScheduleError, failures
 from torch_hybrid_backend.loops.kernels import Kernel
 from torch_hybrid_backend.progress import Progress
-from torch_hybrid_backend.store import Store
-from torch_hybrid_backend.temporary_folder import TemporaryFolder
+from torch_hybrid_backend.storage.store import Store
+from torch_hybrid_backend.storage.temporary_folder import TemporaryFolder
 
 _log = logging.getLogger(__name__)
 

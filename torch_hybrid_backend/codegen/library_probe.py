@@ -22,7 +22,7 @@ from torch_hybrid_backend.codegen.search import ALONE, KernelOptions
 from torch_hybrid_backend.codegen.variants import Variant
 from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.errors import failures, is_sticky
-from torch_hybrid_backend.measure import Timer
+from torch_hybrid_backend.measuring.measure import Timer
 from torch_hybrid_backend.sizes.size import known_int
 
 _log = logging.getLogger(__name__)

@@ -25,6 +25,7 @@ import torch.fx
 
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import dim
+from torch_hybrid_backend.loops.attention_scores import is_cheap_mask
 from torch_hybrid_backend.loops.cache_updates import is_cache_update
 from torch_hybrid_backend.loops.index import Index, LoopVar, contiguous_strides, linear
 from torch_hybrid_backend.loops.integer_products import integer_product, is_dequantised, is_quantised, long_integers
@@ -54,7 +55,6 @@ from torch_hybrid_backend.loops.lowerings.attention import MASKED_ATTENTION
 from torch_hybrid_backend.loops.ops import call
 from torch_hybrid_backend.loops.policy import FusionPolicy
 from torch_hybrid_backend.loops.random_numbers import Generator
-from torch_hybrid_backend.loops.scores import is_cheap_mask
 from torch_hybrid_backend.sizes.size import Dim, Size, product, size_hint
 
 aten = torch.ops.aten

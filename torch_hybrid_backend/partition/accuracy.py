@@ -32,9 +32,9 @@ from torch_hybrid_backend.core.precision import ROW_BITS, ROW_GROUPS
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Reason, Refused
-from torch_hybrid_backend.eager_graph import TracedRun
 from torch_hybrid_backend.errors import OperatorRefusedError, failures, is_out_of_memory
 from torch_hybrid_backend.generators import Replay
+from torch_hybrid_backend.graph.eager_graph import TracedRun
 from torch_hybrid_backend.graph.schema import draws, draws_numbers, is_item, is_view
 from torch_hybrid_backend.graph.values import PRODUCTS, is_quantized, is_quantizing, outputs_of, storage_root
 from torch_hybrid_backend.machine import EXACT_PRECISIONS, float32_precision

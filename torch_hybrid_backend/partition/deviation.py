@@ -22,8 +22,8 @@ import torch.fx
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
-from torch_hybrid_backend.eager_graph import TracedRun
 from torch_hybrid_backend.errors import failures
+from torch_hybrid_backend.graph.eager_graph import TracedRun
 from torch_hybrid_backend.partition.blocks import blocks, widened
 
 # Of the values that a layer reads: with fewer that are not zero there is next to nothing to be off by. Behind a ReLU half of them are.

@@ -14,7 +14,7 @@ from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.engine import EAGER
 from torch_hybrid_backend.core.region import Region, RegionInput, Segment
 from torch_hybrid_backend.core.tensor_spec import TensorSpec, dim, is_computable
-from torch_hybrid_backend.eager_graph import EagerGraph
+from torch_hybrid_backend.graph.eager_graph import EagerGraph
 from torch_hybrid_backend.graph.schema import draws_numbers, is_in_flight
 from torch_hybrid_backend.graph.source import source_line
 from torch_hybrid_backend.partition.dependencies import is_operator

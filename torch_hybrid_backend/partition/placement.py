@@ -35,8 +35,9 @@ from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.errors import failures, is_sticky
 from torch_hybrid_backend.generators import Replay
 from torch_hybrid_backend.graph.precision import computes, precision_of
-from torch_hybrid_backend.measure import HostTimer, Rounds, Timer, measure
-from torch_hybrid_backend.other_load import MARGIN, OtherLoad
+from torch_hybrid_backend.measuring.measure import HostTimer, Rounds, Timer, measure
+from torch_hybrid_backend.measuring.other_load import MARGIN, OtherLoad
+from torch_hybrid_backend.measuring.timing_cache import KeptTimes, TimingCache
 from torch_hybrid_backend.partition.accuracy import Comparison, compare
 from torch_hybrid_backend.partition.estimate import eager_us, engine_us, roofline
 from torch_hybrid_backend.partition.fallback import compile_refusal, demote, report_unchecked, run_refusal
@@ -44,7 +45,6 @@ from torch_hybrid_backend.partition.flops import node_flops
 from torch_hybrid_backend.partition.ranged_region import RangedRegion, unserved
 from torch_hybrid_backend.partition.reference import reference, replay_of, run_eager, unable_to_run
 from torch_hybrid_backend.partition.wrapped_region import reported
-from torch_hybrid_backend.timing_cache import KeptTimes, TimingCache
 
 _log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import torch
 import torch.fx
 
 from torch_hybrid_backend.errors import CacheError
-from torch_hybrid_backend.store import Store
+from torch_hybrid_backend.storage.store import Store
 
 _log = logging.getLogger(__name__)
 _KIND = "graphs"

@@ -32,10 +32,10 @@ from torch_hybrid_backend.core.plan import CallDecision, Plan, Profile, Refusal
 from torch_hybrid_backend.core.units import time_in_words
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.errors import failures, is_sticky
-from torch_hybrid_backend.fork_lock import ForkLock
-from torch_hybrid_backend.measure import Rounds
+from torch_hybrid_backend.measuring.measure import Rounds
 from torch_hybrid_backend.partition.accuracy import difference
 from torch_hybrid_backend.partition.placement import Pricing, cheapest, priced
+from torch_hybrid_backend.processes.fork_lock import ForkLock
 from torch_hybrid_backend.progress import Progress
 
 _log = logging.getLogger(__name__)

@@ -23,7 +23,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch_hybrid_backend
 from torch_hybrid_backend.errors import CompileError, ScheduleError, failures, ignored, tells_of_shortage
 from torch_hybrid_backend.processes.frames import split_frame
 from torch_hybrid_backend.processes.interpreter import NO_INTERPRETER, interpreter
@@ -103,7 +102,7 @@ class Child:
         the parent's. Raises CompileError where it cannot be started."""
         self.outgoing = bytearray()
         self._received = bytearray()
-        root = str(Path(torch_hybrid_backend.__file__).parents[1])
+        root = str(Path(__file__).parents[2])
         # The child's environment is the parent's: it decides nothing here but how many threads libraries start.
         # HOME, where it has none, is a place that nobody can put anything: compilers ask for one as they are imported, and keep nothing.
         variables = {

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from torch_hybrid_backend import __version__
+from torch_hybrid_backend._version import __version__
 from torch_hybrid_backend.machine import processor
 from torch_hybrid_backend.report.share import counted, tensor_in_words
 

@@ -30,7 +30,7 @@ import torch
 
 from torch_hybrid_backend.core.lazy_bits import LazyBits
 from torch_hybrid_backend.errors import failures
-from torch_hybrid_backend.fork_lock import ForkLock
+from torch_hybrid_backend.processes.fork_lock import ForkLock
 from torch_hybrid_backend.runtime.native.ops import Guard, GuardKind
 
 # By weak reference: where an interrupt keeps `__exit__` from its work, sharing ends with the one who shared.

@@ -18,8 +18,8 @@ from torch_hybrid_backend.core.hoisted_inputs import FoldedValue, HoistedInputs
 from torch_hybrid_backend.core.lazy_bits import copied
 from torch_hybrid_backend.core.region import PartitionedGraph, Segment
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
-from torch_hybrid_backend.eager_graph import with_strides
 from torch_hybrid_backend.errors import HybridError
+from torch_hybrid_backend.graph.eager_graph import with_strides
 from torch_hybrid_backend.runtime.constants import Fold, LiveConstants, main_inputs, run_fold, without_owning
 from torch_hybrid_backend.runtime.executor import CompiledSegment, StepTime, static_dims
 from torch_hybrid_backend.runtime.plan_layout import StepOrigin

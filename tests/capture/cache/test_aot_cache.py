@@ -20,7 +20,7 @@ from tests.fake_devices import FakeDevices
 from torch_hybrid_backend.capture.aot import capture
 from torch_hybrid_backend.capture.cache import aot_cache
 from torch_hybrid_backend.capture.cache.aot_cache import AotCache, capture_key
-from torch_hybrid_backend.store import Store
+from torch_hybrid_backend.storage.store import Store
 
 
 class Compiler:

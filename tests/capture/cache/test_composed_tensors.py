@@ -26,7 +26,7 @@ from torch_hybrid_backend.capture.cache.composed_tensors import (
     parts_of,
     taking_apart,
 )
-from torch_hybrid_backend.store import Store
+from torch_hybrid_backend.storage.store import Store
 
 
 class One(torch.Tensor):

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.tvm.kernels_for_tests import scale_kernel
+from tests.engines.cpu.kernels_for_tests import scale_kernel
 from torch_hybrid_backend.codegen.workers import pool
 from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
 from torch_hybrid_backend.codegen.workers.protocol import Job
-from torch_hybrid_backend.engines.tvm.target import Target
-from torch_hybrid_backend.engines.tvm.tir import compiler as tir_compiler
+from torch_hybrid_backend.engines.cpu.target import Target
+from torch_hybrid_backend.engines.cpu.tir import compiler as tir_compiler
 from torch_hybrid_backend.errors import CompileError, CompilerCrashError, DeadlineError
 from torch_hybrid_backend.processes import child
 
@@ -231,11 +231,11 @@ def test_without_an_interpreter_kernels_are_compiled_here(
 # Not under `if __name__ == "__main__"`: users' scripts often are not.
 SCRIPT = """
 import os, sys, time
-from tests.engines.tvm.kernels_for_tests import scale_kernel
+from tests.engines.cpu.kernels_for_tests import scale_kernel
 from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
 from torch_hybrid_backend.codegen.workers.protocol import Job
-from torch_hybrid_backend.engines.tvm.target import Target
-from torch_hybrid_backend.engines.tvm.tir import compiler as tir_compiler
+from torch_hybrid_backend.engines.cpu.target import Target
+from torch_hybrid_backend.engines.cpu.tir import compiler as tir_compiler
 
 compiler = KernelCompiler(tir_compiler, threads=1)
 

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.tvm.kernels_for_tests import scale_kernel
+from tests.engines.cpu.kernels_for_tests import scale_kernel
 from tests.interpreter import compiler as interpreter_compiler
 from torch_hybrid_backend.codegen.compiler import compiler_version
 from torch_hybrid_backend.codegen.workers.process import CompilerProcess
 from torch_hybrid_backend.codegen.workers.protocol import Job, Order
-from torch_hybrid_backend.engines.tvm.target import Target
-from torch_hybrid_backend.engines.tvm.tir import compiler as tir_compiler
+from torch_hybrid_backend.engines.cpu.target import Target
+from torch_hybrid_backend.engines.cpu.tir import compiler as tir_compiler
 from torch_hybrid_backend.errors import CompileError
 from torch_hybrid_backend.processes import child
 from torch_hybrid_backend.processes.frames import frame

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pickle
 
-from tests.engines.tvm.kernels_for_tests import scale_kernel
+from tests.engines.cpu.kernels_for_tests import scale_kernel
 from torch_hybrid_backend.codegen.workers.protocol import Job, Order
-from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.engines.cpu.target import Target
 
 
 def test_indices_survive_the_way() -> None:

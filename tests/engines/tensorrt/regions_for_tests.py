@@ -21,7 +21,7 @@ from torch_hybrid_backend.engines.tensorrt.ranges import ranges_of
 from torch_hybrid_backend.engines.tensorrt.verdicts import Verdicts
 from torch_hybrid_backend.partition.regions import partition_graph
 from torch_hybrid_backend.services import Services
-from torch_hybrid_backend.store import Store
+from torch_hybrid_backend.storage.store import Store
 
 # TensorRT-RTX 1.4 builds no engine with values of 8 bits.
 builds_bytes = pytest.mark.skipif(

@@ -130,7 +130,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch_hybrid_backend.engines.tensorrt import capability
 from torch_hybrid_backend.engines.tensorrt.verdicts import Verdicts
-from torch_hybrid_backend.store import Store
+from torch_hybrid_backend.storage.store import Store
 logging.captureWarnings({captures})
 before = warnings.showwarning, list(logging.getLogger().handlers)
 graph = make_fx(lambda x: torch.nn.functional.silu(x), tracing_mode="fake")(torch.ones(3))

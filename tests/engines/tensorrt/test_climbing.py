@@ -18,12 +18,12 @@ from torch_hybrid_backend.core.captured import CapturedGraph
 from torch_hybrid_backend.core.plan import Plan, RegionDecision
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Reason
+from torch_hybrid_backend.driver.hybrid_graph import HybridGraph
+from torch_hybrid_backend.driver.session import Session, open_services
 from torch_hybrid_backend.engines.eager import EagerEngine
-from torch_hybrid_backend.engines.tensorrt.ladder import Rung
-from torch_hybrid_backend.hybrid_graph import HybridGraph
+from torch_hybrid_backend.engines.tensorrt.precision_fallback import Rung
 from torch_hybrid_backend.report.html import render_html
 from torch_hybrid_backend.report.text import render_text
-from torch_hybrid_backend.session import Session, open_services
 
 pytestmark = pytest.mark.tensorrt
 

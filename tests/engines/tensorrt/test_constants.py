@@ -26,21 +26,21 @@ from tests.engines.tensorrt.contexts_for_tests import (
     computing_request,
 )
 from tests.partition.engines_for_tests import trace
-from torch_hybrid_backend.background import Job, builder, wait_for_builds
+from torch_hybrid_backend.builds.background import Job, build_thread, wait_for_builds
 from torch_hybrid_backend.builds.builds import Build
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.captured import CapturedGraph
 from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdict
+from torch_hybrid_backend.driver.hybrid_graph import HybridGraph
+from torch_hybrid_backend.driver.session import Session, open_services
 from torch_hybrid_backend.engines.eager import EagerEngine
 from torch_hybrid_backend.engines.tensorrt.build import Request
 from torch_hybrid_backend.engines.tensorrt.constants import MOST_CHANGES, Budget, ConstantForm, positions_of
 from torch_hybrid_backend.engines.tensorrt.engine import TensorRTEngine
 from torch_hybrid_backend.errors import CompileError
-from torch_hybrid_backend.hybrid_graph import HybridGraph
 from torch_hybrid_backend.partition.regions import partition_graph
 from torch_hybrid_backend.runtime.constants import refresh
-from torch_hybrid_backend.session import Session, open_services
 
 
 class _Engine(TensorRTEngine):
@@ -180,7 +180,7 @@ def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def busy_builder() -> Iterator[None]:
     """What is to be done off the call waits until the end."""
     begun, may_end = threading.Event(), threading.Event()
-    builder().submit(Job(lambda: (begun.set(), may_end.wait(60), None)[-1]))
+    build_thread().submit(Job(lambda: (begun.set(), may_end.wait(60), None)[-1]))
     assert begun.wait(60)
     try:
         yield

@@ -20,13 +20,13 @@ from tests.engines.tensorrt.contexts_for_tests import (
 )
 from tests.engines.tensorrt.regions_for_tests import engine, region
 from tests.services_for_tests import services
-from torch_hybrid_backend import session
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.engine import CompiledRegion, PendingRegion
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Reason
+from torch_hybrid_backend.driver import session
 from torch_hybrid_backend.engines.tensorrt import engine as module
 from torch_hybrid_backend.engines.tensorrt.build import Request
 from torch_hybrid_backend.engines.tensorrt.engine import (
@@ -38,7 +38,7 @@ from torch_hybrid_backend.engines.tensorrt.engine import (
 )
 from torch_hybrid_backend.engines.tensorrt.ranges import ranges_of
 from torch_hybrid_backend.errors import CompileError, DeadlineError
-from torch_hybrid_backend.measure import HostTimer
+from torch_hybrid_backend.measuring.measure import HostTimer
 
 pytestmark = pytest.mark.tensorrt
 

@@ -17,13 +17,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from torch_hybrid_backend import session
 from torch_hybrid_backend.backend import compile_graph
-from torch_hybrid_backend.background import wait_for_builds
+from torch_hybrid_backend.builds.background import wait_for_builds
 from torch_hybrid_backend.builds.builds import Builds
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.core.verdict import Refused
+from torch_hybrid_backend.driver import session
 from torch_hybrid_backend.engines.tensorrt.installed import installation
 from torch_hybrid_backend.engines.tensorrt.ranges import MAX_GROWTH
 from torch_hybrid_backend.errors import HybridError

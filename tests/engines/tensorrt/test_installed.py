@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from tests.services_for_tests import services
-from torch_hybrid_backend import session
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.verdict import Reason, Refused
+from torch_hybrid_backend.driver import session
 from torch_hybrid_backend.engines.tensorrt import installed
 from torch_hybrid_backend.engines.tensorrt.installed import NO_GPU, Installation, described, installation
 

@@ -14,7 +14,7 @@ from tests.engines.tensorrt.contexts_for_tests import FakeEngine, FakeStream, Fa
 from tests.engines.tensorrt.regions_for_tests import engine, region
 from torch_hybrid_backend.engines.tensorrt.kernels import KIND, KeptKernels
 from torch_hybrid_backend.engines.tensorrt.runtime import MAX_TOLD, EngineRunner
-from torch_hybrid_backend.store import Store
+from torch_hybrid_backend.storage.store import Store
 
 
 def run_of(made: FakeEngine, kept: KeptKernels) -> EngineRunner:

@@ -12,7 +12,7 @@ import pytest
 
 from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdict
 from torch_hybrid_backend.engines.tensorrt.verdicts import KIND, Verdicts
-from torch_hybrid_backend.store import Store
+from torch_hybrid_backend.storage.store import Store
 
 REFUSED = Refused(Reason.INT64, "it would compute whole numbers of 64 bits in 32")
 

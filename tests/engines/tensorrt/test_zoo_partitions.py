@@ -18,9 +18,9 @@ from tests.engines.tensorrt.networks_for_tests import network_of
 from tests.engines.tensorrt.regions_for_tests import GOLDEN_RELEASE, engine, has_golden_release
 from tests.fake_devices import FakeDevices
 from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.driver.prepared import prepare
 from torch_hybrid_backend.graph.schema import is_view
 from torch_hybrid_backend.partition.regions import Partition, partition_graph
-from torch_hybrid_backend.prepared import prepare
 
 pytestmark = pytest.mark.tensorrt
 

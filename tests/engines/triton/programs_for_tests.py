@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from tests.engines.tvm.schedule_runner import offsets, to_memory
+from tests.engines.cpu.schedule_runner import offsets, to_memory
 from torch_hybrid_backend.engines.triton.emit import Program, emit_kernel
 from torch_hybrid_backend.engines.triton.interpreted import interpretable
 from torch_hybrid_backend.engines.triton.target import INTERPRETER, Target

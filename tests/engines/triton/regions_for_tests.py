@@ -12,7 +12,6 @@ from _pytest.mark import ParameterSet
 
 from tests.partition.engines_for_tests import trace
 from tests.services_for_tests import services
-from torch_hybrid_backend import session
 from torch_hybrid_backend.codegen.assemble import assemble
 from torch_hybrid_backend.codegen.engine import KernelEngine, KernelRegion
 from torch_hybrid_backend.codegen.kernel_cache import Artifact
@@ -21,6 +20,7 @@ from torch_hybrid_backend.codegen.workers.protocol import Job
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.program import Program
+from torch_hybrid_backend.driver import session
 from torch_hybrid_backend.engines.triton import compiler
 from torch_hybrid_backend.engines.triton import engine as triton_engine
 from torch_hybrid_backend.engines.triton.alternatives import tiled

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.engines.cpu.kernels_for_tests import attention_kernel, row_sum_kernel
 from tests.engines.triton.programs_for_tests import run_program
 from tests.engines.triton.regions_for_tests import HOPPER, compiled, kernels_of, program_of
-from tests.engines.tvm.kernels_for_tests import attention_kernel, row_sum_kernel
 from torch_hybrid_backend.codegen.kernel_key import canonical_text
 from torch_hybrid_backend.codegen.variants import Variant, variants
 from torch_hybrid_backend.core.program import DeviceLaunch, LaunchGraph

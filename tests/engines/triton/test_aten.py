@@ -16,7 +16,6 @@ from torch.nn import functional
 from tests.codegen.regions_for_tests import region_of
 from tests.engines.triton.regions_for_tests import HOPPER, compiled
 from tests.services_for_tests import services
-from torch_hybrid_backend import session
 from torch_hybrid_backend.backend import compile_graph
 from torch_hybrid_backend.codegen.assemble import assemble
 from torch_hybrid_backend.codegen.engine import KernelEngine, KernelRegion
@@ -27,6 +26,7 @@ from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.core.program import OperatorCall, Program
+from torch_hybrid_backend.driver import session
 from torch_hybrid_backend.engines.triton.aten import aten_variants
 from torch_hybrid_backend.engines.triton.backend import TritonBackend
 from torch_hybrid_backend.engines.triton.target import Target

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.engines.tvm.kernels_for_tests import scale_kernel
+from tests.engines.cpu.kernels_for_tests import scale_kernel
 from tests.fake_devices import FakeDevices
 from tests.services_for_tests import services
 from torch_hybrid_backend.codegen.engine import KernelRegion

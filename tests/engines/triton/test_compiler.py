@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.engines.cpu.kernels_for_tests import row_sum_kernel, scale_kernel, scatter_kernel
 from tests.engines.triton.machine_code_for_tests import machine_code
 from tests.engines.triton.regions_for_tests import kernel_of, kernels_of
-from tests.engines.tvm.kernels_for_tests import row_sum_kernel, scale_kernel, scatter_kernel
 from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
 from torch_hybrid_backend.codegen.workers.protocol import Job
 from torch_hybrid_backend.engines.triton import artifact, compiler

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from expecttest import assert_expected_inline
 
-from tests.engines.tvm.kernels_for_tests import argument, conv_kernel, row_sum_kernel, scale_kernel
+from tests.engines.cpu.kernels_for_tests import argument, conv_kernel, row_sum_kernel, scale_kernel
 from torch_hybrid_backend.engines.triton.emit import emit_kernel, row_sizes
 from torch_hybrid_backend.engines.triton.target import Target
 from torch_hybrid_backend.errors import ScheduleError

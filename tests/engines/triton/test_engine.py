@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.services_for_tests import services
-from torch_hybrid_backend import session
 from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.driver import session
 from torch_hybrid_backend.engines.triton.engine import TritonEngine
 from torch_hybrid_backend.errors import HybridError
 

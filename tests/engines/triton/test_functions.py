@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.engines.cpu.kernels_for_tests import argument
 from tests.engines.triton.programs_for_tests import run_program
-from tests.engines.tvm.kernels_for_tests import argument
 from tests.loops.interpret import Frame
 from torch_hybrid_backend.engines.triton.functions import converted, template
 from torch_hybrid_backend.engines.triton.policy import POLICY

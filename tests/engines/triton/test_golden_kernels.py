@@ -80,7 +80,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from tests.engines.triton.regions_for_tests import kernel_of
-from tests.engines.tvm.kernels_for_tests import row_sum_kernel, scale_kernel
+from tests.engines.cpu.kernels_for_tests import row_sum_kernel, scale_kernel
 from torch_hybrid_backend.engines.triton.emit import emit_kernel
 from torch_hybrid_backend.engines.triton.source import function_of
 from torch_hybrid_backend.engines.triton.target import Target

@@ -16,10 +16,10 @@ import torch
 
 from tests.compiling import fresh_dynamo, kernel_cache
 from tests.engines.triton.regions_for_tests import program_of
-from torch_hybrid_backend import session
 from torch_hybrid_backend.core.device import CPU
 from torch_hybrid_backend.core.program import NULL, DeviceLaunch, Program, ScalarArgument
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.driver import session
 from torch_hybrid_backend.engines.triton import artifact
 from torch_hybrid_backend.engines.triton.host_driver import (
     DriverError,

@@ -14,7 +14,7 @@ from benchmarks.models import ZOO, tensors
 from tests.compiling import fresh_dynamo, kernel_cache
 from tests.operators.execution import Bench
 from tests.operators.selection import SELECTION, check
-from torch_hybrid_backend import session
+from torch_hybrid_backend.driver import session
 from torch_hybrid_backend.engines.triton import interpreted as module
 from torch_hybrid_backend.engines.triton.interpreted import libdevice
 from torch_hybrid_backend.errors import HybridError

@@ -15,7 +15,7 @@ from torch_hybrid_backend.errors import CacheError, HybridError
 from torch_hybrid_backend.runtime.native import libraries
 from torch_hybrid_backend.runtime.native.description import ValueKind
 from torch_hybrid_backend.runtime.native.ops import Binding, Guard, Plan
-from torch_hybrid_backend.store import Store
+from torch_hybrid_backend.storage.store import Store
 
 N = 4096  # as in conftest.py
 

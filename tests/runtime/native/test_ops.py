@@ -36,7 +36,7 @@ from torch_hybrid_backend.runtime.native.ops import (
     use_cuda_driver,
     watches_writes,
 )
-from torch_hybrid_backend.store import Store
+from torch_hybrid_backend.storage.store import Store
 
 N = 4096  # as in conftest.py
 META, CUDA = Device("meta"), Device("cuda")

@@ -32,8 +32,8 @@ from torch_hybrid_backend.errors import CacheError, failures
 from torch_hybrid_backend.graph.graph_json import NAMESPACES, NotTextError, graph_from_text, graph_to_text
 from torch_hybrid_backend.graph.source import module_stack
 from torch_hybrid_backend.machine import float32_precision
-from torch_hybrid_backend.sources import sources_version
-from torch_hybrid_backend.store import Store
+from torch_hybrid_backend.storage.sources import sources_version
+from torch_hybrid_backend.storage.store import Store
 
 _log = logging.getLogger(__name__)
 _KIND = "captures"

@@ -18,7 +18,7 @@ from torch_hybrid_backend.codegen.workers.protocol import IDLE_EXIT_STATUS, Orde
 from torch_hybrid_backend.errors import CompileError, failures
 from torch_hybrid_backend.processes.frames import split_frame
 from torch_hybrid_backend.processes.inside import answer, begin, described, time_limit
-from torch_hybrid_backend.sources import read_sources_version, sources_version
+from torch_hybrid_backend.storage.sources import read_sources_version, sources_version
 
 _CHUNK_BYTES = 1 << 16
 

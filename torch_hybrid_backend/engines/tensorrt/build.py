@@ -25,7 +25,7 @@ from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.engines.tensorrt.capability import on_host
 from torch_hybrid_backend.engines.tensorrt.fakes import Fakes
 from torch_hybrid_backend.engines.tensorrt.integer_products import spell_out
-from torch_hybrid_backend.engines.tensorrt.ladder import Rung, widen
+from torch_hybrid_backend.engines.tensorrt.precision_fallback import Rung, widen
 from torch_hybrid_backend.engines.tensorrt.quantization import zero_points
 from torch_hybrid_backend.errors import CompileError, failures
 from torch_hybrid_backend.graph.graph_json import NotTextError, graph_from_text, graph_to_text

@@ -25,7 +25,7 @@ from typing import Protocol
 
 import torch
 
-from torch_hybrid_backend.background import Job, as_here, builder
+from torch_hybrid_backend.builds.background import Job, as_here, build_thread
 from torch_hybrid_backend.builds.builds import Build
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.engines.tensorrt.build import Engine
@@ -183,7 +183,7 @@ class ConstantForm:
                 self._unread.append(values)
                 is_read, self._is_read = self._is_read, True
             if not is_read:
-                builder().submit(Job(_reading(weakref.ref(self))))
+                build_thread().submit(Job(_reading(weakref.ref(self))))
         return torch.tensor([mark], device="cpu")  # whatever the user's default device is
 
     def engine_of(self, mark: int) -> EngineRunner | None:
@@ -338,7 +338,7 @@ def _reading(form: weakref.ref[ConstantForm]) -> Callable[[], None]:
 
 
 def _when_built(form: weakref.ref[ConstantForm], key: str, build: Build) -> None:
-    home = builder()
+    home = build_thread()
     home.expect()
 
     def work() -> None:

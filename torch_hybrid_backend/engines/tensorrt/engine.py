@@ -46,7 +46,7 @@ from torch_hybrid_backend.engines.tensorrt.build import (
 from torch_hybrid_backend.engines.tensorrt.constants import Budget, ConstantForm, EitherRunner, positions_of, worth
 from torch_hybrid_backend.engines.tensorrt.installed import NO_GPU, described, installation
 from torch_hybrid_backend.engines.tensorrt.kernels import KeptKernels
-from torch_hybrid_backend.engines.tensorrt.ladder import (
+from torch_hybrid_backend.engines.tensorrt.precision_fallback import (
     ATTENTION,
     CONVOLUTIONS,
     PRODUCTS,
@@ -54,7 +54,7 @@ from torch_hybrid_backend.engines.tensorrt.ladder import (
     keeps_tf32_exact,
     rungs_of,
 )
-from torch_hybrid_backend.engines.tensorrt.ladder import name as operator_name
+from torch_hybrid_backend.engines.tensorrt.precision_fallback import name as operator_name
 from torch_hybrid_backend.engines.tensorrt.ranges import ranges_of, symbols_of
 from torch_hybrid_backend.engines.tensorrt.runtime import (
     CudaStreams,
@@ -66,9 +66,9 @@ from torch_hybrid_backend.engines.tensorrt.runtime import (
 from torch_hybrid_backend.engines.tensorrt.verdicts import Verdicts
 from torch_hybrid_backend.errors import AccuracyError, CompileError
 from torch_hybrid_backend.machine import fingerprint, float32_precision
-from torch_hybrid_backend.measure import Timer, measure
+from torch_hybrid_backend.measuring.measure import Timer, measure
 from torch_hybrid_backend.services import Services
-from torch_hybrid_backend.sources import sources_version
+from torch_hybrid_backend.storage.sources import sources_version
 
 _log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import logging
 
 from torch_hybrid_backend.engines.tensorrt.runtime import LoadedEngine
 from torch_hybrid_backend.errors import CacheError
-from torch_hybrid_backend.store import Store
+from torch_hybrid_backend.storage.store import Store
 
 _log = logging.getLogger(__name__)
 KIND = "tensorrt-kernels"

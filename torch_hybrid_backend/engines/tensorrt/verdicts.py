@@ -14,7 +14,7 @@ from dataclasses import asdict
 
 from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdict
 from torch_hybrid_backend.errors import CacheError, failures
-from torch_hybrid_backend.store import Store
+from torch_hybrid_backend.storage.store import Store
 
 _log = logging.getLogger(__name__)
 KIND = "tensorrt-verdicts"

@@ -15,7 +15,6 @@ from torch_hybrid_backend.codegen.compiler import KernelCompilerModule
 from torch_hybrid_backend.codegen.kernel_cache import Artifact
 from torch_hybrid_backend.codegen.operands import Packed, Prepared
 from torch_hybrid_backend.codegen.variants import Variant
-from torch_hybrid_backend.codegen.written_attention import find_attention
 from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.engine import KernelText
 from torch_hybrid_backend.core.program import NULL, DeviceLaunch, ScalarArgument, Step
@@ -41,6 +40,7 @@ from torch_hybrid_backend.loops.kernels import Kernel, kernel_sizes
 from torch_hybrid_backend.loops.layout import Layout
 from torch_hybrid_backend.loops.policy import FusionPolicy
 from torch_hybrid_backend.loops.random_numbers import BLOCK
+from torch_hybrid_backend.loops.sdpa_matching import find_attention
 from torch_hybrid_backend.machine import float32_precision
 from torch_hybrid_backend.sizes.size import Dim, as_size, product
 

@@ -16,8 +16,8 @@ from torch_hybrid_backend.engines.triton.schedules.tilings import most_shared_by
 from torch_hybrid_backend.engines.triton.source import function_of
 from torch_hybrid_backend.engines.triton.target import Target
 from torch_hybrid_backend.errors import CompileError
-from torch_hybrid_backend.sources import sources_version
-from torch_hybrid_backend.temporary_folder import TemporaryFolder
+from torch_hybrid_backend.storage.sources import sources_version
+from torch_hybrid_backend.storage.temporary_folder import TemporaryFolder
 
 SOURCES: tuple[str, ...] = ("core", "sizes", "loops", "codegen", "engines/triton")
 SUFFIX = ".kernel"

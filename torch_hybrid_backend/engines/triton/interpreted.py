@@ -17,7 +17,7 @@ import torch
 
 from torch_hybrid_backend.engines.triton.source import function_of
 from torch_hybrid_backend.errors import HybridError
-from torch_hybrid_backend.temporary_folder import TemporaryFolder
+from torch_hybrid_backend.storage.temporary_folder import TemporaryFolder
 
 # libdevice's functions by name, on NumPy arrays.
 _UNARY: Mapping[str, Callable[..., Any]] = {

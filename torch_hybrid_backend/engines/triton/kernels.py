@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from torch_hybrid_backend.codegen.anchors import Anchor, over
+from torch_hybrid_backend.loops.attention_scores import is_free_of, plain_score
 from torch_hybrid_backend.loops.index import Index, LoopVar, index_of
 from torch_hybrid_backend.loops.ir import (
     AttentionGradientOp,
@@ -23,7 +24,6 @@ from torch_hybrid_backend.loops.ir import (
 from torch_hybrid_backend.loops.kernels import Argument, Kernel, RowKernel, Stage, Store
 from torch_hybrid_backend.loops.layout import contiguous
 from torch_hybrid_backend.loops.ops import call, literal
-from torch_hybrid_backend.loops.scores import is_free_of, plain_score
 from torch_hybrid_backend.sizes.size import Dim
 
 if TYPE_CHECKING:  # its module imports torch, which worker processes do without

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from torch_hybrid_backend.core.verdict import Reason
+from torch_hybrid_backend.loops.attention_scores import plain_score
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import (
     AttentionKeyGradientOp,
@@ -32,7 +33,6 @@ from torch_hybrid_backend.loops.ir import (
 from torch_hybrid_backend.loops.lowering import Context, Refuse, lowers, reindex
 from torch_hybrid_backend.loops.lowerings.views import expanded, reshaped
 from torch_hybrid_backend.loops.ops import call, cast, const, from_index, guard, index_in, is_float, mul, where
-from torch_hybrid_backend.loops.scores import plain_score
 from torch_hybrid_backend.sizes.size import Dim, ceil_div, known_int
 
 aten = torch.ops.aten

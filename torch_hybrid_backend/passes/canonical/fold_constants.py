@@ -10,7 +10,7 @@ import torch.fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
-from torch_hybrid_backend.eager_graph import TracedRun
+from torch_hybrid_backend.graph.eager_graph import TracedRun
 from torch_hybrid_backend.graph.schema import is_pure, is_view
 from torch_hybrid_backend.graph.values import has_mutation, is_dequantized, returned_roots
 from torch_hybrid_backend.passes.context import PassContext

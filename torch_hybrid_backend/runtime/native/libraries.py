@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torch_hybrid_backend.errors import HybridError, failures
-from torch_hybrid_backend.store import is_entry, read_entry
+from torch_hybrid_backend.storage.store import is_entry, read_entry
 
 
 class OpenLibrary:

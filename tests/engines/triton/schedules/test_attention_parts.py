@@ -12,10 +12,10 @@ from torch_hybrid_backend.engines.triton.schedules.attention_parts import Visit,
 from torch_hybrid_backend.engines.triton.source import Lines
 from torch_hybrid_backend.engines.triton.target import INTERPRETER, Target
 from torch_hybrid_backend.errors import ScheduleError
+from torch_hybrid_backend.loops.attention_scores import Bounds, Visible
 from torch_hybrid_backend.loops.index import LoopVar
 from torch_hybrid_backend.loops.ir import Expr
 from torch_hybrid_backend.loops.ops import const
-from torch_hybrid_backend.loops.scores import Bounds, Visible
 from torch_hybrid_backend.sizes.size import symbol
 
 

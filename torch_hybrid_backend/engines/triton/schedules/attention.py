@@ -1,8 +1,8 @@
 """Attention: a program has some rows of queries and goes over the keys and values that they can see once, with a running softmax.
 
 - Scores are in base 2: the factor log2(e) is in the literal that scales them.
-- Which keys can be seen is derived from the scores' conditions (`loops/scores.py`): a causal mask, a window, a cache that is filled up to a
-  position that is only known when the kernel runs. Other blocks of keys are never read, and blocks that are seen whole have no masks.
+- Which keys can be seen is derived from the scores' conditions (`loops/attention_scores.py`): a causal mask, a window, a cache that is filled
+  up to a position that is only known when the kernel runs. Other blocks of keys are never read, and blocks that are seen whole have no masks.
 - Heads that read the same keys are packed as rows of one tile where there are few queries.
 - Where there are fewer rows than the GPU has work for, several programs share the keys, and a second kernel combines
   (`kernels.split_along_keys`).

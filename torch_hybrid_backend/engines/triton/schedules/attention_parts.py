@@ -12,9 +12,9 @@ from torch_hybrid_backend.engines.triton.printer import Printer, Tile, Value
 from torch_hybrid_backend.engines.triton.schedules.tiles import power_of_2
 from torch_hybrid_backend.engines.triton.target import Target
 from torch_hybrid_backend.errors import ScheduleError
+from torch_hybrid_backend.loops.attention_scores import Visible, scaled, simplified, visible
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index, index_of
 from torch_hybrid_backend.loops.ir import Expr
-from torch_hybrid_backend.loops.scores import Visible, scaled, simplified, visible
 from torch_hybrid_backend.sizes.size import Dim, Size, product, size_hint
 
 MIN_TILE = 16  # of `tl.dot`

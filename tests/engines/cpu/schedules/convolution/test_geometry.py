@@ -1,0 +1,84 @@
+"""The geometry of a convolution: its axes, and which columns read inside the input."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+
+from tests.engines.cpu.schedule_runner import HOST
+from tests.engines.cpu.schedules.convolution.convolutions_for_tests import Case, make
+from torch_hybrid_backend.engines.cpu.schedules.convolution.geometry import Axis, axes, column_tiles, is_wide
+from torch_hybrid_backend.loops.index import as_index
+
+
+def test_column_tiles_say_which_columns_read_inside() -> None:
+    """Borders have tiles of their own, the tiles between share one."""
+    found = column_tiles(Axis(size=40, out=40, kernel=3, stride=1, padding=1, dilation=1), 5)
+    assert [(t.first, t.count, t.columns) for t in found] == [(0, 1, 8), (8, 3, 8), (32, 1, 8)]
+    assert found[0].inside[0] == (False,) + (True,) * 7
+    assert found[2].inside[2] == (True,) * 7 + (False,)
+    assert all(all(inside) for inside in found[1].inside)
+
+
+AXES = [
+    Axis(size=8, out=8, kernel=3, stride=1, padding=1, dilation=1),
+    Axis(size=15, out=7, kernel=5, stride=2, padding=1, dilation=1),
+    Axis(size=9, out=9, kernel=3, stride=1, padding=4, dilation=4),
+    Axis(size=3, out=7, kernel=3, stride=1, padding=3, dilation=1),
+    Axis(size=1, out=1, kernel=1, stride=1, padding=0, dilation=1),
+]
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 5])
+@pytest.mark.parametrize("axis", AXES)
+def test_column_tiles_cover_every_column_once(axis: Axis, parts: int) -> None:
+    """In order, and each column with what it reads inside; neighbours differ in something."""
+    found = column_tiles(axis, parts)
+    column = 0
+    for tiles in found:
+        assert tiles.first == column
+        for number in range(tiles.count):
+            assert tiles.start(as_index(number)) == column
+            for tap in range(axis.kernel):
+                assert tiles.inside[tap] == tuple(axis.inside(column + c, tap) for c in range(tiles.columns))
+            column += tiles.columns
+    assert column == axis.out
+    assert all((a.columns, a.inside) != (b.columns, b.inside) for a, b in itertools.pairwise(found))
+
+
+def test_wide_kernels_leave_the_test_to_the_loop() -> None:
+    """More than fifteen columns are not unrolled: tiles are alike where they are as large."""
+    axis = Axis(size=40, out=40, kernel=16, stride=1, padding=8, dilation=1)
+    assert is_wide(axis)
+    assert not is_wide(dataclasses.replace(axis, kernel=15))
+    assert [(t.first, t.count, t.columns, t.inside) for t in column_tiles(axis, 3)] == [(0, 1, 14, ()), (14, 2, 13, ())]
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_positions_read(axis: Axis) -> None:
+    """`source` says where, `inside` whether it exists, `shared` how many positions several columns read."""
+    reads: dict[int, set[int]] = {}
+    for out, tap in itertools.product(range(axis.out), range(axis.kernel)):
+        position = axis.source(as_index(out), tap).const
+        assert position == out * axis.stride - axis.padding + tap * axis.dilation
+        assert axis.inside(out, tap) == (position in range(axis.size))
+        reads.setdefault(position, set()).add(out)
+    assert axis.shared(axis.out) == sum(len(outs) > 1 for outs in reads.values())
+
+
+def test_pointwise_axes() -> None:
+    """One element each, at its own place."""
+    one = Axis(size=7, out=7, kernel=1, stride=1, padding=0, dilation=1)
+    assert one.is_pointwise
+    for change in ({"kernel": 3, "out": 5}, {"stride": 2, "out": 4}, {"padding": 1, "out": 9}):
+        assert not dataclasses.replace(one, **change).is_pointwise
+
+
+def test_axes_of_a_kernel() -> None:
+    """(rows, columns); a 1-D convolution is one of height 1."""
+    kernel, _, _ = make(Case((1, 8, 11, 19), 16, (5, 3), 2, (2, 0)), HOST)
+    assert axes(kernel) == (Axis(11, 6, 5, 2, 2, 1), Axis(19, 9, 3, 2, 0, 1))
+    kernel, _, _ = make(Case((1, 8, 50), 12, (5,), 2, 2, 2), HOST)
+    assert axes(kernel) == (Axis(1, 1, 1, 1, 0, 1), Axis(50, 23, 5, 2, 2, 2))

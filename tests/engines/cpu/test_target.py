@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from torch_hybrid_backend.engines.cpu import target as target_module
+from torch_hybrid_backend.engines.cpu.target import Target, tvm_target, widest_lanes
+
+X86 = """processor\t: 0
+vendor_id\t: GenuineIntel
+cpu family\t: 6
+model\t\t: 85
+stepping\t: 7
+flags\t\t: fpu sse sse4_1 sse4_2 avx avx2 fma bmi1 bmi2 abm {more}
+
+processor\t: 1
+flags\t\t: fpu
+"""
+ARM = """processor\t: 0
+Features\t: fp asimd asimddp bf16
+CPU implementer\t: 0x41
+CPU part\t: 0xd40
+"""
+
+
+def machine(root: Path, cpuinfo: str, threads_per_core: int = 1) -> Path:
+    """A file system with what Linux says about a processor with 48 KiB of level 1 and 2 MiB of level 2 data cache."""
+    (root / "proc").mkdir(parents=True)
+    (root / "proc/cpuinfo").write_text(cpuinfo)
+    cpus = root / "sys/devices/system/cpu"
+    for i, (level, kind, size) in enumerate(
+        (("1", "Data", "48K"), ("1", "Instruction", "32K"), ("2", "Unified", "2M"))
+    ):
+        folder = cpus / f"cpu0/cache/index{i}"
+        folder.mkdir(parents=True)
+        for name, value in (("level", level), ("type", kind), ("size", size)):
+            (folder / name).write_text(value + "\n")
+    for order, number in enumerate(sorted(os.sched_getaffinity(0))):
+        topology = cpus / f"cpu{number}/topology"
+        topology.mkdir(parents=True)
+        (topology / "physical_package_id").write_text("0\n")
+        (topology / "core_id").write_text(f"{order // threads_per_core}\n")
+    return root
+
+
+def test_x86_with_avx512(tmp_path: Path) -> None:
+    """AVX-512 means 16 lanes; caches and the first processor's flags are read; irrelevant flags are left out."""
+    target = Target.host(machine(tmp_path, X86.format(more="avx512f avx512_vnni")))
+    assert target.lanes == 16
+    assert {"avx2", "avx512f", "avx512_vnni", "fma"} <= set(target.features)
+    assert "fpu" not in target.features
+    assert (target.l1_bytes, target.l2_bytes) == (48 << 10, 2 << 20)
+    assert target.mcpu == "native"
+
+
+def test_arm(tmp_path: Path) -> None:
+    """NEON has 4 lanes, and Arm's spelling of the fields is understood."""
+    target = Target.host(machine(tmp_path, ARM))
+    assert target.lanes == 4
+    assert target.features == ("asimd", "asimddp", "bf16")
+    assert "0xd40" in target.cpu
+
+
+@pytest.mark.parametrize(("features", "lanes"), [(("avx512f", "avx2"), 16), (("avx2",), 8), (("sse4_2",), 4), ((), 4)])
+def test_lanes(features: tuple[str, ...], lanes: int) -> None:
+    """The widest extension decides the vector length."""
+    assert widest_lanes(features) == lanes
+
+
+def test_hyperthreads_are_one_core(tmp_path: Path) -> None:
+    """Two hardware threads of one core count once."""
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs two processors")
+    one = Target.host(machine(tmp_path / "one", X86.format(more=""), threads_per_core=1))
+    two = Target.host(machine(tmp_path / "two", X86.format(more=""), threads_per_core=2))
+    assert two.cores == -(-one.cores // 2)
+
+
+def test_without_proc_and_sys(tmp_path: Path) -> None:
+    """Where the operating system tells nothing, a usable target comes out all the same."""
+    target = Target.host(tmp_path)
+    assert target.lanes in (4, 8, 16)
+    assert target.cores >= 1
+    assert target.l1_bytes >= 16 << 10
+    assert target.l2_bytes > target.l1_bytes
+
+
+def test_host_does_not_import_tvm() -> None:
+    """Looking at the machine needs neither TVM nor (on Linux) torch."""
+    code = (
+        "import sys; from torch_hybrid_backend.engines.cpu.target import Target; Target.host();"
+        "assert not {'tvm', 'tvm_ffi'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_amx_takes_permission(tmp_path: Path) -> None:
+    """Where Linux refuses a process the tiles, its target has none, and so other keys; one without AMX does not ask."""
+    has = Target.host(machine(tmp_path / "has", X86.format(more="avx512f amx_bf16 amx_int8 amx_tile")))
+    assert {"amx_bf16", "amx_int8", "amx_tile"} <= set(has.features)
+    assert has.permitted(lambda: True) is has
+    refused = has.permitted(lambda: False)
+    assert refused.features == tuple(name for name in has.features if not name.startswith("amx"))
+    assert refused.fingerprint != has.fingerprint
+    without = Target.host(machine(tmp_path / "without", X86.format(more="avx512f")))
+    assert without.permitted(lambda: pytest.fail("there is nothing to ask for")) is without
+
+
+def test_amx_fp16_is_asked_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux does not name it. Where PyTorch does not tell either, there is none."""
+    monkeypatch.setattr(target_module, "cpuinfo", lambda root: {"flags": "avx2 avx512f amx_tile amx_bf16"})
+    for told, expected in ({"amx_fp16": True}, True), ({"amx_fp16": False}, False), ({}, False):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda told=told: told, raising=False)
+        assert ("amx_fp16" in Target.host().features) == expected
+    monkeypatch.delattr(torch.cpu, "get_capabilities")
+    assert "amx_fp16" not in Target.host().features
+
+
+def test_fingerprint_covers_every_field() -> None:
+    """Any field that differs gives another fingerprint; equal targets, also across a pickle, give the same."""
+    target = Target.host()
+    assert pickle.loads(pickle.dumps(target)).fingerprint == target.fingerprint
+    for field in dataclasses.fields(Target):
+        value = getattr(target, field.name)
+        other = value + 1 if isinstance(value, int) else (*value, "x") if isinstance(value, tuple) else value + "x"
+        assert dataclasses.replace(target, **{field.name: other}).fingerprint != target.fingerprint, field.name
+
+
+def test_a_hidden_extension_changes_the_fingerprint(tmp_path: Path) -> None:
+    """Two machines of one model whose flags differ, even in one that kernels do not care for, share no kernels."""
+    one = Target.host(machine(tmp_path / "one", X86.format(more="clwb")))
+    two = Target.host(machine(tmp_path / "two", X86.format(more="")))
+    assert one.features == two.features
+    assert one.fingerprint != two.fingerprint
+
+
+def test_tvm_target_has_no_hidden_extensions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What LLVM assumes of the model but the machine does not show is off; what it shows beyond that is on."""
+    pytest.importorskip("tvm")
+    from tvm.target import codegen
+
+    monkeypatch.setattr(target_module.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(codegen, "llvm_get_system_cpu", lambda: "skylake-avx512")
+    target = dataclasses.replace(Target.host(), features=("avx", "avx2", "fma", "gfni", "sse4_1", "sse4_2"), cores=3)
+    made = tvm_target(target)
+    features = {str(feature) for feature in codegen.llvm_get_cpu_features(made)}
+    assert "avx2" in features
+    assert "gfni" in features
+    assert not any(feature.startswith("avx512") for feature in features)
+    assert int(made.attrs["num-cores"]) == 3
+
+
+def test_tiles_tell_of_a_newer_processor_than_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A virtual machine may show a number whose model had no AMX: LLVM then tunes for one that had."""
+    pytest.importorskip("tvm")
+    from tvm.target import codegen
+
+    monkeypatch.setattr(target_module.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(codegen, "llvm_get_system_cpu", lambda: "rocketlake")
+    flags = ("amx_bf16", "amx_tile", "avx2", "avx512f", "fma")
+    made = tvm_target(dataclasses.replace(Target.host(), features=flags))
+    features = {str(feature) for feature in codegen.llvm_get_cpu_features(made)}
+    assert made.attrs["mcpu"] == "sapphirerapids"
+    assert "amx-tile" in features
+    assert "amx-int8" not in features
+    older = tvm_target(dataclasses.replace(Target.host(), features=flags[2:]))
+    assert older.attrs["mcpu"] == "rocketlake"
+
+
+def test_tvm_target_of_a_named_cpu() -> None:
+    """A name other than "native" is handed to LLVM as it is."""
+    pytest.importorskip("tvm")
+    assert tvm_target(dataclasses.replace(Target.host(), mcpu="x86-64-v3")).attrs["mcpu"] == "x86-64-v3"
+
+
+def test_vectors_are_no_wider_than_pytorchs(tmp_path: Path) -> None:
+    """Held to AVX2, a processor with AVX-512 is compiled for without it, and its kernels are others; what has none stays as it is."""
+    wide = Target.host(machine(tmp_path / "wide", X86.format(more="avx512f avx512vl avx512_vnni amx_tile avx_vnni")))
+    narrow = Target.host(machine(tmp_path / "narrow", X86.format(more="avx_vnni")))
+    held = wide.within("AVX2")
+    assert (wide.lanes, held.lanes, held.features) == (16, 8, narrow.features)
+    assert held.fingerprint != wide.fingerprint
+    assert wide.within("AVX512") == wide
+    assert narrow.within("AVX2") == narrow
+
+
+@pytest.mark.skipif(widest_lanes(Target.host().features) < 16, reason="needs AVX-512")
+def test_kernels_of_a_process_held_to_avx2_have_no_wider_vectors() -> None:
+    """ATEN_CPU_CAPABILITY=avx2 holds the kernels as it holds PyTorch's own: LLVM is told so."""
+    from tvm.target import codegen
+
+    target = Target.host().within("AVX2")
+    used = {str(feature) for feature in codegen.llvm_get_cpu_features(tvm_target(target))}
+    assert "avx2" in used
+    assert not any(feature.startswith("avx512") for feature in used)

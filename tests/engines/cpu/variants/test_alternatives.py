@@ -1,0 +1,127 @@
+"""The other ways of computing a kernel, by name and estimate."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.codegen.regions_for_tests import region_of
+from tests.engines.cpu.kernels_for_tests import every_kind
+from torch_hybrid_backend.codegen.assemble import assemble
+from torch_hybrid_backend.codegen.variants import Variant
+from torch_hybrid_backend.engines.cpu.backend import TvmBackend
+from torch_hybrid_backend.engines.cpu.kernels import PackedConvKernel
+from torch_hybrid_backend.engines.cpu.operands.packing import pack_winograd_weight
+from torch_hybrid_backend.engines.cpu.target import Target
+from torch_hybrid_backend.engines.cpu.variants.alternatives import alternatives, with_weight
+from torch_hybrid_backend.loops.kernels import Kernel
+
+_AVX512 = Target("x86-64-v4", "x", ("avx512f",), 16, 2, 48 << 10, 1 << 20)
+_CHOICES = [f"choice {n}" for n in range(1, 8)]
+
+
+@pytest.fixture(autouse=True)
+def without_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN's ways have tests of their own."""
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+
+
+def of_convolution(
+    x: torch.Tensor, w: torch.Tensor, stride: int = 1, dilation: int = 1, is_constant: bool = True
+) -> tuple[Kernel, list[Variant]]:
+    """The convolution's kernel and its alternatives."""
+
+    def convolution(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.convolution(x, w, None, [stride] * 2, [1, 1], [dilation] * 2, False, [0, 0], 1)
+
+    found = assemble(region_of(convolution, x, w, changing=1 if is_constant else 2), TvmBackend(_AVX512))
+    kernel = found.kernels[-1]
+    return kernel, alternatives(kernel, {packed.buffer: packed for packed in found.packed}, _AVX512)
+
+
+def test_winograd_where_it_gains() -> None:
+    """The best first and preferred; each has its own transformed weight in place of the packed one, and rounds otherwise."""
+    w = torch.randn(64, 64, 3, 3)
+    kernel, found = of_convolution(torch.randn(1, 64, 56, 56), w)
+    assert isinstance(kernel, PackedConvKernel)
+    assert [variant.name for variant in found] == ["winograd 4", "winograd 2", *_CHOICES]
+    assert [variant.is_preferred for variant in found] == [True] + [False] * 8
+    assert [variant.is_exact for variant in found] == [False, False] + [True] * 7
+    assert found[0].cost < found[1].cost < 1
+    for variant, m in zip(found[:2], (4, 2), strict=True):
+        (other,), (packed,) = variant.kernels, variant.packed
+        assert isinstance(other, PackedConvKernel)
+        assert (other.winograd, other.packed) == (m, packed.buffer)
+        assert kernel.packed not in [read.buffer for read in other.reads]
+        assert packed.buffer in [read.buffer for read in other.reads]
+        assert len(other.reads) == len(kernel.reads)
+        assert torch.equal(packed.pack(w), pack_winograd_weight(w, m, 16))
+        assert packed.buffer.shape == packed.pack(w).shape
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "more"),
+    [
+        ((1, 64, 56, 56), (64, 64, 3, 3), {"stride": 2}),
+        ((1, 64, 56, 56), (64, 64, 3, 3), {"dilation": 2}),
+        ((1, 64, 56, 56), (64, 64, 1, 1), {}),
+        ((1, 3, 56, 56), (64, 3, 3, 3), {}),  # channels that do not fill a vector
+        ((1, 64, 56, 56), (64, 64, 3, 3), {"is_constant": False}),
+    ],
+)
+def test_where_winograd_does_not_serve(x: tuple[int, ...], w: tuple[int, ...], more: dict[str, int]) -> None:
+    """Only the schedule's own choices are left."""
+    _, found = of_convolution(torch.randn(x), torch.randn(w), **more)  # type: ignore[arg-type]
+    assert [variant.name for variant in found] == _CHOICES
+
+
+def test_float64_is_summed_directly() -> None:
+    """Winograd's transforms are float32's."""
+    _, found = of_convolution(torch.randn(1, 64, 56, 56).double(), torch.randn(64, 64, 3, 3).double())
+    assert [variant.name for variant in found] == _CHOICES
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float32])
+def test_whole_numbers_in_floats_are_summed_directly(dtype: torch.dtype) -> None:
+    """Without dot products few channels are summed in float32, exactly; Winograd's transforms would round."""
+    x, w = torch.ones(1, 16, 56, 56, dtype=torch.uint8), torch.ones(64, 16, 3, 3, dtype=dtype)
+    target = dataclasses.replace(_AVX512, features=(), lanes=4)
+
+    def convolution(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.convolution(x.float(), w.float(), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+
+    found = assemble(region_of(convolution, x, w), TvmBackend(target))
+    constants = {packed.buffer: packed for packed in found.packed}
+    (kernel,) = (kernel for kernel in found.kernels if isinstance(kernel, PackedConvKernel))
+    assert kernel.accumulator.dtype == "float32"
+    names = [variant.name for variant in alternatives(kernel, constants, target)]
+    assert (names == _CHOICES) == (dtype is torch.int8)
+
+
+def test_choices_of_a_schedule_are_its_ranks() -> None:
+    """The kernel itself has rank 0."""
+    kernel = every_kind()["matmul"]
+    found = alternatives(kernel, {}, _AVX512)
+    assert [variant.name for variant in found] == _CHOICES
+    ranks = [one.schedule_rank for variant in found for one in variant.kernels]
+    assert (kernel.schedule_rank, ranks) == (0, list(range(1, 8)))
+
+
+@pytest.mark.parametrize("kind", ["map", "row", "attention"])
+def test_kernels_without_a_choice(kind: str) -> None:
+    """Their schedules rank nothing."""
+    assert alternatives(every_kind()[kind], {}, _AVX512) == []
+
+
+def test_another_weight_takes_the_place_of_the_own() -> None:
+    """At the same position of the arguments, row by row."""
+    found = assemble(region_of(torch.mm, torch.randn(5, 70), torch.randn(70, 40)), TvmBackend(_AVX512))
+    (kernel,), (packed,) = found.kernels, found.packed
+    other = packed.repacked(dataclasses.replace(packed.buffer, name="other", shape=(1, 2, 70, 16)), packed.ahead)
+    changed = with_weight(kernel, other)  # type: ignore[type-var]
+    place = [read.buffer for read in kernel.reads].index(packed.buffer)
+    assert changed.packed is changed.reads[place].buffer is other.buffer
+    assert changed.reads[place].span == 2 * 70 * 16
+    assert len(changed.reads) == len(kernel.reads)

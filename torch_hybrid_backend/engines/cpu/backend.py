@@ -1,0 +1,106 @@
+"""The TVM engine's `KernelBackend`: kernels of a processor, printed as TIR."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import torch
+
+from torch_hybrid_backend.codegen.anchors import Anchor
+from torch_hybrid_backend.codegen.compiler import KernelCompilerModule
+from torch_hybrid_backend.codegen.kernel_cache import Artifact
+from torch_hybrid_backend.codegen.operands import Packed, Prepared
+from torch_hybrid_backend.codegen.variants import Variant
+from torch_hybrid_backend.core.device import CPU, Device
+from torch_hybrid_backend.core.engine import KernelText
+from torch_hybrid_backend.core.program import KernelCall, Step
+from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdict
+from torch_hybrid_backend.engines.cpu.convolution_fusion import fuse_convolutions
+from torch_hybrid_backend.engines.cpu.layouts import blocked_layouts
+from torch_hybrid_backend.engines.cpu.operands.packed_operands import packed_kernel, packed_operands
+from torch_hybrid_backend.engines.cpu.policy import POLICY
+from torch_hybrid_backend.engines.cpu.target import Target
+from torch_hybrid_backend.engines.cpu.tir import compiler
+from torch_hybrid_backend.engines.cpu.tir.linker import INSTALL, NO_LINKER, find_linker
+from torch_hybrid_backend.engines.cpu.variants.alternatives import alternatives
+from torch_hybrid_backend.loops.fusion import Group
+from torch_hybrid_backend.loops.graph import LoopGraph
+from torch_hybrid_backend.loops.ir import Buffer
+from torch_hybrid_backend.loops.kernels import Kernel, kernel_sizes
+from torch_hybrid_backend.loops.layout import Layout
+from torch_hybrid_backend.loops.policy import FusionPolicy
+from torch_hybrid_backend.loops.sdpa_matching import find_attention
+from torch_hybrid_backend.machine import may_use_tiles
+from torch_hybrid_backend.sizes.size import Dim, as_size
+
+
+class TvmBackend:
+    """Kernels for `target`; without one, for the processor this process runs on, with no more of it than PyTorch uses and Linux permits."""
+
+    name: str = "tvm"
+    device: Device = CPU
+    compiler: KernelCompilerModule = compiler
+    policy: FusionPolicy = POLICY
+    timed_variants: int = 2  # a third is worth 0.8 % at most (docs/performance.md)
+
+    def __init__(self, target: Target | None = None) -> None:
+        self._target = target
+
+    @functools.cached_property
+    def target(self) -> Target:
+        if self._target is not None:
+            return self._target
+        return Target.host().within(torch.backends.cpu.get_cpu_capability()).permitted(may_use_tiles)
+
+    def on(self, device: Device) -> TvmBackend:
+        return self
+
+    def available(self) -> Verdict:
+        if importlib.util.find_spec("tvm") is None:
+            return Refused(
+                Reason.MISSING_DEPENDENCY, "apache-tvm is not installed: pip install 'apache-tvm>=0.27,<0.28'"
+            )
+        return Supported()
+
+    def compiles(self) -> Verdict:
+        """A linker is needed; what is in the cache does without."""
+        return Supported() if find_linker() else Refused(Reason.MISSING_DEPENDENCY, NO_LINKER)
+
+    def describe(self) -> Sequence[tuple[str, str]]:
+        """TVM, what kernels are compiled for, and what links them."""
+        caches = f"{self.target.l1_bytes >> 10} KiB and {self.target.l2_bytes >> 10} KiB of cache each"
+        lanes = f"{self.target.lanes} lanes of float32{' and AMX' if 'amx_tile' in self.target.features else ''}"
+        return (
+            ("tvm", compiler.version() or "not installed"),
+            ("target", f"{lanes}, {self.target.cores} cores with {caches}"),
+            ("linker", find_linker() or f"none, so no kernel can be compiled: {INSTALL}"),
+        )
+
+    def operands(self, graph: LoopGraph, layouts: Mapping[Buffer, Layout]) -> Prepared:
+        return packed_operands(find_attention(graph, gathers=self.policy.gathers_in_attention), layouts, self.target)
+
+    def layouts(self, groups: Sequence[Group], fixed: Mapping[Buffer, Layout]) -> Mapping[Buffer, Layout]:
+        return blocked_layouts(groups, fixed, self.target)
+
+    def anchor(self, anchor: Anchor) -> Kernel:
+        return packed_kernel(anchor)
+
+    def join(self, kernels: Sequence[Kernel], outputs: Collection[Buffer]) -> Sequence[Kernel]:
+        return fuse_convolutions(kernels, outputs, self.target)
+
+    def alternatives(self, kernel: Kernel, constants: Mapping[Buffer, Packed]) -> Sequence[Variant]:
+        return alternatives(kernel, constants, self.target)
+
+    def step(
+        self, kernel: Kernel, artifact: Artifact, arguments: tuple[int, ...], working: Callable[[Dim], int]
+    ) -> KernelCall:
+        sizes = tuple(map(as_size, kernel_sizes(kernel)))
+        return KernelCall(artifact.path, artifact.symbol, arguments, len(kernel.writes), sizes)
+
+    def text(self, kernel: Kernel, artifact: Artifact, step: Step) -> KernelText:
+        """The kernel's TIR, printed anew: the artifact is machine code. This imports TVM."""
+        from torch_hybrid_backend.engines.cpu.tir.emit import emit_kernel
+
+        return KernelText(artifact.symbol, emit_kernel(kernel, artifact.symbol, self.target).script() + "\n", ".tir.py")

@@ -1,0 +1,409 @@
+"""Direct convolution in blocked channels, with any number of groups.
+
+Pattern: a `PackedConvKernel` whose packed weight is (groups, channel blocks, kh, input channels of the group, kw, block). Steps:
+1. Vector lanes are the output channels of a block. A register tile is some output columns of one row times some channel blocks, chosen by
+   counting multiply-adds, loads and tasks (`conv_tiling`): small images need several blocks to have enough accumulators.
+2. A 1x1 kernel with stride 1 sees one long row: its tiles are cut from height x width.
+3. One parallel loop over (image, group, blocks, row), ordered so that the smaller of weight and input stays in the cache (`weight_stream`).
+4. Around the registers: kernel rows, input channels, and, unrolled, kernel columns: the order in which the weight is packed, so it streams.
+   The input is read as broadcast scalars, so its layout is free.
+5. Padding: columns that read outside leave the step out (`conv_geometry`), rows outside skip a kernel row. Where around an image of integers
+   lies another number than 0, columns multiply that, and a kernel row's products with it are summed once for all columns.
+6. Where the weight of one tile's blocks exceeds the cache, input channels are cut into chunks, and the whole image goes through each chunk
+   with its partial sums in a buffer. While rows go through a chunk, they ask for the next one, a share each.
+Source: NeoCPU (Liu et al., USENIX ATC 2019); Georganas et al., "Anatomy of High-Performance Deep Learning Convolutions on SIMD
+Architectures", SC 2018.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch_hybrid_backend.engines.cpu.dot_products import DotProduct
+from torch_hybrid_backend.engines.cpu.schedules.convolution.geometry import Axis, ColumnTiles, column_tiles, is_wide
+from torch_hybrid_backend.engines.cpu.schedules.convolution.parts import ConvParts
+from torch_hybrid_backend.engines.cpu.schedules.convolution.tiling import (
+    channel_block,
+    choose_tiling,
+    reads_one_long_row,
+)
+from torch_hybrid_backend.engines.cpu.schedules.convolution.weight_stream import (
+    Task,
+    WeightChunks,
+    WeightStream,
+    streams,
+)
+from torch_hybrid_backend.engines.cpu.schedules.register_tiles import RegisterTile, by_part, has_polynomial
+from torch_hybrid_backend.engines.cpu.tile_sizes import Split, split_into
+from torch_hybrid_backend.engines.cpu.tir.builder import Stmt, TirExpr
+from torch_hybrid_backend.engines.cpu.tir.dot import word_of
+from torch_hybrid_backend.loops.index import Index, as_index
+from torch_hybrid_backend.sizes.size import known_int
+
+# Multiply-adds in one body of the loop over input channels: enough to hide it.
+_UNROLLED_MULTIPLY_ADDS = 56
+# A sum of so few becomes one piece of code, of which LLVM does not know that it runs more often than what is around it: the constants of a
+# polynomial in the epilogue keep their registers, and accumulators lose theirs (16 channels of 8 bits before SiLU: a store and a load for
+# every dot product).
+_SHORT_SUM = 256
+
+
+def direct(parts: ConvParts) -> Stmt:
+    """The kernel's body."""
+    return _Direct(parts).emit()
+
+
+def direct_row(parts: ConvParts) -> Callable[[Index, Index], Stmt]:
+    """All channels of one output row of an image."""
+    return _Direct(parts, is_flat=False).whole_row
+
+
+class _Direct:
+    """The emission of one kernel."""
+
+    def __init__(self, parts: ConvParts, is_flat: bool = True) -> None:
+        self.parts, self.builder, self.target = parts, parts.builder, parts.target
+        self.groups, self.blocks, _, self.channels, _, self.block = map(known_int, parts.kernel.packed.shape[:6])
+        self.per_group = parts.out_channels // self.groups
+        self.tail = self.per_group - (self.blocks - 1) * self.block
+        self.is_flat = is_flat and reads_one_long_row(parts)
+        self.rows, self.columns = parts.rows, parts.columns
+        if self.is_flat:
+            pixels = parts.rows.out * parts.columns.out
+            self.rows, self.columns = Axis(1, 1, 1, 1, 0, 1), Axis(pixels, pixels, 1, 1, 0, 1)
+        self.tiling = choose_tiling(parts, self.rows, self.columns, self.is_flat)
+        self.channel_block = channel_block(parts)
+
+    # Emission.
+
+    def emit(self) -> Stmt:
+        parts, tiling = self.parts, self.tiling
+        if tiling.chunk_rows:
+            pieces = -(-self.rows.out // tiling.chunk_rows)
+            return self.builder.fused(
+                (parts.images, self.groups, tiling.blocks.parts, pieces),
+                lambda at: self._by_blocks(at[0], at[1], at[2], partial(self._chunked, piece=at[3])),
+            )
+        columns = split_into(self.columns.out, tiling.column_tiles)
+        inner = columns.parts if self.is_flat else self.rows.out
+
+        def task(image: Index, group: Index, part: Index, position: Index) -> Stmt:
+            def at(where: Task) -> Stmt:
+                return self._flat_tile(where, columns, position) if self.is_flat else self._row(where, position)
+
+            return self._by_blocks(image, group, part, at)
+
+        if not streams(parts):
+            order = (parts.images, inner, self.groups, tiling.blocks.parts)
+            return self.builder.fused(order, lambda at: task(at[0], at[2], at[3], at[1]))
+        order = (parts.images, self.groups, tiling.blocks.parts, inner)
+        return self.builder.fused(order, lambda at: task(*at))
+
+    def whole_row(self, image: Index, row: Index) -> Stmt:
+        """One output row, all groups and blocks of channels one after the other."""
+        return self.builder.nest(
+            (self.groups, self.tiling.blocks.parts),
+            lambda at: self._by_blocks(image, at[0], at[1], lambda task: self._row(task, row)),
+            name="o",
+        )
+
+    def _by_blocks(self, image: Index, group: Index, part: Index, body: Callable[[Task], Stmt]) -> Stmt:
+        """`body` for a part of the channel blocks."""
+        return by_part(
+            self.builder,
+            self.tiling.blocks,
+            part,
+            lambda first, blocks: body(Task(image, group, first, blocks, part)),
+        )
+
+    def _flat_tile(self, task: Task, columns: Split, part: Index) -> Stmt:
+        """One tile of the single long row of a 1x1 kernel."""
+        return by_part(
+            self.builder,
+            columns,
+            part,
+            lambda first, count: self._tile(task, as_index(0), first, count, ((True,) * count,), part),
+        )
+
+    def _row(self, task: Task, row: Index) -> Stmt:
+        """One output row: its column tiles, kind by kind."""
+        b = self.builder
+
+        def of(kind: ColumnTiles) -> Stmt:
+            return b.loop(
+                kind.count, lambda t: self._tile(task, row, kind.start(t), kind.columns, kind.inside, row), name="t"
+            )
+
+        return b.seq(*[of(kind) for kind in column_tiles(self.columns, self.tiling.column_tiles)])
+
+    def _register_tile(self, task: Task, columns: int) -> RegisterTile:
+        return RegisterTile(self.builder, self.parts.printer, columns, task.blocks, self.block, self.parts.dtype)
+
+    def _tile(
+        self, task: Task, row: Index, first: Index, columns: int, inside: tuple[tuple[bool, ...], ...], turn: Index
+    ) -> Stmt:
+        """One register tile, from zero to its stores; `turn`: of the inner loop over the input."""
+        b = self.builder
+        tile = self._register_tile(task, columns)
+
+        def ahead(kh: Index, channel: Index) -> Stmt | None:
+            return self._fetch_weight(task, turn, kh, channel)
+
+        reduce = self._reduce(tile, task, row, first, inside, as_index(0), self.channels, ahead)
+
+        def place(vector: int, lane: Index, column: int | Index) -> tuple[Index, ...]:
+            return task.image, self._channel(task, vector, lane), *self._pixel(row, first + column)
+
+        write = self._with_tail(task, lambda channels: self.parts.write_tile(tile, channels, place))
+        return b.seq(tile.declare(), self._begin(tile, task), reduce, write)
+
+    def _begin(self, tile: RegisterTile, task: Task) -> Stmt:
+        """What the sums of a tile start at."""
+        if self.parts.kernel.start is None:
+            return tile.clear()
+        block = task.group * self.blocks + task.first_block
+        return tile.fill(lambda _, vector, lane: self.parts.start((block + vector) * self.block + lane))
+
+    def _with_tail(self, task: Task, body: Callable[[int], Stmt]) -> Stmt:
+        """`body(channels of the task's last block)`: the very last block may be padded."""
+        parts = self.tiling.blocks.parts
+        if self.tail == self.block or parts == 1:
+            return body(self.tail)
+        return self.builder.when(self.builder.index(task.part) < parts - 1, body(self.block), body(self.tail))
+
+    def _channel(self, task: Task, vector: int, lane: Index) -> Index:
+        return task.group * self.per_group + (task.first_block + vector) * self.block + lane
+
+    def _pixel(self, row: Index, column: Index) -> tuple[Index, Index]:
+        """Row and column of the image."""
+        if not self.is_flat:
+            return row, column
+        width = self.parts.columns.out
+        return column // width, column % width
+
+    def _reduce(
+        self,
+        tile: RegisterTile,
+        task: Task,
+        row: Index,
+        first: Index,
+        inside: tuple[tuple[bool, ...], ...],
+        first_channel: Index,
+        channels: int,
+        ahead: Callable[[Index, Index], Stmt | None],
+    ) -> Stmt | None:
+        """Adds the sums over the window and `channels` input channels to a tile; `ahead(kernel row, channel)`: before a block of channels."""
+        b, parts = self.builder, self.parts
+        dot, border = parts.kernel.dot, parts.kernel.border
+        around = None if dot is None or not border else word_of(border, dot.group, self.block)
+        wide = is_wide(self.columns)
+        taps = [kw for kw in range(self.columns.kernel) if border or any(inside[kw])] if not wide else []
+        if not wide and not taps:
+            return None
+
+        def weight_words(dot: DotProduct, kh: Index, channel: Index, kw: Index) -> list[TirExpr]:
+            return [
+                parts.weight_words(dot, task.group, task.first_block + v, kh, channel, kw, as_index(0))
+                for v in range(tile.vectors)
+            ]
+
+        def step(
+            kh: Index, source_row: Index, channel: Index, kw: Index, columns: Sequence[bool | None]
+        ) -> Stmt | None:
+            """One tap and channel. `columns`: whether each reads a pixel; None leaves it alone."""
+            if dot is not None:
+
+                def word(c: int) -> TirExpr | None:
+                    if columns[c]:
+                        pixel = self._pixel(source_row, self.columns.source(first + c, kw))
+                        return parts.word(dot, task.image, task.group * self.channels + channel, *pixel)
+                    return None if columns[c] is None else around
+
+                words = [word(c) for c in range(tile.rows)]
+                return tile.accumulate_words(words, weight_words(dot, kh, channel, kw), dot)
+
+            def x(column: int, _: Index) -> TirExpr:
+                pixel = self._pixel(source_row, self.columns.source(first + column, kw))
+                return parts.x(task.image, task.group * self.channels + channel, *pixel)
+
+            def weight(vector: int, lane: Index) -> TirExpr:
+                return parts.weight(task.group, task.first_block + vector, kh, channel, kw, lane)
+
+            return tile.accumulate(
+                [partial(x, c) if columns[c] else None for c in range(tile.rows)],
+                [partial(weight, v) for v in range(tile.vectors)],
+            )
+
+        def unrolled(kh: Index, source: Index) -> Stmt:
+            unroll = max(1, _UNROLLED_MULTIPLY_ADDS // (len(taps) * tile.rows * tile.vectors))
+            return self._each_channel(
+                first_channel,
+                channels,
+                unroll,
+                len(taps) * tile.rows * tile.vectors,
+                lambda channel: b.seq(*[step(kh, source, channel, as_index(kw), inside[kw]) for kw in taps]),
+                lambda channel, is_last: [
+                    self._fetch_ahead(tile.rows, task, source, first, first_channel, channel, is_last),
+                    ahead(kh, channel),
+                ],
+            )
+
+        def looped(kh: Index, source: Index) -> Stmt:
+            def tap(kw: Index) -> Stmt:
+                def add(columns: Sequence[bool | None]) -> Stmt:
+                    multiply_adds = sum(column is not None for column in columns) * tile.vectors
+                    unroll = max(1, _UNROLLED_MULTIPLY_ADDS // multiply_adds)
+                    return self._each_channel(
+                        first_channel,
+                        channels,
+                        unroll,
+                        multiply_adds,
+                        lambda channel: step(kh, source, channel, kw, columns),
+                    )
+
+                begin, end = self.columns.source(first, kw), self.columns.source(first + (tile.rows - 1), kw)
+
+                def single(c: int) -> Stmt:
+                    there = add([True if c == i else None for i in range(tile.rows)])
+                    other = add([False if c == i else None for i in range(tile.rows)]) if border else None
+                    return parts.inside(self.columns, self.columns.source(first + c, kw), there, other=other)
+
+                singly = map(single, range(tile.rows))
+                return parts.inside(self.columns, begin, add([True] * tile.rows), end, b.seq(*singly))
+
+            return b.loop(self.columns.kernel, tap, name="kw")
+
+        def outside(kh: Index) -> Stmt | None:
+            """A kernel row outside of the image: the same for all columns."""
+            if dot is None or around is None:
+                return None
+            one = self._register_tile(task, 1)
+
+            def add(position: tuple[Index, ...]) -> Stmt | None:
+                kw, channel = position
+                return one.accumulate_words([around], weight_words(dot, kh, first_channel + channel, kw), dot)
+
+            def with_sum(column: int, vector: int) -> Stmt:
+                total = b.load_vector(one.buffer, one.offset(0, vector), self.block)
+                return tile.update(column, vector, lambda old: old + total)
+
+            sums = b.nest((self.columns.kernel, channels), add, name="ic")
+            added = [with_sum(c, v) for v in range(tile.vectors) for c in range(tile.rows)]
+            return b.seq(one.declare(), one.clear(), sums, *added)
+
+        def kernel_row(kh: Index) -> Stmt:
+            source = self.rows.source(row, kh)
+            there = (looped if wide else unrolled)(kh, source)
+            return parts.inside(self.rows, source, there, other=outside(kh))
+
+        return b.loop(self.rows.kernel, kernel_row, name="kh")
+
+    def _each_channel(
+        self,
+        first: Index,
+        count: int,
+        unroll: int,
+        multiply_adds: int,
+        body: Callable[[Index], Stmt | None],
+        ahead: Callable[[Index, TirExpr], Sequence[Stmt | None]] = lambda channel, is_last: (),
+    ) -> Stmt:
+        """`body`, of `multiply_adds`, for `count` channels from `first`, block by block. `ahead(channel, is_last)`: prefetches, before the
+        block of `channel`."""
+        b, block = self.builder, self.channel_block
+
+        def run(start: Index, length: int) -> Stmt:
+            step = min(unroll, length)
+            is_short = count * multiply_adds <= _SHORT_SUM
+            loop = b.rolled if is_short and has_polynomial(self.parts.kernel.stores) else b.loop
+            whole = loop(length // step, lambda i: b.seq(*[body(start + i * step + u) for u in range(step)]), name="ic")
+            return b.seq(whole, *[body(start + (length - length % step + u)) for u in range(length % step)])
+
+        def whole_block(i: Index) -> Stmt:
+            channel = first + i * block
+            return b.seq(*ahead(channel, b.index(i) == blocks - 1), run(channel, block))
+
+        loop = b.loop(blocks, whole_block, name="cb") if (blocks := count // block) else None
+        return b.seq(loop, run(first + blocks * block, count % block) if count % block else None)
+
+    def _fetch_ahead(
+        self, columns: int, task: Task, row: Index, first: Index, channels: Index, channel: Index, is_last: TirExpr
+    ) -> Stmt | None:
+        """Asks for what a tile of `columns` reads after the block of `channel`: the next block, or the first of the next kernel row."""
+        axis, group = self.columns, task.group * self.channels
+        width = (columns - 1) * axis.stride + (axis.kernel - 1) * axis.dilation + 1
+
+        def at(row: Index, channel: Index) -> Callable[[int], tuple[Index, ...]]:
+            return lambda i: (task.image, group + channel, *self._pixel(row, axis.source(first, 0) + i))
+
+        behind = at(row, channel + self.channel_block)
+        return self.parts.fetch(width, is_last, at(row + self.rows.dilation, channels), behind)
+
+    def _fetch_weight(self, task: Task, turn: Index, kh: Index, channel: Index) -> Stmt | None:
+        """A share of the weight that this core reads next, unless it stays in the cache. All tiles of a row ask for the same."""
+        if not streams(self.parts):
+            return None
+        turns = self.tiling.column_tiles if self.is_flat else self.rows.out
+        channel_steps = max(1, self.channels // self.channel_block)
+        stream = WeightStream(self.parts, self.tiling.blocks.parts, turns, self.rows.kernel * channel_steps)
+        step = (turn * self.rows.kernel + kh) * channel_steps + channel // self.channel_block
+        return stream.prefetch(task, step)
+
+    # Weights larger than the cache.
+
+    def _chunked(self, task: Task, piece: Index) -> Stmt:
+        """Some output rows of a task, input channels chunk by chunk, partial sums in a buffer."""
+        b, tiling, columns = self.builder, self.tiling, self.columns.out
+        width = task.blocks * self.block
+        sums = b.local(tiling.chunk_rows * columns * width, self.parts.dtype, "sums")
+        kinds = column_tiles(self.columns, tiling.column_tiles)
+
+        def each_row(body: Callable[[Index, Index], Stmt]) -> Stmt:
+            def at(r: Index) -> Stmt:
+                row = piece * tiling.chunk_rows + r
+                statement = body(row, r)
+                return b.when(b.index(row) < self.rows.out, statement) if row.high >= self.rows.out else statement
+
+            return b.loop(tiling.chunk_rows, at, name="r")
+
+        def add(chunk: Index, row: Index, r: Index, kind: ColumnTiles) -> Stmt:
+            def at(t: Index) -> Stmt:
+                first = kind.start(t)
+                tile = self._register_tile(task, kind.columns)
+                start = (r * columns + first) * width
+                ahead = partial(chunks.prefetch, task, chunk, r)
+                reduce = self._reduce(tile, task, row, first, kind.inside, chunk * tiling.chunk, tiling.chunk, ahead)
+                return b.seq(tile.declare(), tile.restore(sums, start), reduce, tile.spill(sums, start))
+
+            return b.loop(kind.count, at, name="t")
+
+        def write(row: Index, r: Index) -> Stmt:
+            return self._with_tail(
+                task,
+                lambda channels: b.loop(
+                    columns,
+                    lambda column: self.parts.write_vectors(
+                        sums,
+                        (r * columns + column) * width,
+                        self.block,
+                        [self.block] * (task.blocks - 1) + [channels],
+                        lambda vector, lane: (task.image, self._channel(task, vector, lane), row, column),
+                    ),
+                    name="c",
+                ),
+            )
+
+        pieces = -(-self.rows.out // tiling.chunk_rows)
+        chunks = WeightChunks(self.parts, self.channels // tiling.chunk, tiling.chunk_rows, pieces, self.channel_block)
+        first = task.group * self.blocks + task.first_block
+        begin = b.loop(
+            tiling.chunk_rows * columns * task.blocks,
+            lambda i: self.parts.begin(sums, i * self.block, first + i % task.blocks),
+            name="z",
+        )
+        each_chunk = b.loop(
+            self.channels // tiling.chunk,
+            lambda chunk: each_row(lambda row, r: b.seq(*[add(chunk, row, r, kind) for kind in kinds])),
+            name="chunk",
+        )
+        return b.seq(b.alloc(sums), begin, each_chunk, each_row(write))

@@ -1,0 +1,383 @@
+"""MatMul: C[b, m, n] = sum over k of A[b, m, k] * B[b, k, n], with B packed in panels of `tile_n` columns.
+
+Pattern: a `PackedMatMulKernel`. Steps:
+1. Rows are cut into register tiles as equal as can be (197 rows are 2 tiles of 14 and 13 of 13), so there is no ragged last tile, and of
+   no more rows than the first-level cache holds lines of; columns are the panels of the packed B, the last of which computes only the
+   vectors that hold columns.
+2. Tiles are visited in the order (batch, block of rows, panel, tile of rows) by one parallel loop: a core keeps a panel of B in its
+   second-level cache while it goes through the rows of the block, and the block of A stays there too.
+3. In a tile, k runs outside an outer product held in registers; short tiles keep several copies to hide the latency of multiply-adds.
+   While a panel is worked on, its tiles prefetch the next one, a share each: weights come from memory in every call of a network that
+   is larger than the caches, and a core that waits for a panel's first tile loses a tenth of its time (128 rows).
+4. The stores run from registers, or from a spilled tile where the epilogue is long or the panel is the ragged last one.
+Where the number of rows is only known at run time, a variant for each height of tiles is compiled (`by_height`).
+One column (matrix-vector with the vector on the right) is a dot product, vectorised over k.
+Source: Goto & van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008; BLIS (Van Zee & van de Geijn, 2015).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import tvm
+from tvm import tirx
+
+from torch_hybrid_backend.engines.cpu.dot_products import DotProduct
+from torch_hybrid_backend.engines.cpu.kernels import PackedMatMulKernel
+from torch_hybrid_backend.engines.cpu.schedules.axes import Chunk, chunks, step
+from torch_hybrid_backend.engines.cpu.schedules.register_tiles import (
+    IN_FLIGHT,
+    RegisterTile,
+    by_height,
+    by_part,
+    has_long_epilogue,
+    lanes_of,
+    partials,
+    tile_start,
+    zero,
+)
+from torch_hybrid_backend.engines.cpu.target import LINE_BYTES, Target
+from torch_hybrid_backend.engines.cpu.tile_sizes import Split, max_rows, split_at_most, split_into
+from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirExpr
+from torch_hybrid_backend.engines.cpu.tir.dot import load_word, load_words
+from torch_hybrid_backend.engines.cpu.tir.printer import Printer
+from torch_hybrid_backend.loops.index import Index, as_index
+from torch_hybrid_backend.loops.ir import Load, compute_dtype, loads_of
+from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, function, size_hint
+
+# Sets times line: that of x86's first-level caches is a page, for they are looked up before the address is translated.
+_L1_WAY_BYTES = 4096
+
+# With 28 accumulators and a long epilogue, LLVM 22 keeps 16 of them in memory while it multiplies (3136 x 384 x 96 with GELU: twice the time).
+_LONG_EPILOGUE_ACCUMULATORS = 26
+
+
+def emit(kernel: PackedMatMulKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
+    """The kernel's body. Any float or integer dtype; accumulates in the compute dtype of the accumulator's dtype."""
+    return MatMul(kernel, builder, printer, target).emit()
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """How tiles are visited: `blocks` blocks of `per_block` row tiles; `rows` says how the rows are cut."""
+
+    rows: Split
+    blocks: int
+    per_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """Who fetches the next panel: tile number `tile` of about `tiles` that work on one panel. `repeats`: the first follows the last."""
+
+    tile: Index
+    tiles: int
+    repeats: bool
+
+
+class MatMul:
+    """The emission of one kernel."""
+
+    def __init__(self, kernel: PackedMatMulKernel, builder: Builder, printer: Printer, target: Target) -> None:
+        self.kernel, self.builder, self.printer, self.target = kernel, builder, printer, target
+        self.b, self.m, self.n = kernel.domain
+        self.dtype = compute_dtype(kernel.accumulator.dtype)
+        # Of a tile: along k, one element each, or one word.
+        self.steps = kernel.k.extent if kernel.dot is None else kernel.k.extent // kernel.dot.group
+        self.lanes = min(lanes_of(target, self.dtype), kernel.tile_n)
+        self.vectors = kernel.tile_n // self.lanes
+        self.panels = ceil_div(self.n.extent, kernel.tile_n)
+        # Columns of the last panel; of one that is not whole where that is only known at run time.
+        whole = self.n.extent // kernel.tile_n if isinstance(self.n.extent, Size) else self.panels - 1
+        self.last = self.n.extent - whole * kernel.tile_n
+        self.long_epilogue = has_long_epilogue(kernel.stores)
+        self.is_dot = (
+            kernel.dot is None and kernel.tile_n == 1 and size_hint(kernel.k.extent) >= 2 * lanes_of(target, self.dtype)
+        )
+
+    def emit(self) -> Stmt:
+        if isinstance(self.m.extent, Size):
+            return by_height(self.builder, self.m.extent, self._most_rows(), self.vectors, self._tiles_of)
+        order = self._order()
+
+        def tile(position: tuple[Index, ...]) -> Stmt:
+            batch, block, panel, inner = position
+            part = block * order.per_block + inner
+            ahead = Ahead(inner, order.per_block, repeats=order.blocks > 1)
+            return by_part(
+                self.builder, order.rows, part, lambda first, count: self._by_panel(batch, first, count, panel, ahead)
+            )
+
+        return self.builder.fused((self.b.extent, order.blocks, self.panels, order.per_block), tile)
+
+    def _tiles_of(self, rows: int) -> Stmt:
+        """Every tile, `rows` rows each, where the number of rows is only known at run time."""
+        b, parts = self.builder, ceil_div(self.m.extent, rows)
+        blocks = function("max", ceil_div(parts, self._fitting(rows)), 1)
+        per_block = ceil_div(parts, blocks)
+
+        def tile(position: tuple[Index, ...]) -> Stmt:
+            batch, block, panel, inner = position
+            part = block * per_block + inner
+            first, begin = tile_start(b, self.m.extent, rows, part)
+            ahead = Ahead(inner, size_hint(per_block), repeats=size_hint(blocks) > 1)
+            return b.when(b.index(part) < b.size(parts), b.seq(begin, self._by_panel(batch, first, rows, panel, ahead)))
+
+        return b.fused((self.b.extent, blocks, self.panels, per_block), tile)
+
+    def _most_rows(self) -> int:
+        spare = 0 if self.kernel.dot is None else self.kernel.dot.registers
+        most = min(max_rows(1 if self.is_dot else self.vectors, self.target, spare), self._most_cached_rows())
+        return min(most, _LONG_EPILOGUE_ACCUMULATORS // self.vectors) if self.long_epilogue else most
+
+    def _most_cached_rows(self) -> int:
+        """Rows of A whose cache lines find a place in the first-level cache beside those of a panel.
+
+        Rows a multiple of 4 KiB apart (k a multiple of 1,024 float32) all compete for one set: of more rows than it has places every line is
+        gone before its next element is read.
+        """
+        sets = [
+            _L1_WAY_BYTES // math.gcd(_L1_WAY_BYTES, distance)
+            for distance in self._row_distances()
+            if distance >= LINE_BYTES
+        ]
+        return min(sets, default=_L1_WAY_BYTES) * max(1, self.target.l1_bytes // _L1_WAY_BYTES - 2)
+
+    def _row_distances(self) -> list[int]:
+        """Bytes from one row to the next of what A is computed from."""
+        found = []
+        for load in loads_of(self.kernel.a):
+            if load.buffer in self.printer.arguments:
+                itemsize = max(1, int(tvm.DataType(load.buffer.dtype).bits) // 8)
+                found.append(step(self.printer.offset(load.buffer, load.index, {}), self.m) * itemsize)
+        return found
+
+    def _fitting(self, rows: int) -> int:
+        """Tiles of `rows` rows of A that fit half the second-level cache."""
+        itemsize = max(4, int(tvm.DataType(self.dtype).bits) // 8)
+        return max(1, self.target.l2_bytes // 2 // (rows * max(1, size_hint(self.steps)) * itemsize))
+
+    def _order(self) -> _Order:
+        """Rows per tile: the kernel's `schedule_rank` by estimated time; then blocks of rows that fit half the second-level cache."""
+        m, tasks_per_row_tile = self.m.extent, size_hint(self.b.extent * self.panels)
+        assert isinstance(m, int)
+        most = self._most_rows()
+
+        def time(rows: int) -> float:
+            # Per step of k, in half cycles: a multiply-add each (two a cycle), or a load each (a broadcast is one), or the latency of a
+            # short tile; the panel's vectors come from the second-level cache, at the cost of about a multiply-add for two.
+            parts = -(-m // rows)
+            mean = m / parts
+            work = max(mean * self.vectors, mean + self.vectors, IN_FLIGHT) + self.vectors / 2
+            return -(-(tasks_per_row_tile * parts) // self.target.cores) * work
+
+        # Heights that cut the rows into as many tiles are one choice: the least height that does.
+        heights = {split_at_most(m, rows).size: time(rows) for rows in range(min(m, most), 0, -1)}
+        rows = self.builder.ranked_choice(heights)
+        split = split_at_most(m, rows)
+        blocks = -(-split.parts // self._fitting(split.size))
+        per_block = -(-split.parts // blocks)
+        if blocks * per_block > m:  # more parts than rows: too few rows to block
+            return _Order(split, 1, split.parts)
+        return _Order(split_into(m, blocks * per_block), blocks, per_block)
+
+    def _by_panel(self, batch: Index, first: Index, rows: int, panel: Index, ahead: Ahead) -> Stmt:
+        if self.is_dot:
+            return self._dot_tile(batch, first, rows)
+        b, full = self.builder, self.kernel.tile_n
+        if isinstance(self.last, Size):
+            return b.when(
+                b.index(panel * full + full) <= b.size(self.n.extent),
+                self._tile(batch, first, rows, panel, full, ahead),
+                self._tile(batch, first, rows, panel, self.last, ahead),
+            )
+        if self.last == full:
+            return self._tile(batch, first, rows, panel, full, ahead)
+        if self.panels == 1:
+            return self._tile(batch, first, rows, panel, self.last, ahead)
+        return b.when(
+            b.index(panel) < b.size(self.panels - 1),
+            self._tile(batch, first, rows, panel, full, ahead),
+            self._tile(batch, first, rows, as_index(self.panels - 1), self.last, ahead),
+        )
+
+    def _a(self, batch: Index, row: Index, k: Index) -> TirExpr:
+        return self.printer.expr(self.kernel.a, {self.b: batch, self.m: row, self.kernel.k: k})
+
+    def _packed(self, batch: Index, panel: Index, k: Index, column: Index) -> TirExpr:
+        kernel = self.kernel
+        position = (batch if kernel.batched_b else as_index(0), panel, k, column)
+        return self.printer.expr(Load(compute_dtype(kernel.packed.dtype), kernel.packed, position), {})
+
+    def _tile(self, batch: Index, first: Index, rows: int, panel: Index, columns: Dim, ahead: Ahead) -> Stmt:
+        """One register tile: `rows` rows from `first`, the first `columns` columns of a panel."""
+        b, kernel, k_extent = self.builder, self.kernel, self.steps
+        vectors = self.vectors if isinstance(columns, Size) else -(-columns // self.lanes)
+        ways = RegisterTile.ways_for(rows * vectors, k_extent)
+        tile = RegisterTile(b, self.printer, rows, vectors, self.lanes, self.dtype, ways)
+
+        def step(k: Index, way: int) -> Stmt | None:
+            if kernel.dot is not None:
+                words = [self._word(batch, first + row, k, kernel.dot) for row in range(rows)]
+                columns_of = [self._packed_words(batch, panel, k, v, kernel.dot) for v in range(vectors)]
+                return tile.accumulate_words(words, columns_of, kernel.dot, way)
+
+            def a(row: int, _: Index) -> TirExpr:
+                return self._a(batch, first + row, k)
+
+            def packed(vector: int, lane: Index) -> TirExpr:
+                return self._packed(batch, panel, k, lane + vector * self.lanes)
+
+            return tile.accumulate(partials(a, rows), partials(packed, vectors), way)
+
+        begin, prefetch = self._prefetching(tile, batch, panel, ahead)
+        compute = b.seq(
+            begin, tile.declare(), tile.clear(), self._start(tile, batch, panel), tile.reduce(k_extent, step, prefetch)
+        )
+        return b.seq(compute, self._write(tile, batch, first, panel * self.kernel.tile_n, columns))
+
+    def _start(self, tile: RegisterTile, batch: Index, panel: Index) -> Stmt | None:
+        """What the sums start at, where that is not zero: it may overwrite the first copy alone."""
+        kernel, start = self.kernel, self.kernel.start
+        if start is None:
+            return None
+        of_right = batch if kernel.batched_b else as_index(0)
+
+        def value(row: int, vector: int, lane: Index) -> TirExpr:
+            column = panel * kernel.tile_n + (lane + vector * self.lanes)
+            return self.printer.expr(Load("int32", start, (of_right, column)), {})
+
+        return tile.fill(value)
+
+    def _word(self, batch: Index, row: Index, k: Index, dot: DotProduct) -> TirExpr:
+        load = self.kernel.a
+        assert isinstance(load, Load)
+        env = {self.b: batch, self.m: row, self.kernel.k: k * dot.group}
+        array = self.printer.arguments[load.buffer][0]
+        offset = self.builder.index(self.printer.offset(load.buffer, load.index, env))
+        return load_word(array, offset, dot, self.lanes)
+
+    def _packed_words(self, batch: Index, panel: Index, k: Index, vector: int, dot: DotProduct) -> TirExpr:
+        packed = self.kernel.packed
+        none = as_index(0)
+        position = (batch if self.kernel.batched_b else none, panel, k, as_index(vector * self.lanes), none)
+        array = self.printer.arguments[packed][0]
+        return load_words(array, self.builder.index(self.printer.offset(packed, position, {})), dot, self.lanes)
+
+    def _prefetching(
+        self, tile: RegisterTile, batch: Index, panel: Index, ahead: Ahead
+    ) -> tuple[Stmt | None, Callable[[Index], Stmt] | None]:
+        """A statement before a tile, and what goes before each of its unrolled steps: this tile's share of the next panel."""
+        b, kernel, k_extent = self.builder, self.kernel, self.steps
+        panels = self.panels * (self.b.extent if kernel.batched_b else 1)
+        unroll = tile.unrolled(k_extent)
+        # Lines of a panel for one unrolled step, and how many of them each of the tiles fetches.
+        itemsize = max(1, int(tvm.DataType(kernel.packed.dtype).bits) // 8)
+        line = LINE_BYTES // itemsize
+        step_elements = kernel.tile_n * (1 if kernel.dot is None else kernel.dot.group)
+        lines = -(-unroll * step_elements // line)
+        if size_hint(panels) <= self.target.cores or size_hint(k_extent) < unroll:
+            return None, None
+        share = -(-lines // ahead.tiles)
+        number = batch * self.panels + panel if kernel.batched_b else panel
+        following = number + 1
+        if ahead.repeats:
+            following = following % panels
+        # The last tiles ask again for what is there already, where tiles outnumber lines.
+        each = k_extent // unroll * (share * line)
+        start = tirx.Var(b.fresh("next"), "int32")
+        mine = tirx.Min(b.index(ahead.tile), tirx.IntImm("int32", -(-lines // share) - 1)) * b.size(each)
+        begin = tirx.stmt.Bind(start, b.index(following * (k_extent * step_elements)) + mine)
+        array = self.printer.arguments[kernel.packed][0]
+
+        def prefetch(k: Index) -> Stmt:
+            return b.seq(*[b.prefetch(array, start + b.index(k * (share * line) + i * line)) for i in range(share)])
+
+        return begin, prefetch
+
+    def _write(self, tile: RegisterTile, batch: Index, first: Index, column: Index, columns: Dim) -> Stmt:
+        """The stores of a tile, straight from registers where the epilogue is short and all columns are real."""
+        b, width = self.builder, tile.vectors * tile.lanes
+
+        def store(value: Callable[[Index], TirExpr], row: Index, start: Index | int, lanes: int) -> Stmt:
+            return self.printer.vector_loop(
+                lanes, lambda lane: self._stores(value(lane), batch, row, column + lane + start)
+            )
+
+        if not self.long_epilogue and columns == width:
+            return b.seq(
+                *[
+                    store(partial(tile.at, r, v), first + r, v * tile.lanes, tile.lanes)
+                    for r in range(tile.rows)
+                    for v in range(tile.vectors)
+                ]
+            )
+        spilled = b.local(tile.size, self.dtype, "tile")
+
+        def stores_of(r: Index) -> Stmt:
+            def load(start: Index, lane: Index) -> TirExpr:
+                return b.load(spilled, r * width + lane + start)
+
+            def part(chunk: Chunk) -> Stmt:
+                return chunk.around(b, store(partial(load, chunk.start), first + r, chunk.start, chunk.width))
+
+            return b.seq(*[part(chunk) for chunk in chunks(b, columns, tile.lanes)])
+
+        return b.seq(b.alloc(spilled), tile.spill(spilled), b.loop(tile.rows, stores_of, name="r"))
+
+    def _stores(self, value: TirExpr, batch: Index, row: Index, column: Index) -> Stmt:
+        """Every store of the kernel at one point of the domain, with `value` as the accumulator."""
+        self.printer.locals[self.kernel.accumulator] = lambda _: value
+        return self.printer.stores(self.kernel.stores, {self.b: batch, self.m: row, self.n: column})
+
+    def _dot_tile(self, batch: Index, first: Index, rows: int) -> Stmt:
+        """One column: rows of A, read along k, times the only panel, which is a plain vector over k."""
+        b, k_extent = self.builder, self.kernel.k.extent
+        lanes = lanes_of(self.target, self.dtype)
+        ways = (
+            4
+            if rows == 1 and size_hint(k_extent) >= 8 * lanes
+            else 2
+            if rows < 4 and size_hint(k_extent) >= 4 * lanes
+            else 1
+        )
+        tile = RegisterTile(b, self.printer, rows, 1, lanes, self.dtype, ways)
+        none = as_index(0)
+
+        def step(k: Index, way: int) -> Stmt:
+            def a(row: int, lane: Index) -> TirExpr:
+                return self._a(batch, first + row, k + lane)
+
+            return tile.accumulate(partials(a, rows), [lambda lane: self._packed(batch, none, k + lane, none)], way)
+
+        chunk = ways * lanes
+        whole = k_extent // chunk
+        left = k_extent - whole * chunk
+        main = b.loop(whole, lambda k: b.seq(*[step(k * chunk + w * lanes, w) for w in range(ways)]), name="k")
+        spilled = b.local(tile.size, self.dtype, "tile")
+
+        def row(r: Index) -> Stmt:
+            total = b.local(1, self.dtype, "sum")
+
+            def add(value: TirExpr) -> Stmt:
+                return b.store(total, 0, b.load(total, 0) + value)
+
+            def rest(k: Index) -> Stmt:
+                at = k + whole * chunk
+                return add(self._a(batch, first + r, at) * self._packed(batch, none, at, none))
+
+            return b.seq(
+                b.alloc(total),
+                b.store(total, 0, zero(self.dtype)),
+                b.loop(lanes, lambda lane: add(b.load(spilled, r * lanes + lane)), name="l"),
+                b.loop(left, rest, name="k") if left != 0 else None,
+                self._stores(b.load(total, 0), batch, first + r, none),
+            )
+
+        return b.seq(
+            tile.declare(), tile.clear(), main, tile.merge(),
+            b.alloc(spilled), tile.spill(spilled), b.loop(rows, row, name="r"),
+        )  # fmt: skip

@@ -1,0 +1,369 @@
+"""The on-disk store: bytes under (kind, key), shared by the processes of one user, or filled by root for any of them.
+
+A utility that any room may import (it imports errors and utilities): partition keeps placement verdicts in it, engines keep
+kernel libraries. What it holds is read back as bytes or as a file path, never unpickled.
+
+Layout: `<root>/<kind>/<key>/<checksum of kind, key and content><suffix>`. The name is the checksum, so an entry is one file,
+written to a temporary name and moved into place by `os.replace`: readers see all of it or nothing, and two processes
+that write different bytes under one key do not disturb each other. An entry moved to another key counts as corrupt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import stat
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch_hybrid_backend.errors import CacheError, failures, ignored
+from torch_hybrid_backend.storage.temporary_folder import TemporaryFolder
+
+_log = logging.getLogger(__name__)
+_SAFE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+# Only what is named so is ever counted or removed: the directory may be one that holds other things too.
+_ENTRY = re.compile(r"[0-9a-f]{64}\.[a-z]+")
+_UNFINISHED = (".hybrid-", ".part")
+
+# Not through a link, and not stopping at a pipe. Windows has no such flags.
+_OPEN_FLAGS = os.O_RDONLY | sum(getattr(os, flag, 0) for flag in ("O_NOFOLLOW", "O_CLOEXEC", "O_NONBLOCK", "O_BINARY"))
+_ELSEWHERE = "HYBRID_CACHE_DIR sets another directory"
+# The size is looked at again when so small a share of the limit was written: looking costs a walk.
+_UNCHECKED_SHARE = 16
+_IN_USE_S = 600.0  # what was used so recently may be about to be opened: it stays
+_ABANDONED_S = 3600.0  # a temporary file as old as that has no writer any more
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Disk space of one kind of entries."""
+
+    kind: str
+    entries: int
+    size_bytes: int
+
+
+class Store:
+    """Bytes on disk, checked when read. Owns a temporary directory where the wanted one cannot be used."""
+
+    def __init__(self, root: Path, limit_bytes: int | None = None) -> None:
+        """Open `root`, made with mode 0700 where absent. `limit_bytes`: what is used least recently goes beyond that. One that can only be
+        read, as of a container's image, is read: `put` raises.
+
+        Raises CacheError where it cannot be made or read, is owned neither by this user nor by root, is writable for others, or lies in a
+        directory in which anybody may replace it: kernel libraries found there are loaded into the process, so nobody else may place one.
+        """
+        self._only_read = ""  # why nothing can be written
+        try:
+            _make(root)
+            # Links are followed once, here: one that is changed later leads nobody elsewhere.
+            root = root.resolve(strict=True)
+            _check_privacy(root)
+            try:
+                with tempfile.TemporaryFile(dir=root):
+                    pass
+            except failures(OSError) as error:
+                self._only_read = _cannot_write(root, error)
+                _check_readable(root)
+        except CacheError:
+            raise
+        except failures(OSError, RuntimeError) as error:  # RuntimeError: a loop of links
+            raise CacheError(_cannot_write(root, error)) from error
+        self.root = root
+        self.limit_bytes = limit_bytes
+        self._unchecked_bytes: int | None = None  # written since the size was looked at; None: never was
+        self._owned: TemporaryFolder | None = None  # which goes with it
+        self._hidden: set[Path] = set()  # entries that were to be removed, and could not be
+
+    @staticmethod
+    def open(root: Path, *, enabled: bool = True, strict: bool = False, limit_bytes: int | None = None) -> Store:
+        """The store at `root`; a temporary one, gone with the process, where `enabled` is false or `root` cannot be
+        used.
+
+        The latter gives one WARNING, or under `strict` raises CacheError.
+        """
+        if enabled:
+            try:
+                return Store(root, limit_bytes)
+            except CacheError as error:
+                if strict:
+                    raise
+                _log.warning("%s. This process keeps compiled kernels in a temporary directory", error)
+        return Store.temporary()
+
+    @staticmethod
+    def temporary() -> Store:
+        """A store in a new directory that goes with the store, or with this process. Raises CacheError where there can be none."""
+        try:
+            folder = TemporaryFolder()
+        except failures(OSError) as error:
+            raise CacheError(f"no temporary directory can be made: {error}. TMPDIR sets another place") from error
+        store = Store(folder.path)
+        store._owned = folder
+        return store
+
+    def get(self, kind: str, key: str) -> bytes | None:
+        """The bytes under (kind, key), or None. An entry whose checksum is wrong is removed and counts as absent."""
+        found = self._read(kind, key)
+        return found[1] if found else None
+
+    def path_of(self, kind: str, key: str) -> Path | None:
+        """The file that holds the entry (a kernel library, say), its checksum verified just now; None where absent."""
+        found = self._read(kind, key)
+        return found[0] if found else None
+
+    def put(self, kind: str, key: str, data: bytes, suffix: str = ".bin") -> Path:
+        """Write the entry atomically; returns its path, which ends in `suffix`. Raises CacheError on failure."""
+        if self._only_read:
+            raise CacheError(self._only_read)
+        folder = self._folder(kind, key)
+        target = folder / (_checksum(kind, key, data) + suffix)
+        self._make_room(len(data))
+        try:
+            try:
+                _write(target, data)
+            except FileNotFoundError:  # another process has just removed the empty folder, or the user everything
+                _make(self.root)
+                _write(target, data)
+        except failures(OSError) as error:
+            raise CacheError(f"cannot write {target}: {error}") from error
+        self._hidden.discard(target)
+        return target
+
+    def remove(self, kind: str, key: str) -> None:
+        """Remove the entry, where present; for this process alone where it may not be written."""
+        for path in _files(self._folder(kind, key)):
+            self._discard(path)
+
+    def lock_path(self, kind: str, key: str) -> Path:
+        """Path of the file that locks the entry, beside it: a name that counts as no entry. Raises CacheError for what can name none."""
+        return self._folder(kind, key) / ".lock"
+
+    def keys(self, kind: str) -> list[str]:
+        """The keys of the entries of one kind, in order."""
+        return sorted({path.parent.name for path, _ in self._entries() if path.parent.parent.name == kind})
+
+    def usage(self) -> list[Usage]:
+        """Disk space of each kind of entries, by name."""
+        sizes: dict[str, list[int]] = {}
+        for path, status in self._entries():
+            sizes.setdefault(path.parent.parent.name, []).append(_disk_bytes(status))
+        return [Usage(kind, len(sizes[kind]), sum(sizes[kind])) for kind in sorted(sizes)]
+
+    def clear(self) -> None:
+        """Remove every entry. Processes that use the store go on: what they lack they make again. Raises CacheError for what cannot be
+        removed."""
+        for path, _ in self._entries():
+            try:
+                path.unlink(missing_ok=True)
+            except failures(OSError) as error:
+                raise CacheError(f"cannot remove {path}: {error}") from error
+            _remove_empty(path.parent)
+
+    def _discard(self, path: Path) -> None:
+        try:
+            path.unlink(missing_ok=True)
+        except failures(OSError):
+            self._hidden.add(path)
+
+    def _read(self, kind: str, key: str) -> tuple[Path, bytes] | None:
+        for path in _files(self._folder(kind, key)):
+            if path in self._hidden:
+                continue
+            try:
+                data = read_entry(path)
+            except CacheError as error:
+                if path.is_symlink() or path.exists():
+                    _log.warning("%s; it is removed and made anew", error)
+                    self._discard(path)
+                continue
+            with ignored(OSError):
+                os.utime(path)  # used now: `_make_room` removes the least recently used first
+            return path, data
+        return None
+
+    def _folder(self, kind: str, key: str) -> Path:
+        for name in (kind, key):
+            if not _SAFE.fullmatch(name):
+                raise CacheError(f"{name!r} cannot name a cache entry; it must be 1 to 200 of a-z A-Z 0-9 . _ -")
+        return self.root / kind / key
+
+    def _entries(self) -> list[tuple[Path, os.stat_result]]:
+        """Every file of the store, unfinished ones too."""
+        found = []
+        for path in self.root.glob("*/*/*"):
+            if not (_ENTRY.fullmatch(path.name) or _is_unfinished(path)):
+                continue
+            with ignored(OSError):  # removed meanwhile
+                found.append((path, path.lstat()))
+        return found
+
+    def _make_room(self, more_bytes: int) -> None:
+        """Keep the limit, loosely: a walk now and then, and nothing goes that is in use."""
+        if self.limit_bytes is None:
+            return
+        if (
+            self._unchecked_bytes is not None
+            and self._unchecked_bytes + more_bytes < self.limit_bytes // _UNCHECKED_SHARE
+        ):
+            self._unchecked_bytes += more_bytes
+            return
+        self._unchecked_bytes = more_bytes
+        now = time.time()
+        kept = []
+        for path, status in self._entries():
+            age = now - status.st_mtime
+            if _is_unfinished(path) and age > _ABANDONED_S:
+                _unlink(path)
+            else:
+                kept.append((status.st_mtime, _disk_bytes(status), path))
+        excess = sum(size for _, size, _ in kept) - self.limit_bytes
+        if excess <= 0:
+            return
+        excess += self.limit_bytes // _UNCHECKED_SHARE
+        removed = 0
+        for used, size, path in sorted(kept):
+            if excess <= 0 or now - used < _IN_USE_S:
+                break
+            _unlink(path)
+            removed += 1
+            excess -= size
+        _log.info(
+            "the cache %s was over its limit of %d MiB: %d entries removed", self.root, self.limit_bytes >> 20, removed
+        )
+
+
+def is_entry(path: Path) -> bool:
+    """True if a file is named as entries of a store are, so that `read_entry` can verify it."""
+    return _ENTRY.fullmatch(path.name) is not None and len(path.parts) > 2
+
+
+def read_entry(path: Path) -> bytes:
+    """The content of a store's entry, as verified: what is returned is what was checked, whatever happens to the file.
+
+    Raises CacheError where the file is gone, is not a plain file of this user or of root that nobody else may write, or its checksum is wrong.
+    """
+    try:
+        with os.fdopen(os.open(path, _OPEN_FLAGS), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or not _is_private(status):
+                raise CacheError(
+                    f"the cache entry {path} is not a plain file of this user or of root that nobody else may write "
+                    f"(owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o})"
+                )
+            data = file.read()
+    except failures(OSError) as error:
+        raise CacheError(f"the cache entry {path} cannot be read: {error}") from error
+    if _checksum(path.parent.parent.name, path.parent.name, data) != path.name[:64]:
+        raise CacheError(f"the cache entry {path} is corrupt (its checksum differs)")
+    return data
+
+
+def _checksum(kind: str, key: str, data: bytes) -> str:
+    return hashlib.sha256(f"{kind}\x00{key}\x00".encode() + data).hexdigest()
+
+
+def _make(root: Path) -> None:
+    """Make the directory and those above it that are absent, all private whatever the umask."""
+    missing = [folder for folder in (root, *root.parents) if not folder.exists()]
+    for folder in reversed(missing):
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def _cannot_write(root: Path, error: Exception) -> str:
+    return f"the cache directory {root} cannot be made or written ({error}). {_ELSEWHERE}"
+
+
+def _check_readable(root: Path) -> None:
+    """Raise CacheError where the directory or that of one of its kinds cannot be read: those who fill a cache keep it to themselves."""
+    try:
+        for folder in root.iterdir():
+            if folder.is_dir():
+                next(folder.iterdir(), None)
+    except PermissionError as error:
+        raise CacheError(
+            f"the cache directory {root} cannot be read by user {os.geteuid()} ({error}). Let others read what it holds "
+            f"(chmod -R a+rX {root}). {_ELSEWHERE}"
+        ) from error
+
+
+def _check_privacy(root: Path) -> None:
+    status = root.stat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise CacheError(f"the cache directory {root} is not a directory. {_ELSEWHERE}")
+    if not hasattr(os, "geteuid"):
+        return
+    if not _is_trusted(status):
+        raise CacheError(
+            f"the cache directory {root} belongs to user {status.st_uid}, and user {os.geteuid()} runs this process. "
+            f"{_ELSEWHERE}"
+        )
+    if _others_may_write(status):
+        raise CacheError(
+            f"the cache directory {root} is writable for others (mode {stat.S_IMODE(status.st_mode):04o}). "
+            f"Make it private (chmod 700 {root}). {_ELSEWHERE}"
+        )
+    for folder in root.parents:
+        mode = folder.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:  # sticky, as /tmp is: only its owner may replace an item
+            raise CacheError(
+                f"the cache directory {root} lies in {folder}, where anybody may replace it (mode {stat.S_IMODE(mode):04o}). "
+                f"Change that (chmod o-w {folder}). {_ELSEWHERE}"
+            )
+
+
+def _is_private(status: os.stat_result) -> bool:
+    """True if it is this user's or root's, and no other's to write. Always so on Windows, which tells no owner."""
+    return not hasattr(os, "geteuid") or (_is_trusted(status) and not _others_may_write(status))
+
+
+def _is_trusted(status: os.stat_result) -> bool:
+    return status.st_uid in (os.geteuid(), 0)  # root may do anything to this process as it is
+
+
+def _others_may_write(status: os.stat_result) -> bool:
+    return bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+
+
+def _write(target: Path, data: bytes) -> None:
+    folder = target.parent
+    for directory in (folder.parent, folder):  # one by one: mkdir gives `mode` to the last one only
+        directory.mkdir(mode=0o700, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=folder, prefix=_UNFINISHED[0], suffix=_UNFINISHED[1])
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(temporary, target)
+    except BaseException:  # Ctrl-C too
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _files(folder: Path) -> list[Path]:
+    try:
+        return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    except failures(OSError):
+        return []
+
+
+def _is_unfinished(path: Path) -> bool:
+    return path.name.startswith(_UNFINISHED[0]) and path.name.endswith(_UNFINISHED[1])
+
+
+def _disk_bytes(status: os.stat_result) -> int:
+    return max(status.st_size, getattr(status, "st_blocks", 0) * 512)
+
+
+def _unlink(path: Path) -> None:
+    with ignored(OSError):
+        path.unlink()
+    _remove_empty(path.parent)
+
+
+def _remove_empty(folder: Path) -> None:
+    with ignored(OSError):  # not empty, or gone
+        folder.rmdir()
