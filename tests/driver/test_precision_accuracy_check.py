@@ -103,7 +103,7 @@ def test_the_layer_that_is_off_returns_to_float32(dynamic: bool, caplog: pytest.
     _, found = _explained(model, torch.randn(8, 16))
     (warning,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
     assert "addmm_1" in warning
-    assert "test_model_gate.py" in warning
+    assert "test_precision_accuracy_check.py" in warning
     assert "addmm_2" not in warning
     (left,) = found.left
     assert (left.name, left.code) == ("addmm_1", Reason.ACCURACY)
