@@ -25,19 +25,17 @@ from torch_hybrid_backend.storage.sources import read_sources_version, sources_v
 # processor is in keys by its value.
 _DECIDE_NOTHING = {
     *(
+        "builds",
+        "cancellation",
         "config",
         "errors",
         "machine",
-        "measure",
-        "other_load",
+        "measuring",
+        "processes",
         "progress",
         "services",
-        "store",
-        "sources",
-        "temporary_folder",
-        "__version__",
-    ),
-    *("background", "builds", "processes", "cancellation", "fork_lock"),
+        "storage",
+    )
 }
 _PARTS = {"kernels": compiler.SOURCES, "kept graphs": aot_cache.SOURCES, "TensorRT": tensorrt.SOURCES}
 
@@ -62,7 +60,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (aot_cache.SOURCES, "core/hoisted_inputs.py"),
         (aot_cache.SOURCES, "capture/decompositions.py"),
         (session.TIMING_SOURCES, "runtime/plan_layout.py"),
-        (session.TIMING_SOURCES, "measure.py"),
+        (session.TIMING_SOURCES, "measuring/measure.py"),
         (session.TIMING_SOURCES, "_runtime.so"),
     ],
 )
