@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture(scope="session", autouse=True)
 def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One fresh kernel cache for the session, which processes that tests start use too; the user's own is left alone."""
+    """Make a fresh kernel cache for the session, which processes that tests start use too; the user's own is left alone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HYBRID_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
         # By measurement, eager would win some of these small regions, on some days: their kernels would go untested.

@@ -26,7 +26,7 @@ traced = pytest.mark.skipif(
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What was imported stays: collections that go through it again and again were 5 to 10 % of the time of the tests."""
+    """Freeze what was imported: collections that go through it again and again were 5 to 10 % of the time of the tests."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)

@@ -40,7 +40,7 @@ def nursery() -> Iterator[Nursery]:
 
 @pytest.fixture(scope="session")
 def filled_cache(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two calls of `check` leave in an empty cache: kernels and timings, two of each, and that the graphs are known."""
+    """The cache that two calls of `check` leave: kernels and timings, two of each, and that the graphs are known."""
     folder = tmp_path_factory.mktemp("filled")
     done = nursery.run("check(6); check(7)", folder, HYBRID_PLACEMENT="measure")
     assert (len(done.answers), done.status) == (2, 0), done

@@ -1,4 +1,4 @@
-"""What a program raises in the midst of our work, to limit the time of a job, say, is raised to the program.
+"""An error that a program raises in the midst of our work, to limit the time of a job, say, is raised to the program.
 
 The classes of such errors are the program's own (SoftTimeLimitExceeded of Celery, JobTimeoutException of RQ) or TimeoutError. They come at any
 moment: while kernels are compiled, results compared, regions or whole calls timed, and in calls of a plan.
@@ -34,7 +34,7 @@ class TimeUp(Exception):
 
 
 class TimeUpAtRunTime(RuntimeError):
-    """One that is a RuntimeError too, as what PyTorch's operators raise."""
+    """A time limit that is a RuntimeError too, as those of PyTorch's operators."""
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def _compiled(model: nn.Module, x: torch.Tensor) -> Callable[..., Any]:
 
 
 def _raised_by(call: Callable[[], object], kind: type[Exception], seconds: float = 0.0) -> Exception | None:
-    """What `call` raises, called again for so many seconds; None where that is nothing."""
+    """The error that `call` raises, called again for so many seconds; None where that is nothing."""
     until = time.monotonic() + seconds
     try:
         call()
@@ -194,7 +194,7 @@ def test_a_time_limit_in_later_calls(
     "the error itself; the next call is right",
 )
 def test_a_time_limit_of_another_thread(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """It is raised in the midst of what is timed, and comes out."""
+    """A time limit of another thread is raised in the midst of what is timed, and comes out."""
     monkeypatch.setenv("HYBRID_PLACEMENT", "measure")
     model, x = _model(), torch.randn(3, 24)
     expected = model(x)
