@@ -65,6 +65,15 @@ def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch_hybrid_backend.measuring.other_load.thread_waits", dict)
 
 
+@pytest.fixture(scope="session")
+def kernel_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fresh cache that all processes of this run share: kernels that several tests need are compiled once."""
+    base = tmp_path_factory.getbasetemp()
+    path = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kernels"
+    path.mkdir(mode=0o700, exist_ok=True)
+    return path
+
+
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Golden:
     """The golden file that belongs to the test."""
