@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tvm import tirx
-
 from torch_hybrid_backend.engines.cpu.kernels import DequantizedMatMulKernel, TileConvKernel, TileMatMulKernel
 from torch_hybrid_backend.engines.cpu.operands.amx_formats import PANEL, ROW_BYTES, TileFormat
 from torch_hybrid_backend.engines.cpu.target import Target
+from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirExpr
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
@@ -175,7 +174,7 @@ class TileBlocks:
     def _left(self, first: Index, total: Dim, count: Dim) -> TirExpr | None:
         if total % count == 0:
             return None
-        return tirx.Min(self.builder.index(as_index(total) - first), self.builder.size(count))
+        return tir.minimum(self.builder.index(as_index(total) - first), self.builder.size(count))
 
     def _each_row(self, first: Index, body: Callable[[Index], Stmt]) -> Stmt:
         """`body(r)` for the panels of rows of a task."""
@@ -197,7 +196,7 @@ class TileBlocks:
         """How many rows a panel has; None where all have 32."""
         if self.m % PANEL == 0:
             return None
-        return tirx.Min(self.builder.index(as_index(self.m) - (row + r) * PANEL), tirx.IntImm("int32", PANEL))
+        return tir.minimum(self.builder.index(as_index(self.m) - (row + r) * PANEL), tir.const(PANEL, "int32"))
 
     def has_half_panels(self) -> bool:
         """True if a panel of rows may be one tile."""

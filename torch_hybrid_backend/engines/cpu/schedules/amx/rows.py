@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from tvm import tirx
-
 from torch_hybrid_backend.engines.cpu.operands.amx_formats import PANEL
 from torch_hybrid_backend.engines.cpu.schedules.amx.blocks import LANES, Part, Products, TileBlocks
 from torch_hybrid_backend.engines.cpu.schedules.bf16_split import FloatParts
 from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.engines.cpu.tile_sizes import lane_chunks
+from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
 from torch_hybrid_backend.engines.cpu.tir.storage import narrow, storage_dtype
@@ -116,7 +115,7 @@ class TileRows(TileBlocks):
         b, form = self.builder, self.form
         if self.rows is not None and self.k % form.depth == 0:
             return self._copy_rows(self.rows, batch, row, r, part)
-        zero = tirx.const(0, storage_dtype(form.a_dtype))
+        zero = tir.const(0, storage_dtype(form.a_dtype))
         splitting = FloatParts(b, self.printer, form.parts, self.target) if form.splits else None
 
         def put(line: Index, at: Index, width: int, env: Lanes) -> Stmt:
@@ -145,7 +144,7 @@ class TileRows(TileBlocks):
             return rows
 
         def mark(value: int) -> Stmt:
-            return b.store(self.is_outside, r, tirx.IntImm("int32", value))
+            return b.store(self.is_outside, r, tir.const(value, "int32"))
 
         return b.seq(splitting.begin(), mark(0), rows, splitting.when_outside(mark(1)))
 
@@ -171,4 +170,4 @@ class TileRows(TileBlocks):
             array, _ = self.printer.arguments[a.buffer]
             return self.builder.load(array, self.printer.offset(a.buffer, a.index, env))
         value = self.printer.expr(a, env)
-        return narrow(value, dtype) if a.dtype == "float32" else tirx.Cast(dtype, value)
+        return narrow(value, dtype) if a.dtype == "float32" else tir.cast(value, dtype)

@@ -37,7 +37,7 @@ from torch_hybrid_backend.engines.cpu.schedules.convolution.weight_stream import
 from torch_hybrid_backend.engines.cpu.schedules.register_tiles import RegisterTile, by_part, has_polynomial
 from torch_hybrid_backend.engines.cpu.tile_sizes import Split, split_into
 from torch_hybrid_backend.engines.cpu.tir.builder import Stmt, TirExpr
-from torch_hybrid_backend.engines.cpu.tir.dot import word_of
+from torch_hybrid_backend.engines.cpu.tir.expressions import word_of
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.sizes.size import known_int
 

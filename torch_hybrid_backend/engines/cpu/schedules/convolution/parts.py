@@ -6,17 +6,15 @@ import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import tvm
-from tvm import tirx
-
 from torch_hybrid_backend.engines.cpu.dot_products import DotProduct
 from torch_hybrid_backend.engines.cpu.kernels import PackedConvKernel
 from torch_hybrid_backend.engines.cpu.schedules.convolution.geometry import Axis, axes
-from torch_hybrid_backend.engines.cpu.schedules.register_tiles import RegisterTile, has_long_epilogue, zero
+from torch_hybrid_backend.engines.cpu.schedules.register_tiles import RegisterTile, has_long_epilogue
 from torch_hybrid_backend.engines.cpu.schedules.transposition import transposed
 from torch_hybrid_backend.engines.cpu.schedules.vector_stores import stored_vector
 from torch_hybrid_backend.engines.cpu.target import LINE_BYTES, Target
 from torch_hybrid_backend.engines.cpu.tile_sizes import lane_chunks
+from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.cpu.tir.dot import load_word, load_words
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
@@ -42,10 +40,8 @@ class ConvParts:
         self.long_epilogue = has_long_epilogue(kernel.stores)
         # Input channels of one step of a sum, and the bytes that one output channel's weight takes for it.
         self.together = 1 if kernel.dot is None else kernel.dot.group
-        self.weight_bytes = self.together * int(tvm.DataType(kernel.packed.dtype).bits) // 8
-        self.x_bytes = self.together * max(
-            (int(tvm.DataType(load.buffer.dtype).bits) // 8 for load in loads_of(kernel.x)), default=4
-        )
+        self.weight_bytes = self.together * tir.itemsize(kernel.packed.dtype)
+        self.x_bytes = self.together * max((tir.itemsize(load.buffer.dtype) for load in loads_of(kernel.x)), default=4)
 
     def _spatial(self, variables: tuple[LoopVar, ...], row: Index, column: Index) -> dict[LoopVar, Index]:
         return dict(zip(variables[2:], (row, column)[4 - len(variables) :], strict=True))
@@ -77,7 +73,7 @@ class ConvParts:
     def start(self, channel: Index) -> TirExpr:
         """What the sums of an output channel start at; channels are counted as they are in the packed weight."""
         start = self.kernel.start
-        return zero(self.dtype) if start is None else self.printer.expr(Load(self.dtype, start, (channel,)), {})
+        return tir.const(0, self.dtype) if start is None else self.printer.expr(Load(self.dtype, start, (channel,)), {})
 
     def fetch(
         self,
@@ -102,9 +98,9 @@ class ConvParts:
         def offset(place: tuple[Index, ...]) -> TirExpr:
             return self.builder.index(self.printer.offset(load.buffer, load.index, self.x_env(*place)))
 
-        step = max(1, LINE_BYTES * 8 // (layout.block * int(tvm.DataType(load.buffer.dtype).bits)))
+        step = max(1, LINE_BYTES // (layout.block * tir.itemsize(load.buffer.dtype)))
         lines = range(0, width, step)
-        choices = [tirx.Select(condition, offset(then(i)), offset(otherwise(i))) for i in lines]
+        choices = [tir.select(condition, offset(then(i)), offset(otherwise(i))) for i in lines]
         return self.builder.seq(*[self.builder.prefetch(array, choice, level=1) for choice in choices])
 
     def weight(self, *position: Index) -> TirExpr:
@@ -121,7 +117,7 @@ class ConvParts:
             tests.append(b.index(position) >= 0)
         if last.high >= axis.size:
             tests.append(b.index(last) < axis.size)
-        return b.when(functools.reduce(tirx.And, tests), body, other) if tests else body
+        return b.when(functools.reduce(tir.logical_and, tests), body, other) if tests else body
 
     def env(self, image: Index, channel: Index, row: Index, column: Index) -> dict[LoopVar, Index]:
         """The kernel's variables at one output element."""
@@ -140,7 +136,9 @@ class ConvParts:
     def clear(self, buffer: TirBuffer, offset: Index) -> Stmt:
         """One block of zeros."""
         b = self.builder
-        return self.printer.vector_loop(self.block, lambda lane: b.store(buffer, offset + lane, zero(self.dtype)))
+        return self.printer.vector_loop(
+            self.block, lambda lane: b.store(buffer, offset + lane, tir.const(0, self.dtype))
+        )
 
     def begin(self, buffer: TirBuffer, offset: Index, block: Index) -> Stmt:
         """What the sums of an output block start at."""
@@ -249,8 +247,8 @@ class ConvParts:
             loads = [
                 b.load_vector(tile.buffer, tile.offset(first + min(c, count - 1), vector), lanes) for c in range(lanes)
             ]
-            rows = [tirx.Var(b.fresh("row"), f"{self.dtype}x{lanes}") for _ in loads]
-            binds = [tirx.stmt.Bind(row, load) for row, load in zip(rows, loads, strict=True)]
+            rows = [b.variable("row", f"{self.dtype}x{lanes}") for _ in loads]
+            binds = [b.bind(row, load) for row, load in zip(rows, loads, strict=True)]
             puts = [b.store_vector(turned, c * lanes, values, lanes) for c, values in enumerate(transposed(rows))]
 
             def write(channel: Index) -> Stmt:

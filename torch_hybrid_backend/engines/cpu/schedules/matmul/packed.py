@@ -22,9 +22,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import tvm
-from tvm import tirx
-
 from torch_hybrid_backend.engines.cpu.dot_products import DotProduct
 from torch_hybrid_backend.engines.cpu.kernels import PackedMatMulKernel
 from torch_hybrid_backend.engines.cpu.schedules.axes import Chunk, chunks, step
@@ -37,10 +34,10 @@ from torch_hybrid_backend.engines.cpu.schedules.register_tiles import (
     lanes_of,
     partials,
     tile_start,
-    zero,
 )
 from torch_hybrid_backend.engines.cpu.target import LINE_BYTES, Target
 from torch_hybrid_backend.engines.cpu.tile_sizes import Split, max_rows, split_at_most, split_into
+from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirExpr
 from torch_hybrid_backend.engines.cpu.tir.dot import load_word, load_words
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
@@ -151,13 +148,13 @@ class MatMul:
         found = []
         for load in loads_of(self.kernel.a):
             if load.buffer in self.printer.arguments:
-                itemsize = max(1, int(tvm.DataType(load.buffer.dtype).bits) // 8)
+                itemsize = tir.itemsize(load.buffer.dtype)
                 found.append(step(self.printer.offset(load.buffer, load.index, {}), self.m) * itemsize)
         return found
 
     def _fitting(self, rows: int) -> int:
         """Tiles of `rows` rows of A that fit half the second-level cache."""
-        itemsize = max(4, int(tvm.DataType(self.dtype).bits) // 8)
+        itemsize = max(4, tir.itemsize(self.dtype))
         return max(1, self.target.l2_bytes // 2 // (rows * max(1, size_hint(self.steps)) * itemsize))
 
     def _order(self) -> _Order:
@@ -275,7 +272,7 @@ class MatMul:
         panels = self.panels * (self.b.extent if kernel.batched_b else 1)
         unroll = tile.unrolled(k_extent)
         # Lines of a panel for one unrolled step, and how many of them each of the tiles fetches.
-        itemsize = max(1, int(tvm.DataType(kernel.packed.dtype).bits) // 8)
+        itemsize = tir.itemsize(kernel.packed.dtype)
         line = LINE_BYTES // itemsize
         step_elements = kernel.tile_n * (1 if kernel.dot is None else kernel.dot.group)
         lines = -(-unroll * step_elements // line)
@@ -288,9 +285,9 @@ class MatMul:
             following = following % panels
         # The last tiles ask again for what is there already, where tiles outnumber lines.
         each = k_extent // unroll * (share * line)
-        start = tirx.Var(b.fresh("next"), "int32")
-        mine = tirx.Min(b.index(ahead.tile), tirx.IntImm("int32", -(-lines // share) - 1)) * b.size(each)
-        begin = tirx.stmt.Bind(start, b.index(following * (k_extent * step_elements)) + mine)
+        start = b.variable("next", "int32")
+        mine = tir.minimum(b.index(ahead.tile), tir.const(-(-lines // share) - 1, "int32")) * b.size(each)
+        begin = b.bind(start, b.index(following * (k_extent * step_elements)) + mine)
         array = self.printer.arguments[kernel.packed][0]
 
         def prefetch(k: Index) -> Stmt:
@@ -371,7 +368,7 @@ class MatMul:
 
             return b.seq(
                 b.alloc(total),
-                b.store(total, 0, zero(self.dtype)),
+                b.store(total, 0, tir.const(0, self.dtype)),
                 b.loop(lanes, lambda lane: add(b.load(spilled, r * lanes + lane)), name="l"),
                 b.loop(left, rest, name="k") if left != 0 else None,
                 self._stores(b.load(total, 0), batch, first + r, none),
