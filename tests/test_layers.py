@@ -249,8 +249,8 @@ def test_what_is_suppressed_is_narrow() -> None:
     assert not found
 
 
-def test_tvm_is_imported_by_its_engine_only() -> None:
-    """`import tvm` takes two seconds: nothing outside engines/cpu/ may cause it."""
+def test_tvm_is_imported_by_tir_and_target_only() -> None:
+    """`import tvm` takes two seconds, and its interface changes with each release: schedules write `engines/cpu/tir/expressions.py`."""
     importers = {
         _named(path)
         for path in MODULES
@@ -258,7 +258,8 @@ def test_tvm_is_imported_by_its_engine_only() -> None:
         if (isinstance(node, ast.Import) and any(a.name.split(".")[0] == "tvm" for a in node.names))
         or (isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "tvm")
     }
-    assert all(name.startswith("torch_hybrid_backend/engines/cpu/") for name in importers)
+    folder = "torch_hybrid_backend/engines/cpu"
+    assert not {name for name in importers if not name.startswith((f"{folder}/tir/", f"{folder}/target.py"))}
 
 
 def test_torch_tensorrt_is_imported_by_its_adapter_only() -> None:

@@ -147,13 +147,6 @@ def test_signs(op: str, dtype: torch.dtype) -> None:
         assert torch.equal(got.signbit()[1:], want.signbit()[1:])
 
 
-def test_literals() -> None:
-    """Literals are of a compute dtype; infinities and NaN are floats."""
-    assert arithmetic.literal(True, "int32").value == 1
-    assert arithmetic.literal(math.inf, "float32").value == math.inf
-    assert math.isnan(arithmetic.literal(math.nan, "float64").value)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int32"])
 def test_operands_that_are_printed_once(dtype: str) -> None:
     """The promise of `prints_operands_once` holds: an expression in an operand's place is computed once."""

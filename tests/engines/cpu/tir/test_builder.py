@@ -191,6 +191,21 @@ def test_a_local_buffer_of_a_size_known_at_run_time() -> None:
     assert out.tolist() == [0, 3, 6, 9, 12, 15, 18, -1, -1]
 
 
+def test_variables_and_workspaces() -> None:
+    """A value that is bound is computed once, before the statements behind it; a workspace is a local array on the heap."""
+    out = numbers(3)
+
+    def body(b: Builder, a: Any) -> Any:
+        held, room = b.variable("held", "int32"), b.workspace(3, "int32", "room")
+        assert room.scope() == "global"
+        fill = b.loop(3, lambda i: b.store(room, i, held + b.index(i)))
+        put = b.loop(3, lambda i: b.store(a, i, b.load(room, i)))
+        return b.seq(b.alloc_on_heap(room), b.bind(held, b.load(a, 0) + 10), fill, put)
+
+    run_body(body, out)
+    assert out.tolist() == [9, 10, 11]
+
+
 def test_asking_ahead_may_go_beyond_the_end() -> None:
     """A prefetch reads nothing: neither far behind the array nor before it does it do harm."""
     out = numbers(4)
