@@ -8,7 +8,7 @@ A mark is a number that is never used again, so that an engine of old values can
 with inputs at once. Off the call the values are then looked at: where the engine at hand has them after all it serves again, else another one
 is built, and takes over by one assignment. What has changed once more meanwhile is not put to work.
 
-Engines are built anew, not refitted: `docs/adr/0044-weights-as-constants-of-engines.md` says why.
+Engines are built anew, not refitted: `docs/adr/0044-tensorrt-weights-as-constants.md` says why.
 """
 
 from __future__ import annotations
