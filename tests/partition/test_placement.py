@@ -174,7 +174,7 @@ def test_without_an_estimate_the_order_decides() -> None:
         ("wrong", Reason.ACCURACY),
         ("second", Reason.NOT_PROFITABLE),
     ]
-    assert choice.decision.refusals[-1].why == "first comes before it, and nothing is known of what they cost on cuda:1"
+    assert choice.decision.refusals[-1].why == "first comes before it, and there is no estimate of costs on cuda:1"
     alone = choose(region, {"wrong": wrong}, [X], Config(placement="estimate"), Pricing(device=region.device))
     assert alone.decision.engine == "eager"
 
@@ -299,7 +299,7 @@ def test_an_exact_form_that_is_built_elsewhere(caplog: pytest.LogCaptureFixture)
     (refusal,) = choice.decision.refusals
     assert refusal.code is Reason.BUILDING
     assert refusal.why == (
-        "it is being built with exactly, after a relative error of 0.1 as written; until then another runs the region"
+        "it is being built with exactly, after a relative error of 0.1 as written; until then another engine runs the region"
     )
     assert torch.equal(choice.outputs[0], (X @ X).sin())
     assert not caplog.records

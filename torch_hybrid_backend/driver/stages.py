@@ -44,7 +44,7 @@ from torch_hybrid_backend.measuring.other_load import OtherLoad
 from torch_hybrid_backend.partition.boundary import callbacks_us
 from torch_hybrid_backend.partition.capability import accepted
 from torch_hybrid_backend.partition.fallback import demote, run_refusal
-from torch_hybrid_backend.partition.partitionings import Cover, covers
+from torch_hybrid_backend.partition.partitionings import Partitioning, partitionings
 from torch_hybrid_backend.partition.placement import Choice, Pricing, choose, decide, timing_key
 from torch_hybrid_backend.partition.plan_builder import make_plan
 from torch_hybrid_backend.partition.regions import Partition
@@ -72,7 +72,7 @@ Candidate = CompiledRegion | PendingRegion | Refused | Exception
 class CompiledCover:
     """A partition, and of each region by name what the engines made of it, by name."""
 
-    cover: Cover
+    cover: Partitioning
     candidates: Mapping[str, Mapping[str, Candidate]]
 
     @property
@@ -87,7 +87,7 @@ class Divided:
     `kept`: costs that are known of earlier processes."""
 
     prepared: Prepared
-    covers: tuple[Cover, ...]
+    covers: tuple[Partitioning, ...]
     timing_key: str = ""
     kept: Mapping[str, float] = field(default_factory=dict)
 
@@ -207,7 +207,7 @@ def divide(prepared: Prepared, session: Session, config: Config, pricing_on: Pri
     """
     engines = bisected_engines(session.engines)
     parts = functools.cache(decomposed)
-    found = covers(
+    found = partitionings(
         prepared.hoisted.main,
         engines,
         config,
@@ -239,13 +239,13 @@ def compile_divided(divided: Divided, session: Session, config: Config, pricing_
     return dataclasses.replace(compiled, timing_key="") if compiled.pending or compiled.is_partial else compiled
 
 
-def _device_of(found: Sequence[Cover]) -> Device:
+def _device_of(found: Sequence[Partitioning]) -> Device:
     """Device under which a graph's timings are kept: the first device other than the host that it uses."""
     devices = (s.region.device for cover in found for s in cover.partition.graph.segments)
     return next((device for device in devices if not device.is_host), CPU)
 
 
-def _covers_key(found: Sequence[Cover], pricing: Pricing) -> str:
+def _covers_key(found: Sequence[Partitioning], pricing: Pricing) -> str:
     """Key of the costs of covers: their regions, who may run them, and the engines' versions; "" where an engine has none."""
     engines = sorted({name for cover in found for name in cover.order})
     if not all(pricing.versions.get(name) for name in engines):
@@ -259,7 +259,7 @@ def _covers_key(found: Sequence[Cover], pricing: Pricing) -> str:
 
 
 def _compile_covers(
-    found: Sequence[Cover], session: Session, config: Config, deadline: Deadline
+    found: Sequence[Partitioning], session: Session, config: Config, deadline: Deadline
 ) -> tuple[CompiledCover, ...]:
     """Each engine compiles all its regions together; a region that covers have in common is compiled once."""
     names = [engine.name for engine in session.engines]
@@ -284,7 +284,7 @@ def _compile_covers(
             compiled = compile_in_time(engine, list(regions.values()), deadline)
         results.update(((identity, engine.name), made) for identity, made in zip(regions, compiled, strict=True))
 
-    def candidates(cover: Cover, segment: Segment) -> dict[str, Candidate]:
+    def candidates(cover: Partitioning, segment: Segment) -> dict[str, Candidate]:
         return {name: results[_identity(segment), name] for name in cover.partition.candidates(segment, names)}
 
     return tuple(

@@ -1,6 +1,6 @@
 """Operators in place of one that was kept whole: another engine than the one that wanted it takes its parts.
 
-Not in the pipeline: which operators to take apart depends on the engines that refuse them, so the wiring decides (`partition.covers`).
+Not in the pipeline: which operators to take apart depends on the engines that refuse them, so the wiring decides (`partition.partitionings`).
 """
 
 from __future__ import annotations

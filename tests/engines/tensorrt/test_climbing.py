@@ -91,7 +91,7 @@ def test_rung_after_rung_until_one_is_near_enough(tmp_path: Path, caplog: pytest
         r for plan in first.plans for region in plan.regions for r in region.refusals if r.code is Reason.BUILDING
     ]
     assert [r.why.partition(",")[0] for r in building] == [
-        "it is being built; until then another runs the region",
+        "it is being built; until then another engine runs the region",
         "it is being built with fp32 accumulation",
         "it is being built with fp32 layers",
     ]
