@@ -67,7 +67,7 @@ def _is_free(node: Node, ctx: PassContext, constant: set[Node]) -> bool:
     if node.op != "call_function" or node in constant or has_effects(node) or not ctx.may_rewrite(node):
         return False
     if is_layer(node) and converted_to(node) is not None:
-        return False  # it is quantised
+        return False  # it is quantized
     if any(isinstance(value, torch.dtype) for value in tree_leaves((node.args, node.kwargs))):
         return False
     made = [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)]
