@@ -1,12 +1,11 @@
-"""Builds off the call: eager answers while a graph is compiled, checked and timed on copies of a call's inputs.
+"""Background compilation: eager runs calls while a graph is compiled, checked and timed on copies of a call's inputs.
 
-    InBackground: call -> eager's results, and the build thread is given copies of the inputs
-                  ...  the build thread makes the first call of the compiled graph on them; calls meanwhile go to eager
-                  call -> the compiled graph, from now on: one assignment is the swap
+    InBackground: call -> eager's results; the build thread gets copies of the inputs
+                  ...  the build thread makes the first call of the compiled graph on the copies; eager runs calls meanwhile
+                  call -> the compiled graph, from now on; one assignment swaps the two
 
-There is one build thread in a process. It works off what it was given, in order, and ends when nothing is left; the threads that PyTorch
-has for it end with it. What it times is not kept (`timing_cache.keeping_none`), what it does is given up when the graph is dropped or the
-interpreter ends (`cancellation`).
+A process has one build thread. The thread runs its jobs in order, and ends when no job is left; PyTorch's threads for it end with it. Timings
+that it takes are not kept (`timing_cache.keeping_none`). A job is cancelled when its graph is dropped or the interpreter ends (`cancellation`).
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ from torch_hybrid_backend.processes.fork_lock import ForkLock
 
 _log = logging.getLogger(__name__)
 
-_END_S = 5.0  # work that was given up ends at its next step; an operator that takes longer than that is left behind
+_END_S = 5.0  # a cancelled job ends at its next step; the process does not wait longer than this for an operator
 
 
 class Job:
-    """Work for the build thread. `work` must not fail; it is dropped when it is done, and with it what it holds."""
+    """Work for the build thread. `work` must not raise; it is released when it is done, with everything that it refers to."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self.work: Callable[[], None] | None = work
@@ -48,7 +47,7 @@ class Job:
         self.pid = os.getpid()
 
     def run(self) -> None:
-        """The work, in the build thread."""
+        """Run the work, in the build thread."""
         work, self.work = self.work, None
         try:
             with torch.no_grad(), cancellable(self.cancellation), keeping_none():
@@ -56,7 +55,7 @@ class Job:
                     work()
         except Cancelled:
             pass
-        except BaseException:  # SystemExit from a stranger's code, say: the thread goes on with the next one
+        except BaseException:  # SystemExit from third-party code, say: the thread continues with the next job
             _log.exception("a build failed outside of what it built")
 
 
@@ -70,20 +69,20 @@ class BuildThread:
         self._running: Job | None = None
         self._thread: threading.Thread | None = None
         self._awaited = 0
-        # Before what others registered earlier: compiler processes end after the work that waits for them.
+        # Runs before handlers that were registered earlier: compiler processes end after the jobs that wait for them.
         atexit.register(self.end)
 
     def submit(self, job: Job) -> None:
-        """Have it done, after what was submitted before."""
+        """Append a job to the queue."""
         with self._changed:
             self._jobs.append(job)
             if self._thread is None:
-                # A daemon: the interpreter does not wait for it before `end` has told it to stop.
+                # A daemon thread: the interpreter would otherwise wait for it before it calls `end`.
                 self._thread = threading.Thread(target=self._work, name="hybrid-build", daemon=True)
                 self._thread.start()
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait until nothing is left to do; False where that took more than `timeout_s` seconds."""
+        """Wait until no work is left. Returns False if that takes more than `timeout_s` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: self._thread is None and not self._awaited, timeout_s)
 
@@ -94,7 +93,7 @@ class BuildThread:
             self._changed.notify_all()
 
     def expect(self) -> None:
-        """Something that is built elsewhere is waited for too, until `arrived`."""
+        """Let `wait` also wait for something that is built elsewhere, until `arrived`."""
         with self._noted():
             self._awaited += 1
 
@@ -104,7 +103,7 @@ class BuildThread:
             self._awaited -= 1
 
     def end(self) -> None:
-        """Give everything up; wait a moment for what is at work."""
+        """Cancel all jobs, and wait at most `_END_S` seconds for the running one."""
         if self.pid != os.getpid():
             return  # a forked child: the thread is its parent's
         with self._changed:
@@ -144,29 +143,29 @@ def build_thread() -> BuildThread:
 
 
 def wait_for_builds(timeout_s: float | None = None) -> bool:
-    """Wait until nothing is being built off the call: graphs under `options={"background": True}`, and what engines build in processes.
+    """Wait for all background builds: of graphs under `options={"background": True}`, and of engines that build in processes.
 
-    timeout_s: seconds to wait at most; None: as long as it takes. Returns whether nothing is left. A graph is built from its first call on: one
-    that was never called is not waited for, and what an engine has built in a process of its own is put to work by a call after that.
+    timeout_s: the most seconds to wait; None: no limit. Returns true if no build is left. A graph is built from its first call on, so a graph
+    that was never called is not waited for. An engine that was built in a process of its own takes effect in the next call.
 
         model(x)                                            # eager answers; the build begins
         torch_hybrid_backend.wait_for_builds(60)
         model(x)                                            # as compiled
 
-    Raises ArgumentError for a time that is no number, or negative.
+    Raises ArgumentError if `timeout_s` is no number, or negative.
     """
     check_seconds(timeout_s, "timeout_s")
     return build_thread().wait(timeout_s)
 
 
 class InBackground:
-    """A compiled graph with eager in its place until its first call was made, in the build thread. Threads may call it at once.
+    """A compiled graph, replaced by eager until the build thread has made its first call. Threads may call it at once.
 
-    eager: the graph, run as it is. planned: the same compiled, whose first call takes long. waits: whether a call of `planned` on these inputs
-    would wait for a compiler or a measurement. copied: the inputs of a call that the build thread may keep, with copies of what the caller may
-    change. All take the inputs as `planned` does. once: whether after one call none waits.
+    eager: the graph in eager. planned: the compiled graph, whose first call takes long. waits: true if a call of `planned` on these inputs
+    would wait for a compiler or a measurement. copied: the inputs for the build thread, with copies of those that the caller may change. All
+    four take the inputs of the graph. once: true if no call waits after one call of `planned`.
 
-    An error of the build is one WARNING, and eager goes on; under `strict` later calls raise it.
+    An error of the build logs one WARNING, and eager goes on; under `strict` later calls raise the error.
     """
 
     def __init__(
@@ -194,7 +193,7 @@ class InBackground:
 
     @property
     def compiling(self) -> bool:
-        """True if a build is under way, and eager answers meanwhile."""
+        """True if a build is running, and eager runs calls meanwhile."""
         return self._job is not None
 
     def call(self, *inputs: Any) -> Any:
@@ -211,7 +210,7 @@ class InBackground:
         outputs = self._eager(*inputs)
         if self._job is None or self._job.pid != os.getpid():
             with self._lock:
-                # Another thread may have submitted it, or the build thread have done it; what was submitted before a fork was the parent's.
+                # Another thread may have submitted the job, or the build thread may have done it. A job from before a fork is the parent's.
                 is_under_way = self._job is not None and self._job.pid == os.getpid()
                 if not is_under_way and self._settled is None and self._error is None and self._waits(*held):
                     self._submit(held)
@@ -232,7 +231,7 @@ class InBackground:
             try:
                 with ambient():
                     planned(*copies)
-            except failures(Exception) as raised:  # whatever it is, it is no call's: eager is there for those
+            except failures(Exception) as raised:  # any error: eager runs the calls
                 error = raised
             _log.info("%s: built off the call in %.2f s", title, time.perf_counter() - start)
             if (tell := done()) is not None:
@@ -262,7 +261,7 @@ class InBackground:
 
 
 def copies_of(values: Sequence[Any], is_static: Callable[[int, Any], bool]) -> list[Any]:
-    """The values of a call, with copies of those tensors that are not static: strides kept, elements that share memory too."""
+    """The values of a call, with copies of the tensors that are not static. A copy has the same strides, also if elements share memory."""
     copies = [_copy(v) if isinstance(v, torch.Tensor) and not is_static(k, v) else v for k, v in enumerate(values)]
     made = sum(new.numel() * new.element_size() for new, old in zip(copies, values, strict=True) if new is not old)
     _log.info("%.1f MiB of a call's inputs are copied for a build", made / 2**20)
@@ -278,11 +277,11 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_here(values: Sequence[Any]) -> Callable[[], contextlib.AbstractContextManager[object]]:
-    """Settings that the build thread takes over from this one, to compute as it does.
+    """Context in which the build thread computes as this thread does.
 
-    They are autocast, and for the tensors among `values` that lie on CUDA devices a stream of its own each. That stream begins after what this
-    thread's stream has been given, and is waited for at the end; no GPU has run it yet. The builder's thread gets random numbers of its own:
-    this thread's generator, where it is now, stays the callers'."""
+    The context sets autocast, and one stream for each CUDA device of the tensors in `values`. Such a stream waits for the work of this thread's
+    stream, and is synchronized at the end; no GPU has run this yet. The build thread gets random numbers of its own, so that it does not change
+    this thread's generator."""
     state = torch.get_rng_state()
     autocast = [
         (device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)

@@ -1,11 +1,11 @@
-"""Measuring: placement and benchmarks time with it, so that their numbers mean the same.
+"""Measurement of call times, used by placement and benchmarks, so that their numbers mean the same.
 
-Candidates are timed in interleaved rounds (a, b, c, a, b, c, ...): a machine that slows down for a while slows all of
-them, and ratios hold. The median of the rounds is what a benchmark reports; `low_us` is what a choice compares: other load on the
-machine only ever adds time, so the fast rounds tell the candidates apart where the median tells who was disturbed.
+Candidates are timed in interleaved rounds (a, b, c, a, b, c, ...). A machine that slows down for a while slows all candidates, and their ratios
+hold. Benchmarks report the median of the rounds. Choices compare `low_us`: other load on the machine only adds time, so the fast rounds show
+the difference between candidates, while the median shows which was disturbed.
 
-A `Timer` says what one round took: the host's clock where calls return when their work is done (`HostTimer`), events on the device's stream
-where they return when it was only sent off (`DeviceTimer`).
+A `Timer` times one round: by the host's clock if calls return when their work is done (`HostTimer`), by events on the device's stream if calls
+only launch work (`DeviceTimer`).
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ from torch_hybrid_backend.core.device import Device
 Call = Callable[[], object]
 
 _MAX_ROUNDS = 200  # beyond it the median of a steady call no longer moves
-_QUARTILE_ROUNDS = 8  # with fewer rounds a quartile is the minimum and a part of the next one: the minimum is steadier
-_MAX_EXTENSION = 3  # an undecided comparison may take so many times its budget
+_QUARTILE_ROUNDS = 8  # with fewer rounds a quartile mixes the two fastest rounds, and the minimum is steadier
+_MAX_EXTENSION = 3  # an undecided comparison may take this many times its budget
 
 
 class Timer(Protocol):
-    """A clock, and how long the work of calls took."""
+    """A clock that also times the work of calls."""
 
     def now(self) -> int:
-        """Nanoseconds that only grow: what budgets are counted in."""
+        """Nanoseconds of a monotonic clock, by which budgets are counted."""
         ...
 
     def round(self, calls: Sequence[Call]) -> list[int]:
-        """Call them one after the other; the nanoseconds of each one's work, all of which is done. What a call raises passes through."""
+        """Run the calls one after the other until their work is done. Returns the nanoseconds of each. An exception of a call passes
+        through."""
         ...
 
 
 class HostTimer:
-    """For calls that return when their work is done. `clock` gives nanoseconds; a test gives its own."""
+    """Timer of calls that return when their work is done. `clock`: nanoseconds; tests pass their own."""
 
     def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
         self.now = clock
@@ -56,23 +57,24 @@ class HostTimer:
         return self.now() - before
 
 
-# An event tells its time to about half a microsecond (cudaEventElapsedTime in NVIDIA's CUDA Runtime API). What takes less is timed as several.
+# Events have a resolution of about half a microsecond (cudaEventElapsedTime in NVIDIA's CUDA Runtime API). Shorter work is timed several at
+# once.
 _RESOLUTION_NS = 500
 _REPEATS = 20
 
 
 class DeviceTimer:
-    """For calls that send work to a device's current stream and may return before it is done: two events a call, one wait a round.
+    """Timer of calls that launch work on a device's current stream, and may return before it is done: two events per call, one wait per round.
 
-    A call costs what takes longer, sending its work off or the work itself: where sending takes longer, calls one after the other take as long
-    as that. Before each the second-level cache is overwritten, outside its events, as whatever runs between two calls of a model does; what is
-    shorter than an event tells is called several times between two events.
+    A call's time is the longer of its launch on the host and its work on the device. Before each call the second-level cache is overwritten,
+    outside the call's events, as other operators of a model would do. A call that is shorter than an event's resolution is run several times
+    between two events.
 
-    The events are on the stream that is current for the device when a round begins. Only ever run against a stand-in for the stream: there was
-    no GPU to run it on.
+    The events are on the stream that is current for the device when a round begins. This class has only run against a stand-in for the stream:
+    there was no GPU.
 
-    host_counts: False where the host does not count, as in a graph of launches that is replayed. flush: what overwrites the cache;
-    by default twice its size is written. clock: nanoseconds of the host.
+    host_counts: false if the time of launches does not count, as in a replayed CUDA graph. flush: overwrites the cache; by default twice the
+    cache's size is written. clock: nanoseconds of the host.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class DeviceTimer:
         return [max(sending, work) if self._host_counts else work for sending, work in spent]
 
     def _timed(self, calls: Sequence[Call], repeats: int) -> list[tuple[int, int]]:
-        """Nanoseconds of each call: of the host, and of the device."""
+        """Nanoseconds of each call, on the host and on the device."""
         assert self._flush is not None
         stream = torch.accelerator.current_stream(self._device)
         pairs = [(self._event(), self._event()) for _ in calls]
@@ -112,8 +114,8 @@ class DeviceTimer:
             sending.append(self.now() - before)
             end.record(stream)
         if pairs:
-            pairs[-1][1].synchronize()  # the last on its stream: those before it are done
-        works = (start.elapsed_time(end) * 1e6 for start, end in pairs)  # elapsed_time tells milliseconds
+            pairs[-1][1].synchronize()  # the last event on its stream: the earlier ones are done too
+        works = (start.elapsed_time(end) * 1e6 for start, end in pairs)  # elapsed_time is in milliseconds
         return [(host // repeats, round(work / repeats)) for host, work in zip(sending, works, strict=True)]
 
     def _event(self) -> torch.Event:
@@ -123,7 +125,7 @@ class DeviceTimer:
 def cache_flush(device: torch.device) -> Call:
     """Function that overwrites a device's second-level cache, on its current stream, by writing twice the cache's size.
 
-    The function does nothing if the device does not tell that size, or has not so much memory left."""
+    The function does nothing if the device does not report that size, or has too little free memory."""
     properties: Any = torch.get_device_module(device.type).get_device_properties(device)
     size_bytes = 2 * int(getattr(properties, "L2_cache_size", 0))
     try:
@@ -150,7 +152,7 @@ class Timing:
 
 
 class Rounds(TypedDict, total=False):
-    """Numbers of rounds that `measure` and `sample` take; where one is not given, `sample`'s default holds."""
+    """Keyword arguments of `measure` and `sample`. `sample` has the defaults."""
 
     min_rounds: int
     max_rounds: int
@@ -176,14 +178,14 @@ def sample(
     clear_ratio: float = math.inf,
     timer: Timer | None = None,
 ) -> list[list[int]]:
-    """Nanoseconds of each round of each callable, in about `budget_s` seconds, as `timer` tells them (by default the host's clock).
+    """Nanoseconds of each round of each callable, measured for about `budget_s` seconds by `timer` (by default the host's clock).
 
-    until_decided: go on, for up to three times the budget or to `min_rounds`, while the two fastest differ by less than their spread.
-    clear_ratio: stop within the budget, after `min_rounds`, once all others took so many times as long in their best round as the fastest in
-    its worst.
+    until_decided: continue, for up to three times the budget or to `min_rounds`, while the two fastest differ by less than their spread.
+    clear_ratio: stop before the end of the budget, after `min_rounds`, if the best round of every other callable took this many times as long
+    as the worst round of the fastest.
 
-    At least `min_rounds` rounds are taken even over budget; only where one round, of warm-up or the first, already exceeded the
-    budget is a single round taken. An exception of a callable passes through; Cancelled comes between two rounds.
+    At least `min_rounds` rounds are run, even over budget. There is one exception: if one round, of warm-up or the first, exceeded the budget,
+    a single round is run. An exception of a callable passes through. Cancelled is raised between two rounds.
     """
     timer = timer or HostTimer()
     start = timer.now()
@@ -221,9 +223,9 @@ def _is_clear(samples: Sequence[Sequence[int]], ratio: float) -> bool:
 
 
 def _decided(samples: Sequence[Sequence[int]]) -> bool:
-    """True if the fastest differs from the next by more than either's lower half spreads: the upper half is other load.
+    """True if the fastest differs from the next by more than the lower half of either spreads. The upper half shows other load.
 
-    What a single round tells is believed where one takes 1.5 times as long as the other.
+    A single round decides if one callable takes 1.5 times as long as the other.
     """
     if len(samples) < 2:
         return True

@@ -1,8 +1,8 @@
 """Timings kept on disk, so that a second process need not time again. Utility: imports the store.
 
 An entry holds microseconds by name (of the engines that compete for a region, of the variants of a kernel) under a kind, a key and the
-machine as it is for a device. The key says what was timed, versions included: a change of any of them is another entry. Times that other load
-disturbed are found only once several processes have taken them, none of which met a quiet machine (`other_load`).
+machine's fingerprint for a device. The key names what was timed, versions included: if any of them changes, the entry is another. Disturbed
+times (`other_load`) are returned only after several processes have measured them, and none of these found a quiet machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _keeps: ContextVar[bool] = ContextVar("keeps timings", default=True)
 
 @contextlib.contextmanager
 def keeping_none() -> Iterator[None]:
-    """Keep no times that this thread takes inside, beside the calls of others: they tell of that load too. What is kept is found as ever."""
+    """Keep no times that this thread measures within the context, as calls of other threads disturb them. Kept times are still returned."""
     token = _keeps.set(False)
     try:
         yield
@@ -34,25 +34,25 @@ def keeping_none() -> Iterator[None]:
 
 
 class KeptTimes(dict[str, float]):
-    """Microseconds by name. `is_disturbed`: other load was felt by every process that took them, so that they tell little of each other."""
+    """Microseconds by name. `is_disturbed`: every process that measured them felt other load, so their differences mean little."""
 
     is_disturbed = False
 
 
-_ENOUGH = 3  # so many processes that never met a quiet machine need not be followed by others
+_ENOUGH = 3  # after this many processes that found no quiet machine, further processes do not measure again
 
 
 class TimingCache:
-    """Microseconds by name, on a Store. `machine` says what timings on a device depend on, now (`machine.fingerprint`)."""
+    """Microseconds by name, kept in a Store. `machine`: key of all that timings on a device depend on now (`machine.fingerprint`)."""
 
     def __init__(self, store: Store, machine: Callable[[Device], str]) -> None:
         self._store = store
         self._machine = machine
-        self._counted: set[tuple[str, str]] = set()  # the entries of which this process is one of the takers
+        self._counted: set[tuple[str, str]] = set()  # entries in whose `takers` this process is counted
 
     def get(self, kind: str, key: str, device: Device) -> KeptTimes:
-        """Microseconds by name, infinity for what cannot run; empty where nothing usable is kept, and where other load disturbed what few
-        processes took: one more may meet a quiet machine."""
+        """Microseconds by name; infinity for a candidate that cannot run. Empty if nothing usable is kept, or if other load disturbed the times
+        of too few processes: this process may find a quiet machine."""
         times, takers = self._kept(kind, self._key(key, device))
         if 0 < takers < _ENOUGH:
             return KeptTimes()
@@ -62,11 +62,10 @@ class TimingCache:
     def put(
         self, kind: str, key: str, device: Device, times: Mapping[str, float], *, is_disturbed: bool = False
     ) -> None:
-        """Keep the times in place of what there was. A store that cannot be written costs a later process its timing: that is logged, not
-        raised. Nothing is kept inside `keeping_none`.
+        """Keep the times in place of earlier ones. A store that cannot be written is logged, not raised. Nothing is kept within `keeping_none`.
 
-        is_disturbed: other load was felt while they were taken. They only add to what was taken without; of several that were disturbed, the
-        shortest of each are kept.
+        is_disturbed: other load was felt during the measurement. Disturbed times never replace undisturbed ones. Of several disturbed times the
+        shortest for each name are kept.
         """
         if not _keeps.get():
             return
@@ -88,7 +87,7 @@ class TimingCache:
             _log.info("timings are not kept: %s", error)
 
     def _kept(self, kind: str, key: str) -> tuple[KeptTimes, int]:
-        """Times that are kept, and the number of processes that took them beside other load: 0 if they are not disturbed."""
+        """The kept times, and the number of processes that measured them under other load; 0 if the times are not disturbed."""
         data = self._store.get(kind, key)
         try:
             entry = json.loads(data or b'{"times": {}, "takers": 0}')

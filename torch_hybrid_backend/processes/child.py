@@ -71,7 +71,7 @@ class End:
 
     @property
     def how(self) -> str:
-        """End of a sentence that begins with the child's name: what became of it."""
+        """Text for a sentence that begins with the child's name: how the child ended."""
         return (
             f"was killed by {signal.Signals(-self.status).name}"
             if self.status < 0
@@ -85,7 +85,7 @@ class End:
 
     @property
     def recurs(self) -> bool:
-        """True if it was its own fault: no shortage of the machine's, and no limit that this process has set for it."""
+        """True if the child itself was at fault: neither the machine was short of something, nor did a limit of this process end it."""
         if not (self.status > 0 or -self.status in _OWN_FAULTS):
             return False
         is_limited = any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit in _MEMORY_LIMITS)
@@ -159,7 +159,7 @@ class Child:
             return self.process.poll() is None
 
     def write(self) -> None:
-        """Send what the pipe takes of `outgoing`."""
+        """Send as much of `outgoing` as the pipe takes."""
         try:
             del self.outgoing[: os.write(self.stdin, self.outgoing)]
         except BlockingIOError:
@@ -168,12 +168,12 @@ class Child:
             self.outgoing.clear()  # it died: `read` finds the end of its output
 
     def close_orders(self) -> None:
-        """There will be no orders any more: the child finds the end of its input."""
+        """Close the child's input: the child reads its end, and gets no more orders."""
         assert self.process.stdin is not None
         self.process.stdin.close()
 
     def read(self) -> list[dict[str, object]] | None:
-        """The answers that have arrived; None where there will be none any more."""
+        """The answers that have arrived; None if no more can come."""
         try:
             chunk = os.read(self.stdout, _CHUNK_BYTES)
         except BlockingIOError:
@@ -202,13 +202,13 @@ class Child:
             os.setpriority(os.PRIO_PROCESS, self.process.pid, _BESIDE_CALLS)
 
     def wait(self, seconds: float) -> None:
-        """Wait for its end, at most so long."""
+        """Wait for the child's end, for at most this many seconds."""
         until = time.monotonic() + seconds
         while self.alive and time.monotonic() < until:
             time.sleep(0.005)
 
     def end(self) -> int:
-        """Kill the process where it still runs, and its children; its exit status, negative for a signal."""
+        """Kill the process, if it still runs, and its children. Returns its exit status, negative for a signal."""
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -221,7 +221,7 @@ class Child:
         return status
 
     def last_words(self) -> str:
-        """The end of its error output."""
+        """The end of the child's error output."""
         self._errors.seek(0)
         return self._errors.read().decode(errors="replace")[-_TAIL_CHARACTERS:].strip()
 

@@ -13,7 +13,7 @@ from types import TracebackType
 
 
 class ForkLock:
-    """A re-entrant lock; `with` is all there is to it."""
+    """A re-entrant lock, used by `with` only."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -28,7 +28,7 @@ class ForkLock:
         self._lock.release()
 
     def renew(self) -> None:
-        """Nobody has it any more."""
+        """Free the lock in a forked child."""
         self._lock = threading.RLock()
 
 

@@ -1,4 +1,4 @@
-"""Messages between a process and its children: frames of an 8-byte little-endian length and so many bytes."""
+"""Messages between a process and its children: frames of an 8-byte little-endian length and the message's bytes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ _LENGTH = struct.Struct("<Q")
 
 
 def frame(payload: bytes) -> bytes:
-    """A message, ready to be written."""
+    """The frame of a message."""
     return _LENGTH.pack(len(payload)) + payload
 
 
 def split_frame(received: bytearray) -> bytes | None:
-    """Take the first whole message out of what was received; None where it has not all arrived."""
+    """Remove the first whole message from the received bytes and return it; None if it has not arrived completely."""
     if len(received) < _LENGTH.size:
         return None
     end = _LENGTH.size + _LENGTH.unpack_from(received)[0]

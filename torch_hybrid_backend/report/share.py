@@ -44,7 +44,7 @@ class RefusedOperators:
 
 
 def shares(plan: Plan) -> tuple[Share, ...]:
-    """The engines that run something, by flops and then operators, the largest first."""
+    """The shares of the engines that run something, the largest first: by flops, then by operators."""
     operators: Counter[str] = Counter()
     flops: Counter[str] = Counter()
     for node in plan.nodes:
@@ -85,7 +85,7 @@ def costs_in_words(costs: Sequence[Cost]) -> str:
 
 
 def call_in_words(plan: Plan) -> tuple[str, ...]:
-    """Costs of whole calls and who runs them, then why the plan does not where it lost; empty where calls were not priced."""
+    """Costs of whole calls and who runs them, then the reason if the plan lost. Empty if whole calls were not priced."""
     if plan.call is None:
         return ()
     lost = (f"not the {r.engine}: {r.code}: {r.why}" for r in plan.call.refusals)
@@ -109,7 +109,7 @@ def partitionings_in_words(plan: Plan) -> tuple[str, ...]:
 
 
 def conversion_in_words(plan: Plan) -> tuple[str, ...]:
-    """Outcome for a graph that is not computed as written, and how near its outputs are to those as written; empty where it is."""
+    """Outcome for a converted graph, with the error of its outputs against the graph as written; empty for a graph as written."""
     made = plan.conversion
     if made is None:
         return ()
@@ -186,8 +186,8 @@ def counted(number: int, noun: str) -> str:
 
 
 def size_in_words(operators: int, flops: int, of_them: str = "") -> str:
-    """For example "12 operators, 8.20 GFLOP". Operations are counted of products and convolutions alone, and left out where there are none.
-    `of_them`: what is said behind the number of operators."""
+    """For example "12 operators, 8.20 GFLOP". Only operations of products and convolutions count; without any, they are left out.
+    `of_them`: text after the number of operators."""
     return ", ".join([counted(operators, "operator") + of_them, *([flops_in_words(flops)] if flops else [])])
 
 
@@ -197,8 +197,8 @@ def summary(plan: Plan) -> str:
 
 
 def parts_in_words(plan: Plan, views: str = "") -> str:
-    """Operators, regions and each engine's part: "3 operators, 4.00 MFLOP, 2 regions; tvm runs 2, eager runs 1". `views`: what is said of the
-    operators that compute nothing, behind their number; "" leaves them out."""
+    """Operators, regions and each engine's part: "3 operators, 4.00 MFLOP, 2 regions; tvm runs 2, eager runs 1". `views`: text about operators
+    that compute nothing, after their number; "" leaves them out."""
     parts = []
     for share in shares(plan):
         part = f"{share.engine} runs {share.operators}"

@@ -1,4 +1,4 @@
-"""The least and the most that a size can be where its symbols have ranges.
+"""Bounds of a dynamic size, given the ranges of its symbols.
 
 >>> s, t = symbol("s"), symbol("t")
 >>> bounds(s - t, {"s": (8, 64), "t": (1, 4)})
@@ -15,16 +15,16 @@ from torch_hybrid_backend.sizes.size import Atom, Dim, Interval, Symbol
 
 
 def bounds(size: Dim, ranges: Mapping[str, Interval]) -> Interval:
-    """Numbers that the size is never below and never above. `ranges`: the least and the most value of each of its symbols, by name.
+    """A lower and an upper bound of the size. `ranges`: symbol name -> the symbol's least and largest value.
 
-    They are met at least where the size has each symbol once. Where one is there several times (`n - n % 4`), its places are taken as if they
-    could differ: the bounds then hold, and may be wider than they need be. Raises KeyError for a symbol without a range.
+    The bounds are exact if each symbol occurs once in the size. If a symbol occurs several times (`n - n % 4`), its occurrences are treated as
+    independent: the bounds are then valid, but may be too wide. Raises KeyError for a symbol without a range.
     """
     if isinstance(size, int):
         return size, size
     powers = list(dict.fromkeys(factor for monomial in size.terms for factor in monomial))
     intervals = [_power(_of_atom(atom, ranges), exponent) for atom, exponent in powers]
-    # A sum of products is linear in each of its factors: over a box of these its extremes are at corners, wherever it rises or falls.
+    # A sum of products is linear in each of its factors, so its extremes over a box of factors are at corners.
     return _hull(
         sum(c * math.prod(corner[powers.index(factor)] for factor in monomial) for monomial, c in size.terms.items())
         for corner in itertools.product(*intervals)
@@ -39,7 +39,7 @@ def _of_atom(atom: Atom, ranges: Mapping[str, Interval]) -> Interval:
         return max(left[0], right[0]), max(left[1], right[1])
     if atom.name == "min":
         return min(left[0], right[0]), min(left[1], right[1])
-    # A division by 0 counts as 0 (`size.evaluate`). On either side of it quotients rise or fall in both operands.
+    # A division by 0 counts as 0 (`size.evaluate`). For divisors of one sign, quotients are monotonic in both operands.
     parts = [(max(right[0], 1), right[1]), (right[0], min(right[1], -1))]
     divisors = [(low, high) for low, high in parts if low <= high]
     of = _quotient if atom.name == "floordiv" else _rest

@@ -1,11 +1,11 @@
-"""The on-disk store: bytes under (kind, key), shared by the processes of one user, or filled by root for any of them.
+"""On-disk store of bytes under (kind, key), shared by the processes of one user, or filled by root for all users.
 
-A utility that any room may import (it imports errors and utilities): partition keeps placement verdicts in it, engines keep
-kernel libraries. What it holds is read back as bytes or as a file path, never unpickled.
+A utility that any room may import (it imports errors and utilities). Partition keeps placement verdicts in it, engines keep
+kernel libraries. Entries are read back as bytes or as a file path, never unpickled.
 
-Layout: `<root>/<kind>/<key>/<checksum of kind, key and content><suffix>`. The name is the checksum, so an entry is one file,
-written to a temporary name and moved into place by `os.replace`: readers see all of it or nothing, and two processes
-that write different bytes under one key do not disturb each other. An entry moved to another key counts as corrupt.
+Layout: `<root>/<kind>/<key>/<checksum of kind, key and content><suffix>`. As the name is the checksum, an entry is one file. The file is
+written under a temporary name and moved into place by `os.replace`. Readers see the whole entry or none, and two processes that write different
+bytes under one key do not disturb each other. An entry that was moved to another key counts as corrupt.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from torch_hybrid_backend.storage.temporary_folder import TemporaryFolder
 
 _log = logging.getLogger(__name__)
 _SAFE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
-# Only what is named so is ever counted or removed: the directory may be one that holds other things too.
+# Only files with such names are counted or removed, as the directory may also hold other files.
 _ENTRY = re.compile(r"[0-9a-f]{64}\.[a-z]+")
 _UNFINISHED = (".hybrid-", ".part")
 
 # Not through a link, and not stopping at a pipe. Windows has no such flags.
 _OPEN_FLAGS = os.O_RDONLY | sum(getattr(os, flag, 0) for flag in ("O_NOFOLLOW", "O_CLOEXEC", "O_NONBLOCK", "O_BINARY"))
 _ELSEWHERE = "HYBRID_CACHE_DIR sets another directory"
-# The size is looked at again when so small a share of the limit was written: looking costs a walk.
+# The store's size is checked again after 1 / _UNCHECKED_SHARE of the limit was written, as a check walks all files.
 _UNCHECKED_SHARE = 16
-_IN_USE_S = 600.0  # what was used so recently may be about to be opened: it stays
-_ABANDONED_S = 3600.0  # a temporary file as old as that has no writer any more
+_IN_USE_S = 600.0  # an entry that was used this recently may be about to be opened, and stays
+_ABANDONED_S = 3600.0  # a temporary file of this age has no writer any more
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +51,14 @@ class Store:
     """Bytes on disk, checked when read. Owns a temporary directory where the wanted one cannot be used."""
 
     def __init__(self, root: Path, limit_bytes: int | None = None) -> None:
-        """Open `root`, made with mode 0700 where absent. `limit_bytes`: what is used least recently goes beyond that. One that can only be
-        read, as of a container's image, is read: `put` raises.
+        """Open `root`, and create it with mode 0700 if it is absent. `limit_bytes`: beyond it the least recently used entries are removed.
+        A directory that cannot be written, as in a container's image, is only read: `put` raises.
 
-        Raises CacheError where it cannot be made or read, is owned neither by this user nor by root, is writable for others, or lies in a
-        directory in which anybody may replace it: kernel libraries found there are loaded into the process, so nobody else may place one.
+        Raises CacheError if the directory cannot be created or read, belongs neither to this user nor to root, is writable for others, or lies
+        in a directory in which others may replace it. Kernel libraries from the store are loaded into the process, so no other user may place
+        one.
         """
-        self._only_read = ""  # why nothing can be written
+        self._only_read = ""  # the reason why nothing can be written
         try:
             _make(root)
             # Links are followed once, here: one that is changed later leads nobody elsewhere.
@@ -97,7 +98,7 @@ class Store:
 
     @staticmethod
     def temporary() -> Store:
-        """A store in a new directory that goes with the store, or with this process. Raises CacheError where there can be none."""
+        """A store in a new directory, which is removed with the store or at the end of this process. Raises CacheError if that fails."""
         try:
             folder = TemporaryFolder()
         except failures(OSError) as error:
@@ -112,7 +113,7 @@ class Store:
         return found[1] if found else None
 
     def path_of(self, kind: str, key: str) -> Path | None:
-        """The file that holds the entry (a kernel library, say), its checksum verified just now; None where absent."""
+        """The path of the entry's file (a kernel library, say), after its checksum was verified; None if the entry is absent."""
         found = self._read(kind, key)
         return found[0] if found else None
 
@@ -135,12 +136,12 @@ class Store:
         return target
 
     def remove(self, kind: str, key: str) -> None:
-        """Remove the entry, where present; for this process alone where it may not be written."""
+        """Remove the entry, if present. If the store cannot be written, the entry is hidden from this process only."""
         for path in _files(self._folder(kind, key)):
             self._discard(path)
 
     def lock_path(self, kind: str, key: str) -> Path:
-        """Path of the file that locks the entry, beside it: a name that counts as no entry. Raises CacheError for what can name none."""
+        """Path of the entry's lock file, whose name is no name of an entry. Raises CacheError for an illegal kind or key."""
         return self._folder(kind, key) / ".lock"
 
     def keys(self, kind: str) -> list[str]:
@@ -193,7 +194,7 @@ class Store:
         return self.root / kind / key
 
     def _entries(self) -> list[tuple[Path, os.stat_result]]:
-        """Every file of the store, unfinished ones too."""
+        """All files of the store, unfinished ones included."""
         found = []
         for path in self.root.glob("*/*/*"):
             if not (_ENTRY.fullmatch(path.name) or _is_unfinished(path)):
@@ -203,7 +204,7 @@ class Store:
         return found
 
     def _make_room(self, more_bytes: int) -> None:
-        """Keep the limit, loosely: a walk now and then, and nothing goes that is in use."""
+        """Remove entries beyond the limit. The check is approximate: it walks the files now and then, and entries in use stay."""
         if self.limit_bytes is None:
             return
         if (
@@ -238,7 +239,7 @@ class Store:
 
 
 def is_entry(path: Path) -> bool:
-    """True if a file is named as entries of a store are, so that `read_entry` can verify it."""
+    """True if the file has the name of a store's entry, so that `read_entry` can verify it."""
     return _ENTRY.fullmatch(path.name) is not None and len(path.parts) > 2
 
 
