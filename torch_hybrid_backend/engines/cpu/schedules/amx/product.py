@@ -19,7 +19,7 @@ from functools import partial
 
 from tvm import tirx
 
-from torch_hybrid_backend.engines.cpu.kernels import TileConvKernel
+from torch_hybrid_backend.engines.cpu.kernels import CpuConvKernel
 from torch_hybrid_backend.engines.cpu.operands.amx_formats import PANEL, ROW_BYTES
 from torch_hybrid_backend.engines.cpu.schedules.amx import instructions
 from torch_hybrid_backend.engines.cpu.schedules.amx.blocks import LANES, Part, Products
@@ -46,11 +46,11 @@ class TileProduct(TileRows):
     def __init__(self, of: Products, builder: Builder, printer: Printer, target: Target) -> None:
         super().__init__(of, builder, printer, target)
         kernel = of.kernel
-        column = kernel.domain[1] if isinstance(kernel, TileConvKernel) else kernel.domain[2]
+        column = kernel.domain[1] if isinstance(kernel, CpuConvKernel) else kernel.domain[2]
         # From one row of B's tiles to the next.
         self.b_row_bytes = ROW_BYTES
         self.a_passes = self._a_passes()
-        self.packed = printer.arguments[kernel.packed][0]
+        self.packed = printer.arguments[kernel.weight.buffer][0]
         waiting = 1 if self.parts == 1 else self.block * self.group
         self.sums = builder.local(waiting * PANEL * PANEL, self.form.sums, "sums")
         # Sums of one panel of rows and one of columns: of one part of k, before they are added to those of the parts before; or those of all,

@@ -25,7 +25,7 @@ _MAX_LINES = 64
 
 def streams(parts: ConvParts) -> bool:
     """True if the weight is gone through once: it is larger than an image of the input, or than half the cache, where it could stay."""
-    weight = math.prod(map(known_int, parts.kernel.packed.shape[:6])) * parts.weight_bytes
+    weight = math.prod(map(known_int, parts.packed.shape[:6])) * parts.weight_bytes
     image = parts.in_channels // parts.together * parts.rows.size * parts.columns.size * parts.x_bytes
     return weight > min(parts.target.l2_bytes // 2, image)
 
@@ -55,8 +55,8 @@ class WeightStream:
 
         `step`: its number among those of the part, all turns counted.
         """
-        groups, group_blocks, *inner = map(known_int, self.parts.kernel.packed.shape)
-        block_size, line = math.prod(inner), LINE_BYTES * 8 // int(tvm.DataType(self.parts.kernel.packed.dtype).bits)
+        groups, group_blocks, *inner = map(known_int, self.parts.packed.shape)
+        block_size, line = math.prod(inner), LINE_BYTES * 8 // int(tvm.DataType(self.parts.packed.dtype).bits)
         share = -(-task.blocks * block_size // (line * self.turns * self.steps))
         if share > _MAX_LINES:
             return None
@@ -66,7 +66,7 @@ class WeightStream:
         b, following = self.parts.builder, (block + task.blocks) % (groups * group_blocks)
         mine = tirx.EQ(b.index((first + self.turns) // per_core), b.index((first + step // self.steps) // per_core))
         start: TirExpr = tirx.Select(mine, b.index(following * block_size), b.index(block * block_size))
-        array = self.parts.printer.arguments[self.parts.kernel.packed][0]
+        array = self.parts.printer.arguments[self.parts.packed][0]
         places = [start + b.index(step * (share * line) + i * line) for i in range(share)]
         return b.seq(*[b.prefetch(array, place) for place in places])
 
@@ -86,9 +86,9 @@ class WeightChunks:
 
     def prefetch(self, task: Task, chunk: Index, row: Index, kh: Index, channel: Index) -> Stmt | None:
         """A row's share of the next chunk, or of the next task's first: what lies there as kernel row `kh` and `channel` do here."""
-        groups, blocks, kernel_rows, channels, columns, lanes = map(known_int, self.parts.kernel.packed.shape[:6])
+        groups, blocks, kernel_rows, channels, columns, lanes = map(known_int, self.parts.packed.shape[:6])
         block = lanes * self.parts.together
-        line = LINE_BYTES * 8 // int(tvm.DataType(self.parts.kernel.packed.dtype).bits)
+        line = LINE_BYTES * 8 // int(tvm.DataType(self.parts.packed.dtype).bits)
         share = -(-self.together * columns * block // (line * self.rows))
         if share * task.blocks > _MAX_LINES:
             return None
@@ -103,6 +103,6 @@ class WeightChunks:
             b.index(following * size + within - (self.chunks - 1) * step * columns * block),
             b.index(own * size + within + step * columns * block),
         )
-        array = self.parts.printer.arguments[self.parts.kernel.packed][0]
+        array = self.parts.printer.arguments[self.parts.packed][0]
         places = [start + b.index(v * size + i * line) for v in range(task.blocks) for i in range(share)]
         return b.seq(*[b.prefetch(array, place) for place in places])
