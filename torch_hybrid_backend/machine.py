@@ -191,7 +191,7 @@ def processor() -> str:
 
 
 # Instructions by which kernels multiply in a precision, as Linux names them: x86's, and Arm's, where only PyTorch's kernels do. One of them
-# is enough. AVX512-FP16 is not among them: its sums would be of float16 too, and no kernel of ours multiplies by it (ADR 53).
+# is enough. AVX512-FP16 is not among them: its sums would be of float16 too, and no kernel of ours multiplies by it (ADR 90).
 _INSTRUCTIONS: Mapping[str, tuple[str, ...]] = {
     "bf16": ("avx512_bf16", "amx_bf16", "bf16"),
     "fp16": ("amx_bf16", "amx_fp16", "asimdhp"),

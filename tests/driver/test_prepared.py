@@ -36,7 +36,7 @@ def graph_of(program: Callable[[torch.Tensor], torch.Tensor]) -> torch.fx.GraphM
 
 
 def test_copies_have_bodies_of_their_own() -> None:
-    """What passes make of a graph's control flow does not change its copy."""
+    """Passes over a graph's control flow do not change its copy."""
     module = graph_of(_branches)
     copy = copy_of(module)
     bodies = {name: body for name, body in copy.named_children() if isinstance(body, torch.fx.GraphModule)}

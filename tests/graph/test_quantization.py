@@ -44,7 +44,8 @@ def test_weights_of_depthwise_convolutions_have_8_bits(monkeypatch: pytest.Monke
 
 
 def test_activations_saturate_at_their_range() -> None:
-    """What lies in the range is off by half a step at most; what lies beyond is its end. Never negative: 255 steps, else 127 on either side."""
+    """Values within the range are off by half a step at most; those beyond become its end. Never negative: 255 steps, else 127 on either
+    side."""
     x = torch.linspace(-3, 9, 4001)
     unsigned, signed = steps.tensor(steps.call, x, 0.0, 6.0), steps.tensor(steps.call, x, -2.0, 1.0)
     assert _within_half_a_step(unsigned, x.clamp(0, 6), 6 / 255)

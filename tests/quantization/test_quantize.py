@@ -146,8 +146,8 @@ def test_scales_of_every_call_are_unsigned_there_too(digits: Digits) -> None:
     ids=str,
 )
 def test_compiled_equals_eager(digits: Digits, options: Mapping[str, Any]) -> None:
-    """One graph without breaks; results are eager's, whose steps it takes, but for ties; a parameter of the original that changes in place, and
-    one that is loaded, is seen by both."""
+    """A compiled module is one graph without breaks; results are eager's, whose steps it takes, but for ties; a parameter of the original that
+    changes in place, and one that is loaded, is seen by both."""
     model = copy.deepcopy(digits.model)
     quantized = quantize(model, digits.calibration, **options)
     assert {id(p) for p in quantized.parameters()} == {id(p) for p in model.parameters()}
@@ -165,7 +165,7 @@ def test_compiled_equals_eager(digits: Digits, options: Mapping[str, Any]) -> No
 
 @pytest.mark.full
 def test_sizes_only_known_at_run_time(digits: Digits) -> None:
-    """One compilation serves batches of any size."""
+    """A compilation serves batches of any size."""
     for calibration in ("naive", "none"):
         quantized = quantize(digits.model, digits.calibration, calibration)
         torch._dynamo.reset()
@@ -268,7 +268,7 @@ def test_smoothing_is_left_out_where_it_does_harm() -> None:
 
 @pytest.mark.parametrize("calibration", ["none", "naive"])
 def test_each_layer_is_smoothed_as_suits_it_best(calibration: str) -> None:
-    """Of several strengths, in any order: what a layer takes is what it takes with that one alone."""
+    """Each layer takes the best of several strengths, in any order: what a layer takes is what it takes with that one alone."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(6)]).eval()
     with torch.no_grad():
@@ -328,7 +328,7 @@ class Attention(nn.Module):
 
 @pytest.mark.parametrize("calibration", ["naive", "none"])
 def test_products_of_activations(calibration: str) -> None:
-    """They stay in floating point unless asked for; then both operands are quantised."""
+    """Products of activations stay in floating point unless asked for; then both operands are quantised."""
     torch.manual_seed(0)
     x = torch.randn(2, 12, 16)
     model = Attention().eval()
@@ -484,7 +484,7 @@ def test_faults_get_one_clear_error() -> None:
 
 
 def _guards(module: nn.Module, x: torch.Tensor) -> int:
-    """How many guards Dynamo has on the modules in a module."""
+    """The number of guards that Dynamo has on the modules in a module."""
     counts: list[int] = []
 
     def keep_all(guards: Sequence[Any]) -> list[bool]:
@@ -497,7 +497,7 @@ def _guards(module: nn.Module, x: torch.Tensor) -> int:
 
 
 def test_a_layer_has_no_more_guards_than_before() -> None:
-    """What Dynamo checks in every call grows with a quantised model's layers as it does with the model's: one check for each, that the instance
+    """Guards grow with a quantized model's layers as they do with the model's: one check for each, that the instance
     has no forward of its own, comes on top."""
 
     def per_layer(make: Callable[[nn.Module], nn.Module]) -> float:

@@ -61,7 +61,7 @@ def test_ranges_of_another_model_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_damaged_files_are_refused(tmp_path: Path, change: Callable[[str], str]) -> None:
-    """One error names the file and what to do, whatever is wrong with it."""
+    """A damaged file is refused by one error, which names the file and what to do, whatever is wrong with it."""
     path = tmp_path / "r.json"
     _saved(path)
     path.write_text(change(path.read_text()))
@@ -97,7 +97,8 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_left_in_float_as_seen_from_the_model() -> None:
-    """Of every quantised module in a model, with its path; sites that are quantised would be float for their operands alone."""
+    """Layers left in float are those of every quantised module in a model, with its path; sites that are quantised would be float for their
+    operands alone."""
     quantized = quantize(_model().eval(), calibration="none", exclude=("2",))
     quantized.ranges = replace(
         quantized.ranges, in_float={**quantized.ranges.in_float, "": "accuracy", "#2": "uncalibrated"}

@@ -14,14 +14,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.ao.quantization.fx._decomposed
 from torch.fx import Node
 
 from torch_hybrid_backend.core.precision import SEVEN_BITS
 from torch_hybrid_backend.machine import bits_of_weights
+from torch_hybrid_backend.torch_private import OpOverload, quantized_operators
 
 aten = torch.ops.aten
-quantized = torch.ops.quantized_decomposed
+quantized = quantized_operators()
 
 Apply = Callable[..., Any]
 
@@ -36,7 +36,7 @@ _HOST_BITS = bits_of_weights()
 _LEAST_SCALE = 1e-30
 
 
-def call(operator: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+def call(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """`Apply` for tensors."""
     return operator(*args, **kwargs)
 

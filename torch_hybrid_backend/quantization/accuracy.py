@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.core.precision import DEFAULT_TOLERANCES
 from torch_hybrid_backend.errors import QuantizationError
 from torch_hybrid_backend.quantization.call_sites import LayerCall
 from torch_hybrid_backend.quantization.loader import Loader
 from torch_hybrid_backend.quantization.ranges import Ranges
+from torch_hybrid_backend.torch_private import tree_leaves
 
 if TYPE_CHECKING:
     from torch_hybrid_backend.quantization.quantize import QuantizedModule

@@ -77,7 +77,7 @@ def test_layers_are_quantised_and_others_are_told(captured):
     ],
 )
 def test_rows_that_cannot_be_negative_are_unsigned(captured, made, dtype):
-    """Of linear layers too, through what keeps signs; errors against float stay those of 8 bits."""
+    """Unsigned rows are those of linear layers too, through what keeps signs; errors against float stay those of 8 bits."""
     torch.manual_seed(0)
     x = torch.randn(40, 64)
     layer = nn.Linear(made(x).shape[-1], 256).eval()

@@ -55,7 +55,7 @@ def _is_summed_directly(kernel: Kernel) -> TypeGuard[CpuConvKernel[Panels]]:
 
 
 def fused_kernel(stages: Sequence[CpuConvKernel[Panels]]) -> FusedConvKernel:
-    """One kernel of convolutions, each of which reads what the one before it writes."""
+    """Join convolutions, each of which reads the result of the one before it, into one kernel."""
     inner = {stage.writes[0].buffer for stage in stages[:-1]}
     reads = {a.buffer: a for stage in stages for a in stage.reads if a.buffer not in inner}
     return FusedConvKernel(tuple(reads.values()), stages[-1].writes, stages[-1].domain, tuple(stages))

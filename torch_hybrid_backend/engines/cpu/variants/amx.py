@@ -164,7 +164,7 @@ def tile_convolutions(kernel: CpuConvKernel[Panels | Taps], packed: Packed | Non
 
 
 def _groups_together(groups: int, channels: int, outputs: int, form: TileFormat) -> int:
-    """How many groups of a convolution are multiplied as one, by zeros where an output does not read a channel.
+    """The number of groups of a convolution that are multiplied as one, with zeros where an output does not read a channel.
 
     Only of integers: a NaN or an infinity times zero is no zero. `channels`, `outputs`: of all groups.
     """
@@ -172,7 +172,7 @@ def _groups_together(groups: int, channels: int, outputs: int, form: TileFormat)
         return 1
 
     def tiles(together: int) -> tuple[int, int, int]:
-        """Of all groups; then whether channels begin with a vector."""
+        """Tiles of all groups; then whether channels begin with a vector."""
         matrices = groups // together
         columns, k = outputs // matrices, channels // matrices
         return matrices * -(-columns // PANEL) * form.steps(k), k % _LANES, together
