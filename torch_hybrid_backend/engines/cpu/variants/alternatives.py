@@ -1,6 +1,6 @@
 """The ways of computing a kernel that a processor has. Plain data: nothing here imports TVM.
 
-A new way is one function in `ALTERNATIVES`:
+A new way is one function that `_ways` names:
 
     def schedule_ranks(kernel: Kernel, packed: Packed | None, target: Target) -> list[Variant]:
         return [Variant(f"choice {n}", (dataclasses.replace(kernel, schedule_rank=n),)) for n in range(1, 8)]

@@ -215,7 +215,7 @@ class MatMul:
         return self.printer.expr(self.kernel.a, {self.b: batch, self.m: row, self.kernel.k: k})
 
     def _tile(self, batch: Index, first: Index, rows: int, panel: Index, columns: Dim, ahead: Ahead) -> Stmt:
-        """One register tile: `rows` rows from `first`, the first `columns` columns of a panel."""
+        """Compute one register tile: `rows` rows from `first`, the first `columns` columns of a panel."""
         raise NotImplementedError
 
     def _write(self, tile: RegisterTile, batch: Index, first: Index, column: Index, columns: Dim) -> Stmt:
