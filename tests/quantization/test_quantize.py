@@ -21,6 +21,8 @@ import torch_hybrid_backend
 from torch_hybrid_backend import Collector, quantize
 from torch_hybrid_backend.errors import QuantizationError
 from torch_hybrid_backend.graph.quantization import call, rows_now, tensor, tensor_now
+from torch_hybrid_backend.machine import default_weight_bits
+from torch_hybrid_backend.quantization import quantize as quantize_module
 from torch_hybrid_backend.quantization.call_sites import LayerCall
 
 load_digits = pytest.importorskip("sklearn.datasets").load_digits
@@ -309,6 +311,43 @@ def test_ranges_stand_in_for_calibration(digits: Digits, tmp_path: Path) -> None
     assert less.ranges.in_float["features.0"] == "excluded"
     with pytest.raises(QuantizationError, match="another model's"):
         quantize(nn.Linear(3, 3).eval(), ranges=tmp_path / "ranges.json")
+
+
+def _on(monkeypatch: pytest.MonkeyPatch, root: Path, flags: str) -> None:
+    """A machine whose processor has these instructions."""
+    (root / "proc").mkdir(parents=True)
+    (root / "proc/cpuinfo").write_text(f"flags : {flags}\n")
+    monkeypatch.setattr(quantize_module, "default_weight_bits", lambda: default_weight_bits(root))
+
+
+def test_weights_are_the_same_on_every_machine(digits: Digits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine of `quantize` chooses the bits of weights; the module and its file of ranges keep them on another."""
+    x = digits.images[:32]
+    _on(monkeypatch, tmp_path / "old", "avx2")
+    old = quantize(digits.model, digits.calibration, "naive")
+    result = old(x)
+    old.save_ranges(tmp_path / "ranges.json")
+    pickled = pickle.dumps(old)
+    _on(monkeypatch, tmp_path / "new", "avx2 avx_vnni")
+    new = quantize(digits.model, digits.calibration, "naive")
+    assert (old.ranges.weight_bits, new.ranges.weight_bits) == (7, 8)
+    assert not torch.equal(new(x), result)
+    again = quantize(digits.model, ranges=tmp_path / "ranges.json")
+    for module in (old, pickle.loads(pickled), again):
+        assert torch.equal(module(x), result)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(again, backend="aot_eager", fullgraph=True)(x), result)
+
+
+def test_bits_of_weights_that_are_asked_for(digits: Digits, tmp_path: Path) -> None:
+    """An argument counts on every machine, and more than a file; models on other devices than the CPU have 8 by default."""
+    seven = quantize(digits.model, digits.calibration, "naive", weight_bits=7)
+    seven.save_ranges(tmp_path / "ranges.json")
+    eight = quantize(digits.model, ranges=tmp_path / "ranges.json", weight_bits=8)
+    assert (seven.ranges.weight_bits, eight.ranges.weight_bits) == (7, 8)
+    assert digits.deviation(eight) < digits.deviation(seven)
+    assert quantize(Small().eval().to("meta"), calibration="none").ranges.weight_bits == 8
+    assert "weight_bits must be 7, 8 or None; it is 4" in _refused(weight_bits=4, calibration="none")
 
 
 def test_exclusions(digits: Digits) -> None:

@@ -89,6 +89,14 @@ def test_rows_that_cannot_be_negative_are_unsigned(captured, made, dtype):
     assert 0 < _relative(subject.run()[0], subject.before[0]) < 0.03
 
 
+@pytest.mark.parametrize(("bits", "bounds"), [(7, (-64, 64)), (8, (-127, 127))])
+def test_weights_have_the_bits_of_the_context(captured, bits, bounds):
+    """The machine that runs the pass does not count."""
+    subject = _quantized(captured, Net().eval(), torch.randn(2, 3, 12, 12), weight_bits=bits)
+    nodes = [n for n in subject.gm.graph.nodes if "quantize_per_channel" in str(n.target)]
+    assert {tuple(n.args[4:6]) for n in nodes} == {bounds}
+
+
 def test_one_quantised_tensor_serves_all_that_read_it(captured):
     """Queries, keys and values are computed from one quantised input."""
     model = nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 2048)]).eval()
