@@ -364,7 +364,7 @@ class _IntegerWeight(_UnpackedWeight):
 
         begin, add = added(as_index(count - 1))
         return b.seq(
-            b.when(tir.equal(b.index(part.number), 0), b.loop(row_tiles * PANEL, zero, name="zero")),
+            b.when(b.equal(part.number, 0), b.loop(row_tiles * PANEL, zero, name="zero")),
             products(as_index(0), []),
             b.loop(count - 1, group, name="group") if count > 1 else None,
             begin,
