@@ -152,7 +152,7 @@ class _RoundedWeight(_UnpackedWeight):
     def _rounded(self, line: Index, j: int, first: TirBuffer, second: TirBuffer) -> Stmt:
         """Two vectors of float32 as a line of a tile."""
         b = self.builder
-        if "avx512_bf16" in self.target.features:
+        if self.target.isa.rounds_to_bfloat16:
             pairs = rounded_pairs(b, *(b.load_vector(array, 0, LANES) for array in (first, second)))
             return b.store_vector(self.unpacked, self._line_at(line, j), pairs, LANES)
 
@@ -170,7 +170,7 @@ class _IntegerWeight(_UnpackedWeight):
         super().__init__(kernel, builder, printer, target)
         self.group_steps = min(self._group_steps(), self.part_steps)
         self.has_zeros = kernel.zeros is not None
-        self.looks_up = kernel.bits == 4 and "avx512bw" in target.features
+        self.looks_up = kernel.bits == 4 and target.isa.looks_up_bfloat16
         # Sums of rows of A: of every group of a part, panel of rows and row, the same in every lane.
         groups = self.part_steps // self.group_steps
         self.row_sums = builder.local(groups * self.block * PANEL * LANES, "float32", "row_sums")
