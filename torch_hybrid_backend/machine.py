@@ -191,7 +191,7 @@ def processor() -> str:
 
 
 # An instruction set, as Linux names it -> the precisions that kernels multiply in by it: x86's, and Arm's, where only PyTorch's kernels do.
-# AVX512-FP16 is not among them: its sums would be of float16 too, and no kernel of ours multiplies by it (ADR 53). _WHOLE_BYTES: 8 bits by
+# AVX512-FP16 is not among them: its sums would be of float16 too, and no kernel of ours multiplies by it (ADR 90). _WHOLE_BYTES: 8 bits by
 # 8 bits without saturating.
 _WHOLE_BYTES = "whole bytes"
 _MULTIPLIES: Mapping[str, tuple[str, ...]] = {
@@ -217,9 +217,11 @@ def lacking_instructions(precision: str, root: Path = Path("/")) -> tuple[str, .
     return () if _multiplies(precision, root) else _instructions(precision)
 
 
-def bits_of_weights(root: Path = Path("/")) -> int:
-    """Bits of the integer weights of layers on the host: 8, or 7 where it has AVX2 and neither VNNI nor AMX. x86's older product of
-    bytes adds two of them up in 16 bits, which saturate with 8 bits on either side."""
+def default_weight_bits(root: Path = Path("/")) -> int:
+    """Bits of the quantized weights that the host multiplies fastest: 7 where it has AVX2 and neither VNNI nor AMX, else 8.
+
+    x86's older product of bytes (`vpmaddubsw`) adds two products in 16 bits. With 8 bits on either side their sum saturates.
+    """
     return 7 if _multiplies("int8", root) and not _multiplies(_WHOLE_BYTES, root) else 8
 
 

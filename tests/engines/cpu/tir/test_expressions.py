@@ -18,7 +18,7 @@ X = torch.tensor([-7, -1, 0, 1, 7, 300], dtype=torch.int32)
 
 
 def lane_by_lane(of: Callable[[TirExpr], TirExpr], x: torch.Tensor, dtype: torch.dtype) -> list[Any]:
-    """`of` of each element, where an array keeps them as `dtype`."""
+    """Call `of` for each element, where an array keeps them as `dtype`."""
     out = torch.zeros(len(x), dtype=dtype)
     run_body(lambda b, a, to: b.loop(len(x), lambda i: b.store(to, i, of(b.load(a, i)))), x, out)
     return out.tolist()

@@ -33,7 +33,8 @@ def upper(bits: TirExpr) -> TirExpr:
 
 
 class FloatParts:
-    """What is split by one sequence of statements: vectors that stay in registers, used after `begin` and in no other block of statements."""
+    """Vectors that are split by one sequence of statements: vectors that stay in registers, used after `begin` and in no other block of
+    statements."""
 
     def __init__(self, builder: Builder, printer: Printer, parts: int, target: Target) -> None:
         self._builder, self._printer, self._parts = builder, printer, parts
@@ -46,7 +47,7 @@ class FloatParts:
 
     @property
     def vectors(self) -> tuple[TirBuffer, ...]:
-        """What `begin` declares."""
+        """The vectors that `begin` declares."""
         return self._largest, self._smallest, self._rest, self._bits
 
     def begin(self) -> Stmt:
@@ -113,7 +114,7 @@ class FloatParts:
         return b.seq(*statements)
 
     def split(self, lane: Index, value: TirExpr, put: Callable[[int, TirExpr], Stmt], *, watches: bool = True) -> Stmt:
-        """As `stored`, of one lane: `put(part, bits)` is told each part, the largest first, which is in the upper half of 32 bits.
+        """Split one lane as `stored` does: `put(part, bits)` is told each part, the largest first, which is in the upper half of 32 bits.
 
         The first part is the number rounded to nearest, each other what is left, rounded. Values are kept in local arrays: TVM would substitute
         a binding at each use.

@@ -41,7 +41,7 @@ class _Source:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """One block of the result: lane i is lane `lanes[i] % block` of source `lanes[i] // block`."""
+    """A block of the result: lane i is lane `lanes[i] % block` of source `lanes[i] // block`."""
 
     sources: tuple[_Source, ...]
     lanes: tuple[int, ...]
@@ -84,7 +84,7 @@ def channel_moves(kernel: MapKernel, builder: Builder, printer: Printer, channel
 
 
 def _blocks(kernel: MapKernel, printer: Printer, channel: LoopVar) -> list[_Block] | None:
-    """Where each block's lanes come from; None where some channel is anything but an element of a tensor blocked alike."""
+    """The sources of each block's lanes; None where some channel is anything but an element of a tensor blocked alike."""
     store, extent = kernel.stores[0], channel.extent
     layout = printer.arguments[store.buffer][1]
     if len(kernel.stores) != 1 or not isinstance(layout, Blocked) or not isinstance(extent, int):

@@ -94,14 +94,14 @@ def by_height(builder: Builder, total: Dim, tall: int, vectors: int, body: Calla
 
 
 def tile_start(builder: Builder, total: Dim, height: int, part: Index) -> tuple[Index, Stmt]:
-    """Where row tile `part` begins, and the statement that computes it."""
+    """The first row of row tile `part`, and the statement that computes it."""
     last = total - height
     start = tir.minimum(builder.index(part * height), builder.size(last))
     return builder.bound(start, last + 1, "row")
 
 
 def partials(of: Callable[[int, Index], TirExpr], count: int) -> list[LaneFn]:
-    """`of(0, lane)`, `of(1, lane)`, ... as functions of the lane."""
+    """Functions of the lane: `of(0, lane)`, `of(1, lane)`, ..."""
     return [partial(of, number) for number in range(count)]
 
 
@@ -124,7 +124,7 @@ class RegisterTile:
         return self.builder.alloc(self.buffer)
 
     def offset(self, row: int, vector: int, way: int = 0) -> int:
-        """Where in `buffer` an accumulator lies."""
+        """The offset of an accumulator in `buffer`."""
         return way * self.size + (row * self.vectors + vector) * self.lanes
 
     def _lanes(self, body: Callable[[Index], Stmt]) -> Stmt:
@@ -181,7 +181,7 @@ class RegisterTile:
         return self._lanes(body)
 
     def held(self, values: Sequence[LaneFn]) -> tuple[Stmt, list[LaneFn]]:
-        """What computes `values` into registers, and they as they are held there.
+        """Statements that compute `values` into registers, and the values as registers hold them.
 
         TVM's vectoriser takes an expression that binds variables only once; operands of `accumulate` are there for every row or vector.
         """

@@ -1,4 +1,4 @@
-"""How products on AMX's tiles are divided: tasks of rows and columns, panels of 32, parts of k.
+"""The division of products on AMX's tiles: tasks of rows and columns, panels of 32, parts of k.
 
 A task has a block of rows and a group of columns, both in panels, and k is cut into parts. A panel of B stays in the first-level cache while
 the panels of A go by, which come from the second: loading both from there takes half as long again as multiplying. So parts are short, and a
@@ -40,7 +40,7 @@ _SUM_CYCLES = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """What a kernel multiplies: (batch, m, k) by (batch or 1, k, n), in the format `form`. `sizes`: batch, m, k, n; the first two may be known
+    """Operands of a kernel: (batch, m, k) by (batch or 1, k, n), in the format `form`. `sizes`: batch, m, k, n; the first two may be known
     only at run time. `a`: an element of A."""
 
     kernel: TileMatMulKernel | TileConvKernel | DequantizedMatMulKernel
@@ -76,11 +76,11 @@ class TileBlocks:
         self.part_elements = self.part_steps * self.form.depth
 
     def _b_batches(self) -> Dim:
-        """How many B there are: the rows of batch i are multiplied by number i modulo them."""
+        """The number of matrices B: the rows of batch i are multiplied by matrix i modulo it."""
         return 1
 
     def _b_of(self, batch: Index) -> Index:
-        """Which B the rows of a batch are multiplied by."""
+        """The number of the matrix B that multiplies the rows of a batch."""
         return batch % self.b_batches
 
     def _panel_of(self, batch: Index, column: Index, c: Index) -> Index:
@@ -90,7 +90,7 @@ class TileBlocks:
     # Sizes.
 
     def row_blocks(self) -> tuple[Dim, Dim]:
-        """How many blocks of rows there are, and what a task's first row is a multiple of: `block`, or as few as makes them equal."""
+        """The number of blocks of rows, and the number that a task's first row is a multiple of: `block`, or as few as make blocks equal."""
         if isinstance(self.row_panels, int):
             return ceil_div(self.row_panels, self.block), self.block
         blocks = function("max", ceil_div(self.row_panels, self.block), 1)
@@ -126,7 +126,7 @@ class TileBlocks:
         return self.builder.ranked_choice(estimates)
 
     def _cycles(self, batch: int, panels: int, tiling: tuple[int, int, int]) -> float:
-        """Of all products of so many panels of rows, in tasks as `_tiling` says."""
+        """Cycles of all products of so many panels of rows, in tasks as `_tiling` says."""
         steps, block, group = tiling
         blocks = -(-panels // block)
         tasks, rows = batch * blocks * -(-self.column_panels // group), -(-panels // blocks)
@@ -143,11 +143,11 @@ class TileBlocks:
         return sorted({-(-self.steps // count) for count in counts}, reverse=True)
 
     def _copy_cycles(self, block: int) -> float:
-        """Of a task with so many panels of rows, to write A's tiles."""
+        """Cycles that a task with so many panels of rows takes to write A's tiles."""
         return block * PANEL * self.k * self.form.copy_cycles
 
     def _product_cycles(self, part_steps: int, block: int, group: int) -> float:
-        """Of a task with so many panels of rows and of columns, without what A's tiles cost."""
+        """Cycles of a task with so many panels of rows and columns, without those of writing A's tiles."""
         form, step_bytes = self.form, self.form.parts * PANEL * ROW_BYTES
         parts = -(-self.steps // part_steps)
         # A step reads A from the second-level cache, and B too where a panel's part of k does not stay in the first.
@@ -193,7 +193,7 @@ class TileBlocks:
         raise NotImplementedError
 
     def rows_of(self, row: Index, r: Index) -> TirExpr | None:
-        """How many rows a panel has; None where all have 32."""
+        """The number of rows of a panel; None where all have 32."""
         if self.m % PANEL == 0:
             return None
         return tir.minimum(self.builder.index(as_index(self.m) - (row + r) * PANEL), tir.const(PANEL, "int32"))

@@ -88,7 +88,7 @@ class TileProduct(TileRows):
         )
 
     def _arrays(self) -> list[TirBuffer]:
-        """What a task declares."""
+        """Declare a task's arrays."""
         arrays = [self.configuration, self.scratch, self.sums]
         if self.parts > 1:
             arrays.append(self.near)
@@ -97,7 +97,7 @@ class TileProduct(TileRows):
         return arrays
 
     def _before(self, batch: Index, row: Index) -> Stmt | None:
-        """What a task does before the first part of k."""
+        """Statements of a task before the first part of k."""
         return None
 
     def _part(self, batch: Index, row: Index, column: Index, part: Part) -> Stmt:
@@ -114,13 +114,13 @@ class TileProduct(TileRows):
         return self.builder.seq(self._copies(batch, row, part), each)
 
     def _before_columns(self, panel: Index, part: Part) -> Stmt | None:
-        """What a task does with a part of k before it multiplies a panel of columns."""
+        """Statements of a task for a part of k, before a panel of columns is multiplied."""
         return None
 
     # Products.
 
     def _sums_at(self, r: Index, c: Index) -> Index:
-        """Where the sums of a panel of rows and one of columns are, 32 x 32 of them."""
+        """The address of the 32 x 32 sums of a panel of rows and one of columns."""
         return as_index(0) if self.parts == 1 else (c * self.block + r) * (PANEL * PANEL)
 
     def _products(self, batch: Index, row: Index, column: Index, r: Index, c: Index, part: Part) -> Stmt:
@@ -227,7 +227,8 @@ class TileProduct(TileRows):
         ]
 
     def _b_at(self, panel: Index, part: Part, s: Index, number: int) -> tuple[TirBuffer, Index, int]:
-        """Where the first tile of a panel of columns is, of one step and of a part of the numbers, and elements from there to the second."""
+        """The address of the first tile of a panel of columns, of one step and one part of the numbers, and the distance to the second in
+        elements."""
         form = self.form
         at = (panel * self.steps + part.start + s) * self.panel_size + number * form.panel_elements
         return self.packed, at, form.panel_elements // 2
@@ -275,7 +276,7 @@ class TileProduct(TileRows):
         return [b.prefetch(self.sums, b.index(at), 1, to_write=True) for at in places]
 
     def _by_vectors(self, batch: Index, row: Index, r: Index, c: Index, part: Part, numbers: Stmt) -> Stmt:
-        """As `_by_tiles`, in float32: of A as it is, and of B as `numbers` puts it together again."""
+        """Multiply as `_by_tiles` does, in float32: A as it is, and B as `numbers` puts it together again."""
 
         def put(line: Index, at: Index, width: int, env: Lanes) -> Stmt:
             def value(lane: Index) -> TirExpr:

@@ -49,7 +49,7 @@ class TileRows(TileBlocks):
         self.is_outside = builder.local(self.block, "int32", "outside")
 
     def _rows_in_memory(self) -> RowsInMemory | None:
-        """Where rows of A lie along k as they are multiplied; None where that is not simply in an array."""
+        """The array in which rows of A lie along k as they are multiplied; None if there is none."""
         return None
 
     def piece(self, env: dict[LoopVar, Index], unit: Index, within: int) -> Piece:
@@ -65,7 +65,7 @@ class TileRows(TileBlocks):
         return self.block * self.part_steps * self.panel_size
 
     def a_at(self, r: Index, part: Part, s: Index, number: int) -> Index:
-        """Where the tiles of a panel of rows begin, of one step and of a part of the numbers; the second lies behind the first."""
+        """The address of the tiles of a panel of rows, of one step and one part of the numbers; the second tile lies behind the first."""
         return (r * self.part_steps + s) * self.panel_size + number * self.form.panel_elements
 
     # In memory.
@@ -111,7 +111,7 @@ class TileRows(TileBlocks):
         return self.each_line(batch, row, r, one)
 
     def _copy(self, batch: Index, row: Index, r: Index, part: Part) -> Stmt:
-        """One part of a panel of rows to scratch memory, and whether any of its numbers is outside of what can be split."""
+        """Copy one part of a panel of rows to scratch memory. Tells as well whether any of its numbers cannot be split."""
         b, form = self.builder, self.form
         if self.rows is not None and self.k % form.depth == 0:
             return self._copy_rows(self.rows, batch, row, r, part)

@@ -1,4 +1,4 @@
-"""What an attention task works on: sizes, workspaces, packed keys and values."""
+"""Operands and memory of an attention task: sizes, workspaces, packed keys and values."""
 
 from __future__ import annotations
 
@@ -99,11 +99,11 @@ class AttentionParts:
         return self.lanes
 
     def _most_rows(self) -> int:
-        """Of a tile of queries."""
+        """The most rows of a tile of queries."""
         return max_rows(2, self.target)
 
     def _key_rows(self) -> Dim:
-        """Of a packed panel of keys."""
+        """The rows of a packed panel of keys."""
         return self.depth // self.group
 
     def _panel_vectors(self) -> int:
@@ -211,11 +211,11 @@ class AttentionParts:
         return b.seq(b.bind(position, value), b.when(inside, b.seq(bind, written)))
 
     def _of_key(self, batch: Index, head: Index, key: Index, d: Index) -> TirExpr:
-        """What is packed as number `d` of a key."""
+        """Element `d` of a packed key."""
         return self.read(self.packed_keys, self.kernel.k_vars, batch, head, key, d)
 
     def _squares(self) -> int:
-        """How many squares of `lanes` packed elements along a head's dimension can be loaded as vectors of keys and transposed."""
+        """The number of squares of `lanes` packed elements along a head's dimension can be loaded as vectors of keys and transposed."""
         k, d = self.packed_keys, self.kernel.k_vars[3]
         dtype = _PACKED[self.group]
         if not isinstance(k, Load) or k.buffer.dtype != dtype or self.lanes % 4 or not isinstance(d.extent, int):
@@ -290,7 +290,8 @@ class AttentionParts:
 
 
 def _heads_alike(e: Expr, head: LoopVar) -> int:
-    """How many neighbouring heads read the same: heads divided by which alone are in the indices; all where none is."""
+    """The number of neighbouring heads that read the same keys: the divisor of the head in the indices; all heads where no index has the
+    head."""
     alike = known_int(head.extent)
     for part in parts([e], within_indices=True):
         for index in indices(part):

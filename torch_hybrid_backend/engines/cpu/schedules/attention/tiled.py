@@ -63,7 +63,7 @@ class TiledAttention(AttentionParts):
         return b.fused((self.batch, self.heads, pieces), task)
 
     def _buffers(self) -> tuple[TirBuffer, ...]:
-        """What a task has for itself."""
+        """Declare the buffers of one task."""
         return (self.packed_k, self.packed_v, self.q, self.scores, self.out, self.maximum, self.sum)
 
     def _pack(self, batch: Index, head: Index) -> Stmt | None:
@@ -110,7 +110,7 @@ class TiledAttention(AttentionParts):
         return min(range(1, min(split.parts, 4 * self.target.cores) + 1), key=time)
 
     def _end(self) -> Stmt | None:
-        """What a task does last."""
+        """Statements at the end of a task."""
         return None
 
     # One tile of query rows.
@@ -249,7 +249,7 @@ class TiledAttention(AttentionParts):
         return product
 
     def _operand_of_softmax(self, score: TirExpr) -> TirExpr:
-        """What the softmax is of, from what `_score` left in `scores`."""
+        """The operand of the softmax, read from the `scores` that `_score` has written."""
         return score if self.kernel.score is not None else self._scaled(score)
 
     def _horizontal(self, vector: TirBuffer, combine: Callable[[TirExpr, TirExpr], TirExpr]) -> Stmt:
@@ -326,7 +326,7 @@ class TiledAttention(AttentionParts):
         )  # fmt: skip
 
     def _row_locals(self) -> tuple[TirBuffer, ...]:
-        """What else the softmax of one row holds in registers."""
+        """Further registers of the softmax of one row."""
         return ()
 
     def _keep(self, lane: Index, at: Index, weight: TirExpr) -> Stmt:
@@ -334,7 +334,7 @@ class TiledAttention(AttentionParts):
         return self.builder.store(self.scores, at, weight)
 
     def _kept(self, start: Index, vectors: int) -> Stmt | None:
-        """What follows the weights of a row's panel of so many vectors, whose scores begin at `start`."""
+        """Statements after the weights of a row's panel of so many vectors, whose scores begin at `start`."""
         return None
 
     def _rescale(self, r: Index, rows: int, factor: TirExpr, added: TirExpr) -> Stmt:
@@ -402,7 +402,7 @@ class TiledAttention(AttentionParts):
         return self.by_length(panel, body)
 
     def _value(self, batch: Index, head: Index, panel: Index, t: Index, vector: int, lane: Index) -> TirExpr:
-        """One element of the values of a panel's key `t`."""
+        """Read one element of the values of a panel's key `t`."""
         padded = self.value_vectors * self.lanes
         return self.builder.load(self.packed_v, panel * (self.panel * padded) + t * padded + vector * self.lanes + lane)
 

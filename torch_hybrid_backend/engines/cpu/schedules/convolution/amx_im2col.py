@@ -52,7 +52,7 @@ class GatheredConvolution(TileConvolution):
         return (lines - 1) * self.y.stride + (self.y.kernel - 1) * self.y.dilation + 1
 
     def _image_at(self, lines: int) -> int:
-        """Where the image begins: vectors of the matrix's last row may end behind it."""
+        """The first element of the image in scratch memory: vectors of the matrix's last row may end behind it."""
         return self.rows_in_panels(lines) * self._row_elements() + self.form.depth
 
     def _elements(self, lines: int, images: int) -> int:
@@ -74,7 +74,7 @@ class GatheredConvolution(TileConvolution):
         )
 
     def _row(self, line: Index, x: Index) -> Stmt:
-        """One row of the matrix."""
+        """Write one row of the matrix."""
         b, depth = self.builder, self.form.depth
         to = (line * self.x.out + x) * self.a_row
         first = line * self.y.stride * self.image_width + x * self.x.stride
@@ -105,7 +105,7 @@ class GatheredConvolution(TileConvolution):
         return value if count >= lanes else tir.select(_lane_numbers(lanes) < _all(count, lanes), value, zeros)
 
     def _image_line(self, batch: Index, row: Index, line: Index) -> Stmt:
-        """One line of the image: the border, its pixels, the border."""
+        """Write one line of the image: the border, its pixels, the border."""
         b, conv, padding = self.builder, self.conv, self.x.padding
         source = (row * self.y.stride) + line - self.y.padding
         own: dict[LoopVar, Index] = {conv.x_vars[0]: batch}

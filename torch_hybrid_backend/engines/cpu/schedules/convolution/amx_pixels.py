@@ -46,17 +46,17 @@ class _Axis(Axis):
 
     @property
     def remainders(self) -> list[int]:
-        """Of the kernel's positions by the stride: which images of every `stride`-th pixel are read."""
+        """Remainders of the kernel's positions by the stride: the images of every `stride`-th pixel that are read."""
         return sorted({tap * self.dilation % self.stride for tap in range(self.kernel)})
 
     @property
     def images(self) -> int:
-        """How many such images have a place."""
+        """The number of such images that have a place."""
         return self.remainders[-1] + 1
 
     @property
     def reach(self) -> int:
-        """How many pixels of such an image the last position lies behind the first, at most."""
+        """The largest distance between the first and the last position, in pixels of such an image."""
         return max(tap * self.dilation // self.stride for tap in range(self.kernel))
 
     def pixel(self, position: Index | int, remainder: Index | int) -> Index:
@@ -112,7 +112,7 @@ class TileConvolution(TileProduct):
         return self._b_of(batch) * self.n
 
     def _first_channel(self, batch: Index) -> Index:
-        """Of the group that a task multiplies."""
+        """The first channel of the group that a task multiplies."""
         return self._b_of(batch) * self.channels
 
     def _merges_images(self) -> bool:
@@ -142,7 +142,7 @@ class TileConvolution(TileProduct):
         return [length for length in lengths if length <= most] or [-(-self.steps // -(-self.steps // PART_STEPS))]
 
     def _image_counts(self) -> list[int]:
-        """How many whole images a task may have."""
+        """Numbers of whole images that a task may have."""
         if self.is_one_image or not isinstance(self.images, int):
             return [1]
         return [n for n in range(1, self.images + 1) if self.images % n == 0]
@@ -210,7 +210,7 @@ class TileConvolution(TileProduct):
     # Rows.
 
     def _lines_of(self, first: Index) -> TirExpr:
-        """How many lines a task has."""
+        """The number of lines of a task."""
         return tir.minimum(self.builder.index(self.lines - first), tir.const(self.block_lines, "int32"))
 
     def _rows_of_task(self, first: Index) -> TirExpr:
@@ -244,7 +244,7 @@ class TileConvolution(TileProduct):
         counters = b.local(len(extents), "int32", "place")
 
         def count(number: int) -> Stmt:
-            """One more in a place; one that is full begins again, and the next has one more."""
+            """Count one more in a place; a place that is full begins again, and the next has one more."""
             more = b.store(counters, number, b.load(counters, number) + 1)
             if number == len(extents) - 1 or (number == 1 and not self.is_one_image):
                 return more
@@ -299,7 +299,7 @@ class TileConvolution(TileProduct):
         return self._place(step, number, y % self.y.stride, x % self.x.stride, pixel)
 
     def _place(self, step: Index, number: int, y: Index | int, x: Index | int, pixel: Index) -> Index:
-        """Where a pixel's channels of one step begin: a part of the numbers, in the image of remainders y and x."""
+        """The address of a pixel's channels of one step: a part of the numbers, in the image of remainders y and x."""
         image = ((step * self.form.parts + number) * self.y.images + y) * self.x.images + x
         return (image * self._plane(self.block_lines, self.task_images) + pixel) * self.form.depth
 
@@ -329,7 +329,7 @@ class TileConvolution(TileProduct):
         return b.seq(b.alloc(self.flags), none, copied, self._each_row(row, self._mark))
 
     def _line(self, batch: Index, row: Index, y: int, vectors: tuple[Index, int], place: tuple[Index, ...]) -> Stmt:
-        """One line of the image of a remainder: its pixels, and the border where the image has none; of some vectors of channels.
+        """Write one line of the image of a remainder: its pixels, and the border where the image has none; of some vectors of channels.
 
         place: which of the task's images, and which of its lines.
         """
@@ -399,7 +399,7 @@ class TileConvolution(TileProduct):
         return b.seq(*statements)
 
     def _border(self, line: Index, y: int, first: Index, count: int) -> Stmt:
-        """What lies around the image in `count` vectors of channels from number `first` on, of a whole line."""
+        """Write the border of the image in `count` vectors of channels from number `first` on, of a whole line."""
         b = self.builder
 
         def vectors(position: tuple[Index, ...]) -> Stmt:

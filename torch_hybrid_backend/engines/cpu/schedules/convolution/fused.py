@@ -96,7 +96,7 @@ class _Chain:
         return found
 
     def _row(self, stage: int, image: Index, row: Index) -> Stmt:
-        """One output row of a stage, after all that it needs."""
+        """Compute one output row of a stage, after the rows that it needs."""
         before = None if stage == 0 else self._advance(stage - 1, image, row)
         return self.builder.seq(before, self.rows[stage](image, row))
 

@@ -1,4 +1,4 @@
-"""What the convolution rules share: reading input and weight, writing output, all in two spatial dimensions."""
+"""Parts that the convolution rules share: reading input and weight, writing output, all in two spatial dimensions."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ConvParts:
         return {variables[0]: image, variables[1]: channel * self.together, **self._spatial(variables, row, column)}
 
     def x(self, image: Index, channel: Index, row: Index, column: Index) -> TirExpr:
-        """One input element; the position must lie inside the input."""
+        """Read one input element; the position must lie inside the input."""
         return self.printer.expr(self.kernel.x, self.x_env(image, channel, row, column))
 
     def word(self, dot: DotProduct, image: Index, channel: Index, row: Index, column: Index) -> TirExpr:
@@ -71,7 +71,7 @@ class ConvParts:
         return load_words(array, self.builder.index(offset), dot, self.block)
 
     def start(self, channel: Index) -> TirExpr:
-        """What the sums of an output channel start at; channels are counted as they are in the packed weight."""
+        """The first value of the sums of an output channel; channels are counted as in the packed weight."""
         start = self.kernel.start
         return tir.const(0, self.dtype) if start is None else self.printer.expr(Load(self.dtype, start, (channel,)), {})
 
@@ -104,7 +104,7 @@ class ConvParts:
         return self.builder.seq(*[self.builder.prefetch(array, choice, level=1) for choice in choices])
 
     def weight(self, *position: Index) -> TirExpr:
-        """One element of the packed weight."""
+        """Read one element of the packed weight."""
         packed = self.kernel.packed
         return self.printer.expr(Load(compute_dtype(packed.dtype), packed, position), {})
 
@@ -134,14 +134,14 @@ class ConvParts:
         return self.printer.stores(self.kernel.stores, self.env(image, channel, row, column))
 
     def clear(self, buffer: TirBuffer, offset: Index) -> Stmt:
-        """One block of zeros."""
+        """Write a block of zeros."""
         b = self.builder
         return self.printer.vector_loop(
             self.block, lambda lane: b.store(buffer, offset + lane, tir.const(0, self.dtype))
         )
 
     def begin(self, buffer: TirBuffer, offset: Index, block: Index) -> Stmt:
-        """What the sums of an output block start at."""
+        """Begin the sums of an output block."""
         b = self.builder
         return self.printer.vector_loop(
             self.block, lambda lane: b.store(buffer, offset + lane, self.start(block * self.block + lane))

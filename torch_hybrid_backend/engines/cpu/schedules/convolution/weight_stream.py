@@ -30,7 +30,7 @@ def streams(parts: ConvParts) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Where a task writes: image, group, first channel block and how many, and which part of the channel blocks that is."""
+    """The part of the result that a task writes: image, group, first channel block, number of blocks, and its part of all channel blocks."""
 
     image: Index
     group: Index

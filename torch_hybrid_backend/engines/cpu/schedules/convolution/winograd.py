@@ -449,7 +449,7 @@ class _Winograd:
 
 
 def _tests(parts: ConvParts, position: Index, size: int) -> list[TirExpr]:
-    """What has to be tested to know that 0 <= position < size."""
+    """The tests that tell whether 0 <= position < size."""
     b, tests = parts.builder, []
     if position.low < 0:
         tests.append(b.index(position) >= 0)

@@ -55,7 +55,7 @@ class _DotRows:
         return self.builder.loop(self.tasks, self._task, "parallel", "task")
 
     def _task(self, task: Index) -> Stmt:
-        """One task's share of W's rows."""
+        """Multiply one task's share of W's rows."""
         b, lanes = self.builder, self.lanes
         first, end = task * self.blocks // self.tasks, (task + 1) * self.blocks // self.tasks
         count = b.variable("count", "int32")

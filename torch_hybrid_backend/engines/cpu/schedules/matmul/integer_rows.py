@@ -198,7 +198,7 @@ class IntegerRows:
         return ((words >> self._all(4)) if half else words) & self._all(0x0F0F0F0F)
 
     def scale(self, row: Index | int, group: Index) -> TirExpr:
-        """What a group's sums are multiplied by."""
+        """The scale of a group's sums."""
         return self._builder.load(self._scales, group + row * self.groups)
 
     def total(self, row: Index | int, group: Index) -> TirExpr:

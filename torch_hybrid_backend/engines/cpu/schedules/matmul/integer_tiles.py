@@ -1,4 +1,4 @@
-"""How many rows of float32, written as integers (`integer_rows`), are multiplied with a weight of 8 or 4 bits: blocks of register tiles."""
+"""Register tiles of rows of float32, written as integers (`integer_rows`), with a weight of 8 or 4 bits."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def emit(kernel: PackedMatMulKernel, builder: Builder, printer: Printer, target:
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """How tiles are visited: `blocks` blocks of `per_block` row tiles; `rows` says how the rows are cut."""
+    """The order of tiles: `blocks` blocks of `per_block` row tiles; `rows` says how the rows are cut."""
 
     rows: Split
     blocks: int
@@ -68,7 +68,8 @@ class _Order:
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """Who fetches the next panel: tile number `tile` of about `tiles` that work on one panel. `repeats`: the first follows the last."""
+    """The tile that prefetches the next panel: tile number `tile` of about `tiles` that work on one panel. `repeats`: the first follows the
+    last."""
 
     tile: Index
     tiles: int
@@ -210,7 +211,7 @@ class MatMul:
         return self.printer.expr(Load(compute_dtype(kernel.packed.dtype), kernel.packed, position), {})
 
     def _tile(self, batch: Index, first: Index, rows: int, panel: Index, columns: Dim, ahead: Ahead) -> Stmt:
-        """One register tile: `rows` rows from `first`, the first `columns` columns of a panel."""
+        """Compute one register tile: `rows` rows from `first`, the first `columns` columns of a panel."""
         b, kernel, k_extent = self.builder, self.kernel, self.steps
         vectors = self.vectors if isinstance(columns, Size) else -(-columns // self.lanes)
         ways = RegisterTile.ways_for(rows * vectors, k_extent)
@@ -237,7 +238,7 @@ class MatMul:
         return b.seq(compute, self._write(tile, batch, first, panel * self.kernel.tile_n, columns))
 
     def _start(self, tile: RegisterTile, batch: Index, panel: Index) -> Stmt | None:
-        """What the sums start at, where that is not zero: it may overwrite the first copy alone."""
+        """Begin the sums where they do not begin at zero: only the first copy may be overwritten."""
         kernel, start = self.kernel, self.kernel.start
         if start is None:
             return None
@@ -331,7 +332,7 @@ class MatMul:
         return self.printer.stores(self.kernel.stores, {self.b: batch, self.m: row, self.n: column})
 
     def _dot_tile(self, batch: Index, first: Index, rows: int) -> Stmt:
-        """One column: rows of A, read along k, times the only panel, which is a plain vector over k."""
+        """Compute one column: rows of A, read along k, times the only panel, which is a plain vector over k."""
         b, k_extent = self.builder, self.kernel.k.extent
         lanes = lanes_of(self.target, self.dtype)
         ways = (

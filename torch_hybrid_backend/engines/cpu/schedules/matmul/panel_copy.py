@@ -208,7 +208,7 @@ class _CopiedPanels(MatMul):
         )
 
     def _copy(self, row: Index, start: Index, to: Index) -> Stmt:
-        """One row of the panel of W that begins at element `start`, to its place in the panel held at `to`."""
+        """Copy one row of the panel of W that begins at element `start` to its place in the panel held at `to`."""
         b = self.builder
 
         def vector(v: int) -> Stmt:

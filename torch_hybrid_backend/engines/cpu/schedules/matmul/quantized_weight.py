@@ -51,7 +51,7 @@ class QuantizedWeight:
         return panel * self.panel_words + k // self.per_word * self._width
 
     def table(self) -> tuple[Stmt | None, Stmt | None]:
-        """What declares and fills `values`, in registers, at the begin of a task."""
+        """Statements that declare and fill `values`, in registers, at the begin of a task."""
         if self._kernel.table is None:
             return None, None
         table = self._printer.arguments[self._kernel.table][0]
@@ -66,7 +66,7 @@ class QuantizedWeight:
         return self._builder.alloc(self._values), self._builder.seq(*map(keep, range(MOST_VALUES // self._lanes)))
 
     def _looked_up(self, word: TirExpr, nibble: int, lane: Index) -> TirExpr:
-        """What a nibble of a word stands for: of a whole vector of words, `lane` by lane, which the intrinsics are of."""
+        """Look up the values of a nibble of each word: of a whole vector of words, `lane` by lane, which the intrinsics are of."""
         b = self._builder
         place = word >> tir.const(4 * nibble, "int32")  # the bits above are not looked at
         if self._lanes == MOST_VALUES:
@@ -94,7 +94,7 @@ class QuantizedWeight:
 
     @property
     def unit(self) -> float:
-        """What an integer 1 counts as."""
+        """The value of the integer 1."""
         return _TOP_UNIT if self._kernel.bits == 4 and self._kernel.table is None else 1.0
 
     def of_group(self, panel: Index, group: Index, column: Index, *, zero: bool) -> TirExpr:

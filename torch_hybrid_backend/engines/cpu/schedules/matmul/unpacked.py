@@ -115,7 +115,7 @@ class _UnpackedMatMul:
     # Packing A.
 
     def _pack(self, panel: Index, position: Index, part: _Part) -> Stmt:
-        """One panel, at `position` of the group's, for one part of k."""
+        """Pack one panel, at `position` of the group's, for one part of k."""
         b, lanes = self.builder, self.lanes
         squares, left = divmod(part.size, lanes)
         place = position * self.panel_size
@@ -189,7 +189,7 @@ class _UnpackedMatMul:
     # The product.
 
     def _task(self, task: Index) -> Stmt:
-        """One task's share of W's rows, for all of A."""
+        """Multiply one task's share of W's rows by all of A."""
         b, depth = self.builder, self.depth
         first, end = task * self.blocks // self.tasks, (task + 1) * self.blocks // self.tasks
         count = b.variable("count", "int32")

@@ -199,7 +199,7 @@ class _Dequantized(MatMul):
         return b.seq(b.loop(whole, vector, name="k") if whole else None, rest)
 
     def _integers(self, rows: int, parts: int) -> IntegerForm | None:
-        """How a tile of `rows` rows is multiplied as integers of `parts` bytes; None where all is float32."""
+        """The integer product of a tile of `rows` rows of `parts` bytes; None where everything is float32."""
         group = min(self.quantized.group, self.depth_of_all)
         if self.quantized.table is not None or self.weight.per_word == 1:
             return None
@@ -232,7 +232,7 @@ class _Dequantized(MatMul):
     # Many rows, as integers.
 
     def _integer_tiles(self, m: Dim) -> IntegerTiles | None:
-        """How `m` rows, where their number is known only at run time a tile or more, are multiplied as integers; None: as float32."""
+        """The integer tiles of `m` rows (a tile or more where their number is known only at run time); None where rows stay float32."""
         form = self._integers(1, self.quantized.row_parts)
         if form is None:
             return None
@@ -293,7 +293,7 @@ class _Dequantized(MatMul):
         return b.fused((tiles.blocks, shares), task, name="task")
 
     def _sums(self, count: int, add_group: AddGroup, rows: int, row: Index, panel: Index, columns: int) -> Stmt:
-        """One panel times the rows of a task, in `count` groups of k, and its stores."""
+        """Multiply one panel by the rows of a task, in `count` groups of k, and store the results."""
         b, vectors = self.builder, -(-columns // self.lanes)
         total = RegisterTile(b, self.printer, rows, vectors, self.lanes, self.dtype)
         groups = b.loop(count, lambda number: add_group(total, panel, number), name="group")

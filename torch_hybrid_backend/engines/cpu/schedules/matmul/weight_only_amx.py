@@ -97,7 +97,7 @@ class _UnpackedWeight(TileMatMul):
         )
 
     def _line_at(self, line: Index, j: int) -> Index:
-        """Where a line of a tile is: two elements along k of 16 columns, the `j`-th ones of a panel."""
+        """The address of a line of a tile: two elements along k of 16 columns, the `j`-th ones of a panel."""
         return (line // LANES * 2 + j) * _TILE_WORDS + line % LANES * LANES
 
     def _put(self, line: Index, j: int, value: Callable[[Index], TirExpr]) -> Stmt:
@@ -120,7 +120,7 @@ class _UnpackedWeight(TileMatMul):
 
 
 class _RoundedWeight(_UnpackedWeight):
-    """Of activations that are bfloat16, or may be: by the weight dequantised and rounded to bfloat16."""
+    """A weight that is dequantized and rounded to bfloat16, for activations that are bfloat16, or may be."""
 
     def _part_lengths(self) -> list[int]:
         return [_even(self.steps, _FEW_STEPS if self.row_panels == 1 else _MOST_STEPS)]
@@ -164,7 +164,7 @@ class _RoundedWeight(_UnpackedWeight):
 
 
 class _IntegerWeight(_UnpackedWeight):
-    """Of operands that are split: by integers, in groups."""
+    """A weight of integers in groups, for operands that are split."""
 
     def __init__(self, kernel: TileDequantizedMatMulKernel, builder: Builder, printer: Printer, target: Target) -> None:
         super().__init__(kernel, builder, printer, target)
@@ -374,13 +374,13 @@ class _IntegerWeight(_UnpackedWeight):
     def _added(
         self, r: Index, panel: Index, sums: Index, part: Part, group: Index
     ) -> tuple[Stmt, Callable[[Index], Stmt]]:
-        """What adds the sums of a group, which are in `near`, to those of the groups before, less zero points and times scales: what comes
-        first, and what adds a line."""
+        """Add the sums of a group, which are in `near`, to those of the groups before, less zero points and times scales. Returns the first
+        statements, and the function that adds a line."""
         b, number = self.builder, self._number(part, group)
         scale, zero = (b.local(PANEL, "float32", name) for name in ("scale", "zero"))
 
         def each(of: Callable[[Index], Stmt]) -> Stmt:
-            """`of(column)` for a panel's columns."""
+            """Call `of(column)` for a panel's columns."""
             first = self.printer.vector_loop(LANES, of)
             return b.seq(first, self.printer.vector_loop(LANES, lambda lane: of(lane + LANES)))
 
@@ -405,16 +405,16 @@ class _IntegerWeight(_UnpackedWeight):
         return b.seq(*arrays, each(keep)), line
 
     def _unit(self) -> float:
-        """What an integer 1 is in tiles."""
+        """The value of the integer 1 in tiles."""
         return 1.0 if self.looks_up else self.weight.unit
 
     def _scale(self, panel: Index, group: Index, column: Index) -> TirExpr:
-        """What the sums of a column's group are multiplied by."""
+        """The scale of the sums of a column's group."""
         scale = self.weight.of_group(panel, group, column, zero=False)
         return scale if self._unit() == 1 else scale * tir.const(1 / self._unit(), "float32")
 
     def _zero(self, panel: Index, group: Index, column: Index) -> TirExpr:
-        """What counts as 0 in a column's group, as integers in tiles count."""
+        """The zero point of a column's group, in units of the integers in tiles."""
         zero = self.weight.of_group(panel, group, column, zero=True)
         return zero if self._unit() == 1 else zero * tir.const(self._unit(), "float32")
 

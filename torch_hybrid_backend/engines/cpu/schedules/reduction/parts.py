@@ -1,4 +1,4 @@
-"""What reductions along rows and across them share: how partial results combine, and values in locals, in the form of `storage`."""
+"""Parts that reductions along rows and across them share: how partial results combine, and values in locals, in the form of `storage`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def element_of(
     order: Sequence[LoopVar],
     place: Callable[[Index, tuple[Index, ...]], Index] = lambda row, _: row,
 ) -> Callable[[Env], Stmt]:
-    """What computes and keeps one element of a `map` stage. From here on its local is read from `buffer`.
+    """Statements that compute and keep one element of a `map` stage. From here on its local is read from `buffer`.
 
     order: the loops that tell an element's place in the row, outermost first; place: where in `buffer` that is, from the place in the
     row and the element's index over `domain`.
@@ -71,7 +71,7 @@ def element_of(
 
 
 class Combiner:
-    """How two partial results of a reduction become one; on values as locals hold them (bool as uint8)."""
+    """The combiner of two partial results of a reduction, on values as locals hold them (bool as uint8)."""
 
     def __init__(self, name: str, dtype: str, printer: Printer) -> None:
         self.name, self.dtype, self.printer = name, dtype, printer
