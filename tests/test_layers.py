@@ -307,8 +307,8 @@ def _literals(tree: ast.AST) -> Iterator[ast.Constant]:
 
 
 def test_instruction_sets_are_named_in_one_table() -> None:
-    """What kernels may use is asked of `engines/cpu/isa.py` by properties, what a process may use of `machine.py`; LLVM's intrinsics of x86
-    are emitted by `engines/cpu/tir/x86.py`."""
+    """Properties of `engines/cpu/isa.py` tell what kernels may use, `machine.py` what a process may use; `engines/cpu/tir/x86.py` emits LLVM's
+    intrinsics of x86."""
     tables = {"torch_hybrid_backend/engines/cpu/isa.py", "torch_hybrid_backend/machine.py"}
     named, emitting = set(), set()
     for path in MODULES:
