@@ -14,10 +14,11 @@ from tests.services_for_tests import services
 from torch_hybrid_backend.codegen.engine import KernelEngine, KernelRegion
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.engines.cpu.backend import TvmBackend
+from torch_hybrid_backend.engines.cpu.isa import widest_lanes
 from torch_hybrid_backend.engines.cpu.kernels import CpuMatMulKernel
 from torch_hybrid_backend.engines.cpu.operands.packed_operands import packed_operands
 from torch_hybrid_backend.engines.cpu.operations import CpuConvOp
-from torch_hybrid_backend.engines.cpu.target import Target, widest_lanes
+from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.loops.graph import LoopGraph
 from torch_hybrid_backend.loops.ir import Buffer, IntegerConvOp
 from torch_hybrid_backend.machine import may_use_tiles

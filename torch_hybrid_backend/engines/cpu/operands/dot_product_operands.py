@@ -226,8 +226,8 @@ class WordOperands:
             and x not in self._layouts
             and x.dtype in ("uint8", "int8")
             and op.w.dtype == "int8"
-            and block == self._target.lanes == 16
-            and "avx512_vnni" in self._target.features
+            and block == self._target.lanes
+            and self._target.isa.multiplies_taps
             and op.dilation[-1] == 1
             and known_int(op.w.shape[-1]) <= _MOST_TAPS
         )

@@ -37,7 +37,7 @@ def dequantized_operand(op: MatMulOp, packer: OperandPacker, target: Target) -> 
     _, k, n = op.b.shape
     if op.a.shape[0] != 1 or op.b.shape[0] != 1 or not isinstance(k, int) or not isinstance(n, int):
         return None
-    if isinstance(op.b, Buffer) or n <= target.lanes or target.lanes < 8:
+    if isinstance(op.b, Buffer) or n <= target.lanes or not target.isa.multiplies_quantized:
         return None
     if {compute_dtype(op.a.dtype), compute_dtype(op.out.dtype)} != {"float32"}:
         return None
@@ -45,7 +45,7 @@ def dequantized_operand(op: MatMulOp, packer: OperandPacker, target: Target) -> 
     weight = _Weight.of(op.b.at(index))
     if weight is None:
         return None
-    if weight.table is not None and not {"avx2", "avx512f"}.intersection(target.features):
+    if weight.table is not None and not target.isa.looks_up_float32:
         return None
     groups = {_group(load, index[1], k) for load in (weight.scale, weight.zero) if isinstance(load, Load)} or {k}
     group = groups.pop()

@@ -100,7 +100,7 @@ def tile_dequantized_products(
     """
     weight = kernel.weight
     # Of any number of rows the kernel by vectors has a way for few and one for many, which the tiles have not.
-    if kernel_sizes(kernel) or weight.table is not None or not {"amx_tile", "amx_bf16"} <= set(target.features):
+    if kernel_sizes(kernel) or weight.table is not None or "bfloat16" not in target.isa.tiles:
         return []
     _, m, n, k = (known_int(variable.extent) for variable in (*kernel.domain, kernel.k))
     if m < _SURE_ROWS:
@@ -221,9 +221,7 @@ def _format(a: Expr, dtype: str, sums: str, precision: str, target: Target) -> s
 
     `precision`: how products of float32 may round (`machine.float32_precision`).
     """
-    bfloat16, float16, int8 = (
-        {"amx_tile", name} <= set(target.features) for name in ("amx_bf16", "amx_fp16", "amx_int8")
-    )
+    bfloat16, float16, int8 = (name in target.isa.tiles for name in ("bfloat16", "float16", "int8"))
     if dtype == a.dtype == sums == "float32" and bfloat16:
         return _float32_format(precision)
     if dtype == "bfloat16" and a.dtype == "float32" and bfloat16:

@@ -168,7 +168,7 @@ class TileProduct(TileRows):
         near = b.seq(*self._stored(self.near, 0))
         if not self._adds_in_memory():
             return near
-        return b.when(tir.equal(b.index(part.number), 0), stores, b.seq(near, self._add(sums)))
+        return b.when(b.equal(part.number, 0), stores, b.seq(near, self._add(sums)))
 
     def _adds_in_memory(self) -> bool:
         """True if `sums` has the sums of all parts of k after the last one: elsewhere tiles add that to them, and `near` has them."""
@@ -182,7 +182,7 @@ class TileProduct(TileRows):
         before: list[Stmt] = zeros
         if self.parts > 1 and not self.form.splits:
             loads = [instructions.load(b, tile, self.sums, at, 4 * PANEL) for tile, at in places.items()]
-            before = [b.when(tir.equal(b.index(part.number), 0), b.seq(*zeros), b.seq(*loads))]
+            before = [b.when(b.equal(part.number, 0), b.seq(*zeros), b.seq(*loads))]
 
         def step(s: Index) -> Stmt:
             inner = self._step(r, panel, part, s, row_tiles)

@@ -18,7 +18,7 @@ from torch_hybrid_backend.engines.cpu.schedules.convolution.geometry import Colu
 from torch_hybrid_backend.engines.cpu.schedules.convolution.parts import ConvParts
 from torch_hybrid_backend.engines.cpu.schedules.register_tiles import IN_FLIGHT, RegisterTile, by_part, partials
 from torch_hybrid_backend.engines.cpu.schedules.transposition import transposed
-from torch_hybrid_backend.engines.cpu.tile_sizes import lane_chunks, register_count, split_into, strips
+from torch_hybrid_backend.engines.cpu.tile_sizes import lane_chunks, split_into, strips
 from torch_hybrid_backend.engines.cpu.tir.builder import Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import loads_of
@@ -55,7 +55,7 @@ def _serves(parts: ConvParts) -> bool:
 
 def _tile_columns(parts: ConvParts) -> int | None:
     """Columns of a register tile: a power of two, beside the outputs' weights and the pixels that several columns read at different taps."""
-    outputs, most = parts.out_channels, register_count(parts.target) - 1
+    outputs, most = parts.out_channels, parts.target.isa.registers - 1
 
     def fits(columns: int) -> bool:
         return columns * outputs + outputs + parts.columns.shared(columns) <= most

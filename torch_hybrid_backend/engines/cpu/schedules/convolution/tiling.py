@@ -8,7 +8,7 @@ from torch_hybrid_backend.engines.cpu.schedules.convolution.geometry import Axis
 from torch_hybrid_backend.engines.cpu.schedules.convolution.parts import ConvParts
 from torch_hybrid_backend.engines.cpu.schedules.convolution.weight_stream import streams
 from torch_hybrid_backend.engines.cpu.schedules.register_tiles import IN_FLIGHT, lanes_of
-from torch_hybrid_backend.engines.cpu.tile_sizes import Split, max_rows, register_count, split_into
+from torch_hybrid_backend.engines.cpu.tile_sizes import Split, max_rows, split_into
 from torch_hybrid_backend.loops.index import Index, LoopVar
 from torch_hybrid_backend.loops.ir import loads_of
 from torch_hybrid_backend.loops.layout import Blocked
@@ -61,7 +61,7 @@ def choose_tiling(parts: ConvParts, rows: Axis, columns: Axis, is_flat: bool) ->
     groups, all_blocks, *_ = map(known_int, parts.packed.shape)
     target, vectors = parts.target, max(1, parts.block // lanes_of(parts.target, parts.dtype))
     found: dict[tuple[Split, int], float] = {}
-    for most in range(1, min(all_blocks, register_count(target) // 4) + 1):
+    for most in range(1, min(all_blocks, target.isa.registers // 4) + 1):
         blocks = split_into(all_blocks, -(-all_blocks // most))
         tiles = -(-columns.out // _most_columns(parts, columns, blocks.size * vectors))
         split = split_into(columns.out, tiles)
@@ -100,7 +100,7 @@ def _most_columns(parts: ConvParts, columns: Axis, vectors: int) -> int:
     most = max_rows(vectors, parts.target, spare)
     if is_wide(columns):
         return most
-    registers = register_count(parts.target) - 1 - spare - vectors
+    registers = parts.target.isa.registers - 1 - spare - vectors
     return next((c for c in range(most, 0, -1) if c * vectors + columns.shared(c) <= registers), 1)
 
 

@@ -95,7 +95,7 @@ class WeightChunks:
         following = own if self.pieces > 1 else (own + task.blocks) % (groups * blocks)
         step = channels // self.chunks
         within = (kh * channels + channel) * (columns * block) + row * (share * line)
-        is_last = tir.equal(b.index(chunk), b.index(self.chunks - 1))
+        is_last = b.equal(chunk, self.chunks - 1)
         start: TirExpr = tir.select(
             is_last,
             b.index(following * size + within - (self.chunks - 1) * step * columns * block),

@@ -17,7 +17,6 @@ from torch_hybrid_backend.engines.cpu.schedules.axes import offsets_of, step
 from torch_hybrid_backend.engines.cpu.schedules.register_tiles import RegisterTile, partials
 from torch_hybrid_backend.engines.cpu.schedules.transposition import transposed
 from torch_hybrid_backend.engines.cpu.target import LINE_BYTES, Target
-from torch_hybrid_backend.engines.cpu.tile_sizes import register_count
 from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
@@ -46,7 +45,7 @@ class _DotRows:
         self.weight = printer.arguments[kernel.weight.buffer][0]
         self.blocks = -(-self.columns // self.lanes)
         self.tasks = min(target.cores, self.blocks)
-        tall = (h for h in (_MAX_STREAMS, 2) if self.rows * h + min(self.rows, h) + 1 <= register_count(target))
+        tall = (h for h in (_MAX_STREAMS, 2) if self.rows * h + min(self.rows, h) + 1 <= target.isa.registers)
         self.streams = next(tall, 1)
         # How many rows of W before its use a line is asked for: a block, or what a quarter of the second-level cache holds.
         held = max(1, target.l2_bytes // 4 // (_ITEMSIZE * self.depth))

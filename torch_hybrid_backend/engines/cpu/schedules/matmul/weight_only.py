@@ -43,7 +43,6 @@ from torch_hybrid_backend.engines.cpu.schedules.register_tiles import (
     tile_start,
 )
 from torch_hybrid_backend.engines.cpu.target import Target
-from torch_hybrid_backend.engines.cpu.tile_sizes import register_count
 from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
@@ -89,7 +88,7 @@ class _Dequantized(MatMul):
 
     def _few(self) -> int:
         """Rows up to which a group's sums, and the sums of groups, have registers."""
-        return max(1, (register_count(self.target) - 6) // (2 * self.vectors))
+        return max(1, (self.target.isa.registers - 6) // (2 * self.vectors))
 
     def _of_few(self, rows: int) -> Stmt:
         """All rows, fewer than a tile of integers, in streams of `rows`, where their number is only known at run time."""

@@ -153,7 +153,7 @@ class _RoundedWeight(_UnpackedWeight):
     def _rounded(self, line: Index, j: int, first: TirBuffer, second: TirBuffer) -> Stmt:
         """Two vectors of float32 as a line of a tile."""
         b = self.builder
-        if "avx512_bf16" in self.target.features:
+        if self.target.isa.rounds_to_bfloat16:
             pairs = rounded_pairs(b, *(b.load_vector(array, 0, LANES) for array in (first, second)))
             return b.store_vector(self.unpacked, self._line_at(line, j), pairs, LANES)
 
@@ -171,7 +171,7 @@ class _IntegerWeight(_UnpackedWeight):
         super().__init__(kernel, builder, printer, target)
         self.group_steps = min(self._group_steps(), self.part_steps)
         self.has_zeros = kernel.weight.zeros is not None
-        self.looks_up = kernel.weight.bits == 4 and "avx512bw" in target.features
+        self.looks_up = kernel.weight.bits == 4 and target.isa.looks_up_bfloat16
         # Sums of rows of A: of every group of a part, panel of rows and row, the same in every lane.
         groups = self.part_steps // self.group_steps
         self.row_sums = builder.local(groups * self.block * PANEL * LANES, "float32", "row_sums")
@@ -365,7 +365,7 @@ class _IntegerWeight(_UnpackedWeight):
 
         begin, add = added(as_index(count - 1))
         return b.seq(
-            b.when(tir.equal(b.index(part.number), 0), b.loop(row_tiles * PANEL, zero, name="zero")),
+            b.when(b.equal(part.number, 0), b.loop(row_tiles * PANEL, zero, name="zero")),
             products(as_index(0), []),
             b.loop(count - 1, group, name="group") if count > 1 else None,
             begin,
