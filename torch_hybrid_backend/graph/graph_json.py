@@ -22,8 +22,8 @@ import torch.fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx import Node
 
+from torch_hybrid_backend.graph.quantized import QUANTIZED
 from torch_hybrid_backend.graph.source import module_stack, with_module_stack
-from torch_hybrid_backend.graph.values import QUANTIZED
 
 NAMESPACES = ("aten", "prims", QUANTIZED)
 _OPS = ("placeholder", "get_attr", "call_function", "output")

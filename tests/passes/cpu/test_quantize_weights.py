@@ -12,10 +12,11 @@ from torch.nn import functional
 
 from tests.passes.test_hoist import call, fold
 from tests.passes.values import verify_values
+from torch_hybrid_backend.core.limits import LEAST_QUANTIZED_ELEMENTS
 from torch_hybrid_backend.core.precision import ROW_BITS, SYMMETRIC, WeightForm
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.passes.cpu.merge_siblings import merge_siblings
-from torch_hybrid_backend.passes.cpu.quantize_weights import GROUP, LEAST_ELEMENTS, quantize_weights
+from torch_hybrid_backend.passes.cpu.quantize_weights import GROUP, quantize_weights
 from torch_hybrid_backend.passes.hoist import hoist
 from torch_hybrid_backend.passes.verify import verify
 
@@ -192,7 +193,7 @@ def test_merged_products_are_quantised_whole(captured):
 def test_what_stays_as_written(captured):
     """Small layers, float64 ones, and for 4 bits rows that are no whole groups: each with a code. Products of activations are no layers."""
     small, wide, odd = nn.Linear(32, 32), nn.Linear(256, 256, dtype=torch.float64), nn.Linear(250, 256)
-    assert small.weight.numel() < LEAST_ELEMENTS
+    assert small.weight.numel() < LEAST_QUANTIZED_ELEMENTS
 
     def function(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return small(x[:, :32]), wide(x.double()), odd(x[:, :250]), x @ y

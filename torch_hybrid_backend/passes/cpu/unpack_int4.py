@@ -19,7 +19,7 @@ import torch.fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Node
 
-from torch_hybrid_backend.graph.values import constant_nodes, has_mutation
+from torch_hybrid_backend.graph.values import has_mutation
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.rewrite import insert, replace_by_new
 
@@ -40,7 +40,7 @@ def unpack_int4(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
     if form is None:
         return False
     importlib.import_module("torch.ao.quantization.fx._decomposed")  # the operators exist from here on
-    constant, changed = constant_nodes(gm, ctx.constants), False
+    constant, changed = ctx.constant_nodes(gm), False
     for node in products:
         x, packed, _, moves = node.args
         n = packed.meta["val"].shape[0]

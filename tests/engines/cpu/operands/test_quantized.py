@@ -10,11 +10,13 @@ import torch
 import torch.ao.quantization.fx._decomposed
 
 from tests.codegen.regions_for_tests import region_of
+from tests.partition.engines_for_tests import trace
 from torch_hybrid_backend.codegen.assemble import RegionKernels, assemble
 from torch_hybrid_backend.core.precision import ROW_BITS
 from torch_hybrid_backend.engines.cpu.backend import TvmBackend
 from torch_hybrid_backend.engines.cpu.kernels import DequantizedMatMulKernel, PackedMatMulKernel
 from torch_hybrid_backend.engines.cpu.operands.packing import pack_b, pack_nibbles
+from torch_hybrid_backend.engines.cpu.operands.quantized import keeps_codebook
 from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.loops.kernels import MapKernel
 
@@ -273,3 +275,29 @@ def test_others_are_dequantised_in_every_call(case: str) -> None:
     found = assembled(function, x, q, scales, changing=changing)
     assert any(isinstance(kernel, PackedMatMulKernel) for kernel in found.kernels)
     assert any(isinstance(kernel, MapKernel) for kernel in found.kernels)
+
+
+@pytest.mark.parametrize(
+    ("values", "rows", "depth", "expected"),
+    [
+        (16, 128, 160, True),
+        (2, 128, 160, True),
+        (17, 128, 160, False),
+        (1, 128, 160, False),
+        (16, 128, 164, False),
+        (16, 64, 160, False),
+    ],
+)
+def test_codebooks_that_are_kept(values: int, rows: int, depth: int, expected: bool) -> None:
+    """Codebooks of 2 to 16 values, for sums of whole words of 4 bits and weights that take time to read; others are made ahead."""
+
+    def function(x: torch.Tensor, table: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        return x @ table.index_select(0, q.int()).view(rows, depth).t()
+
+    graph = trace(
+        function, torch.rand(3, depth), torch.rand(values), torch.zeros(rows * depth, dtype=torch.uint8)
+    ).graph
+    (weights,) = graph.find_nodes(op="call_function", target=torch.ops.aten.index_select.default)
+    assert keeps_codebook(weights) == expected
+    weights.args[0].meta["val"] = weights.args[0].meta["val"].double()
+    assert not keeps_codebook(weights)

@@ -13,18 +13,35 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch.fx import Node
 
 from torch_hybrid_backend.codegen.operands import OperandPacker, strided_view
+from torch_hybrid_backend.core.limits import LEAST_QUANTIZED_ELEMENTS
 from torch_hybrid_backend.engines.cpu.dot_products import ROW_PARTS, row_dot_product
 from torch_hybrid_backend.engines.cpu.operands.packing import pack_b, pack_bytes, pack_nibbles, packed_b_shape
 from torch_hybrid_backend.engines.cpu.operations import DequantizedMatMulOp
 from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.engines.cpu.tile_sizes import NIBBLES, tile_n
+from torch_hybrid_backend.graph.quantized import depths_of
 from torch_hybrid_backend.loops import ops as scalar
 from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar
 from torch_hybrid_backend.loops.integer_products import affine, bounded
 from torch_hybrid_backend.loops.ir import Buffer, Call, Const, Expr, Load, Map, MatMulOp, compute_dtype, domain_vars
 from torch_hybrid_backend.loops.lookups import MOST_VALUES, lookup
+
+
+def keeps_codebook(weights: Node) -> bool:
+    """True if kernels read the weights that the node looks up in a table packed, of 4 bits each: others are made ahead, as float32.
+
+    The table is of at most 16 values of float32. The weights are (N, K) or (K, N), K a multiple of 8, and not small.
+    """
+    table, value = weights.args[0].meta["val"], weights.meta["val"]  # type: ignore[union-attr]
+    sizes = *table.shape, *value.shape
+    if table.dtype != torch.float32 or not all(isinstance(size, int) for size in sizes):
+        return False
+    if not 2 <= table.shape[0] <= MOST_VALUES or value.numel() < LEAST_QUANTIZED_ELEMENTS:
+        return False
+    return all(depth % NIBBLES == 0 for depth in depths_of(weights))
 
 
 def dequantized_operand(op: MatMulOp, packer: OperandPacker, target: Target) -> DequantizedMatMulOp | None:
