@@ -35,7 +35,7 @@ def _last(function: Callable[..., object], *inputs: torch.Tensor) -> torch.fx.No
     ],
 )
 def test_casts_and_computing(function: Callable[..., object], cast: bool, computing: bool) -> None:
-    """Casts between floating-point dtypes and quantisations change precision; views, casts and picking compute nothing."""
+    """Casts between floating-point dtypes and quantizations change precision; views, casts and picking compute nothing."""
     node = next(n for n in reversed(trace(function, torch.rand(4, 4)).graph.nodes) if _is_wanted(n))
     assert (is_cast(node), computes(node)) == (cast, computing)
 

@@ -4,7 +4,7 @@
     (cast(q) - zero_point) * scale                         the same written out, q of 8 bits
     index_select(codebook, 0, q)                           weights looked up in a table of few values
 
-What quantizing computes is `graph.quantization`'s; kernels recognise operands anew by what they compute, in `loops.quantized`.
+What quantizing computes is `graph.quantization`'s; kernels recognize operands anew by what they compute, in `loops.quantized`.
 
 Sources: Jacob et al., CVPR 2018 (scales and zero points); Han et al., "Deep Compression", ICLR 2016 (codebooks).
 """

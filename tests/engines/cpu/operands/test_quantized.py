@@ -1,4 +1,4 @@
-"""Which right operands are dequantised weights, and how they are packed."""
+"""Quantized weights that kernels take, and how they are packed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _argument(name: str) -> int:
 
 
 def by_channel(x: torch.Tensor, q: torch.Tensor, scales: torch.Tensor, *zeros: torch.Tensor) -> torch.Tensor:
-    """x @ the transpose of q (N, K), dequantised with a scale for each row."""
+    """x @ the transpose of q (N, K), dequantized with a scale for each row."""
     bounds = (0, 255) if q.dtype == torch.uint8 else (-128, 127)
     w = quantized.dequantize_per_channel(q, scales, zeros[0] if zeros else None, 0, *bounds, q.dtype)
     return torch.mm(x, w.t())
@@ -104,7 +104,7 @@ def test_nibbles(dtype: torch.dtype) -> None:
 
 
 def test_weights_laid_out_by_column() -> None:
-    """A (K, N) weight, quantised as its transpose, is a product of the dequantised matrix as it is."""
+    """A (K, N) weight, quantized as its transpose, is a product of the dequantized matrix as it is."""
 
     def columns(x: torch.Tensor, q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         return torch.mm(x, quantized.dequantize_per_channel(q, scales, None, 1, -128, 127, torch.int8))
@@ -251,7 +251,7 @@ def test_scales_are_packed_in_their_type(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("case", ["run time", "narrow", "batched", "a scale for each element"])
-def test_others_are_dequantised_in_every_call(case: str) -> None:
+def test_others_are_dequantized_in_every_call(case: str) -> None:
     """What changes from call to call, is too small or of another form is right all the same."""
     x, q, scales = torch.randn(5, K), torch.ones(N, K, dtype=torch.int8), torch.rand(N)
     function: Function = by_channel

@@ -36,10 +36,10 @@ from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.engines.cpu.variants.amx import tile_convolutions, tile_dequantized_products, tile_products
 from torch_hybrid_backend.engines.cpu.variants.attention import word_attention
 from torch_hybrid_backend.engines.cpu.variants.onednn import onednn_convolution, onednn_linear
-from torch_hybrid_backend.loops.integer_products import NARROW
 from torch_hybrid_backend.loops.ir import Buffer, compute_dtype
 from torch_hybrid_backend.loops.kernels import Argument, AttentionKernel, Kernel
 from torch_hybrid_backend.loops.layout import contiguous
+from torch_hybrid_backend.loops.quantized import NARROW
 from torch_hybrid_backend.sizes.size import Dim, known_int
 
 Packable = TypeVar("Packable", PackedConvKernel, PackedMatMulKernel)

@@ -18,7 +18,7 @@ from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirExpr
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
 from torch_hybrid_backend.engines.cpu.tir.storage import widen
 from torch_hybrid_backend.loops.index import Index
-from torch_hybrid_backend.loops.lookups import MOST_VALUES
+from torch_hybrid_backend.loops.quantized import MOST_VALUES
 from torch_hybrid_backend.sizes.size import known_int
 
 _TOP = tirx.IntImm("int32", -(1 << 28))  # the mask of a word's last nibble
