@@ -68,12 +68,12 @@ def test_an_affine_scalar_is_an_integer_moved_and_scaled(expr: Expr, zero: int |
     ],
 )
 def test_other_scalars_are_not_affine(expr: Expr) -> None:
-    """What an integer product could not give exactly stays a product of floats."""
+    """A scalar that an integer product could not give exactly stays a product of floats."""
     assert affine(expr) is None
 
 
 def test_a_clamp_to_no_number_stays() -> None:
-    """Which of two bounds wins that leave no number between them depends on their order."""
+    """The winner of two bounds that leave no number between them depends on their order."""
     b = Buffer((4,), "int8", constant=True)
     load = b.at(domain_vars(b.shape))
     above = ops.call("max", load, ops.const(9, "int8"))

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import torch
 from torch.fx import Node
-from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.graph.quantized import CASTS, computes_with_dequantized, is_quantize_operator, operator_name
 from torch_hybrid_backend.graph.schema import is_item, is_view
+from torch_hybrid_backend.torch_private import tree_leaves
 
 
 def is_cast(node: Node) -> bool:

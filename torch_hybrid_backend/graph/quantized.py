@@ -17,6 +17,7 @@ import torch
 from torch.fx import Node
 
 from torch_hybrid_backend.graph.schema import is_item, is_view
+from torch_hybrid_backend.torch_private import OpOverload
 
 aten = torch.ops.aten
 
@@ -58,7 +59,7 @@ def keeps_nothing(weights: Node) -> bool:
 def operator_name(node: Node) -> str | None:
     """The name of an operator of torch.ao's on quantized tensors, with its overload: "quantize_per_tensor.tensor"; None of other nodes."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != QUANTIZED:
+    if not isinstance(target, OpOverload) or target.namespace != QUANTIZED:
         return None
     name = target._schema.name.partition("::")[2]
     return name if target._overloadname == "default" else f"{name}.{target._overloadname}"
@@ -155,7 +156,7 @@ def _is_weight_of(product: Node, value: Node) -> bool:
 
 def is_quantizing(target: object) -> bool:
     """True if an operator, a node's target, is one of torch.ao's on quantized tensors."""
-    return isinstance(target, torch._ops.OpOverload) and target.namespace == QUANTIZED
+    return isinstance(target, OpOverload) and target.namespace == QUANTIZED
 
 
 def is_quantized(value: object) -> bool:

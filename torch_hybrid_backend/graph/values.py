@@ -19,6 +19,7 @@ from torch_hybrid_backend.graph.schema import (
     is_view,
     shared_arguments,
 )
+from torch_hybrid_backend.torch_private import OpOverload
 
 _OF_PYTORCH = frozenset({"aten", "prims", QUANTIZED})
 
@@ -85,7 +86,7 @@ def is_repeatable(gm: torch.fx.GraphModule) -> bool:
 
 
 def _only_computes(node: Node) -> bool:
-    is_known = not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace in _OF_PYTORCH
+    is_known = not isinstance(node.target, OpOverload) or node.target.namespace in _OF_PYTORCH
     return is_pure(node) and is_known
 
 

@@ -26,6 +26,8 @@ class PassContext:
 
     `weights`: how `int8-weights` and `int4-weights` keep them.
 
+    `weight_bits`: 7 or 8, of weights that `int8` multiplies by quantized activations on the CPU.
+
     `as_written`: layers, by their node's name, that stay as written whatever the precision, and why.
 
     `keeps_packed`: True for weights from a codebook that kernels read packed; others are made ahead.
@@ -40,6 +42,7 @@ class PassContext:
     devices: frozenset[str] = frozenset()
     precision: str = AS_WRITTEN
     weights: WeightForm = SYMMETRIC
+    weight_bits: int = 8
     as_written: Mapping[str, Refused] = field(default_factory=dict)
     keeps_packed: KeepsPacked = keeps_nothing
 
@@ -48,13 +51,20 @@ class PassContext:
         captured: CapturedGraph,
         precision: str = AS_WRITTEN,
         weights: WeightForm = SYMMETRIC,
+        weight_bits: int = 8,
         keeps_packed: KeepsPacked = keeps_nothing,
     ) -> PassContext:
         """The context for a captured graph."""
         if captured.kind != "inference":
             return PassContext(captured.kind, keeps_packed=keeps_packed)
-        constants = captured.static_inputs
-        return PassContext(captured.kind, constants, precision=precision, weights=weights, keeps_packed=keeps_packed)
+        return PassContext(
+            captured.kind,
+            captured.static_inputs,
+            precision=precision,
+            weights=weights,
+            weight_bits=weight_bits,
+            keeps_packed=keeps_packed,
+        )
 
     def constant_nodes(self, gm: torch.fx.GraphModule) -> set[torch.fx.Node]:
         """Nodes that `hoist` computes ahead: they depend on constants alone."""

@@ -23,6 +23,7 @@ from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdic
 from torch_hybrid_backend.engines.tensorrt.installed import Installation, installation
 from torch_hybrid_backend.errors import CompileError
 from torch_hybrid_backend.graph.quantized import CASTS, operator_name
+from torch_hybrid_backend.torch_private import OpOverload
 
 aten = torch.ops.aten
 
@@ -209,7 +210,7 @@ def _is_zero_point(value: Node, user: Node) -> bool:
 
 def arguments_of(node: Node) -> Mapping[str, Any]:
     """A quantizer's arguments by name."""
-    assert isinstance(node.target, torch._ops.OpOverload)
+    assert isinstance(node.target, OpOverload)
     names = [each.name for each in node.target._schema.arguments]
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from torch_hybrid_backend.core.verdict import Reason
-from torch_hybrid_backend.loops.attention_scores import plain_score
+from torch_hybrid_backend.loops.attention_scores import SdpaScore
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import (
     AttentionKeyGradientOp,
@@ -34,6 +34,7 @@ from torch_hybrid_backend.loops.lowering import Context, Refuse, lowers, reindex
 from torch_hybrid_backend.loops.lowerings.views import expanded, reshaped
 from torch_hybrid_backend.loops.ops import call, cast, const, from_index, guard, index_in, is_float, mul, where
 from torch_hybrid_backend.sizes.size import Dim, ceil_div, known_int
+from torch_hybrid_backend.torch_private import OpOverload
 
 aten = torch.ops.aten
 
@@ -91,7 +92,7 @@ _NAMES = {
 _Lowering = Callable[[Context, _Asked], Any]
 
 
-def _attends(*targets: torch._ops.OpOverload, unread: tuple[str, ...] = ()) -> Callable[[_Lowering], _Lowering]:
+def _attends(*targets: OpOverload, unread: tuple[str, ...] = ()) -> Callable[[_Lowering], _Lowering]:
     """`lowers`, for lowerings that get the arguments by name."""
 
     def register(lowering: _Lowering) -> _Lowering:
@@ -102,7 +103,7 @@ def _attends(*targets: torch._ops.OpOverload, unread: tuple[str, ...] = ()) -> C
     return register
 
 
-def _lower(target: torch._ops.OpOverload, lowering: _Lowering, ctx: Context, *args: Any, **kwargs: Any) -> Any:
+def _lower(target: OpOverload, lowering: _Lowering, ctx: Context, *args: Any, **kwargs: Any) -> Any:
     schema = target._schema.arguments
     given = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
     given |= dict(zip((argument.name for argument in schema), args, strict=False)) | kwargs
@@ -176,7 +177,8 @@ def _attention(ctx: Context, asked: _Asked, empty: float | None = None) -> tuple
     k, v = (_batches_repeated(_heads_repeated(value, heads), batch) for value in (k, v))
     out = Buffer((batch, heads, rows, v.shape[-1]), ctx.out.dtype)
     log_sum_exp = None if empty is None else Buffer((batch, heads, rows), compute_dtype(ctx.out.dtype))
-    op = AttentionOp(out, q, k, v, mask, _factor(q, asked.scale), asked.causal, log_sum_exp, empty or 0.0)
+    score = SdpaScore(scale=_factor(q, asked.scale), causal=asked.causal, mask=mask)
+    op = AttentionOp(out, q=q, k=k, v=v, score=score, log_sum_exp=log_sum_exp, empty=empty or 0.0)
     return reshaped(ctx.realize(op), shape), log_sum_exp
 
 
@@ -294,15 +296,17 @@ def _gradients(ctx: Context, asked: _Asked) -> tuple[Value, Value, Value]:
     if mask is not None:
         mask = _additive(ctx, mask, (batch, heads), rows, columns)
     dtype, factor = compute_dtype(q.dtype), _factor(q, asked.scale)
-    score = plain_score(mask, factor, asked.causal)
+    score = SdpaScore(scale=factor, causal=asked.causal, mask=mask)
     products = ctx.pointwise(mul, asked.grad, asked.out, dtype=dtype, compute=dtype, shape=asked.grad.shape)
     delta = ctx.reduce("sum", products, (3,), dtype=dtype)
     statistics = ctx.pointwise(_finite_or_infinite, log_sum_exp, dtype=dtype, compute=dtype, shape=log_sum_exp.shape)
     keys, values = _heads_repeated(k, heads), _heads_repeated(v, heads)
-    read = (q, keys, values, asked.grad, statistics, delta, score, factor)
-    for_queries = ctx.realize(AttentionQueryGradientOp(Buffer(q.shape, q.dtype), *read))
+    read = dict[str, Any](
+        q=q, k=keys, v=values, grad=asked.grad, log_sum_exp=statistics, delta=delta, score=score, scale=factor
+    )
+    for_queries = ctx.realize(AttentionQueryGradientOp(Buffer(q.shape, q.dtype), **read))
     for_values = Buffer(v.shape, v.dtype)
-    for_keys = ctx.realize(AttentionKeyGradientOp(Buffer(k.shape, k.dtype), *read, for_values))
+    for_keys = ctx.realize(AttentionKeyGradientOp(Buffer(k.shape, k.dtype), **read, value=for_values))
     return for_queries, for_keys, for_values
 
 

@@ -17,6 +17,7 @@ from torch_hybrid_backend.loops.ir import Buffer, Expr, ReduceOp, ScanOp, Value,
 from torch_hybrid_backend.loops.lowering import Context, Refuse, lowers
 from torch_hybrid_backend.loops.lowerings.views import axis
 from torch_hybrid_backend.loops.ops import call, cast, const, from_index, where
+from torch_hybrid_backend.torch_private import OpOverload
 
 aten = torch.ops.aten
 
@@ -45,7 +46,7 @@ def logcumsumexp(ctx: Context, x: Value, dim: int) -> Value:
     return _scan(ctx, "logaddexp", x, dim)
 
 
-def _extremum_and_position(target: torch._ops.OpOverload, combiner: str) -> None:
+def _extremum_and_position(target: OpOverload, combiner: str) -> None:
     @lowers(target)
     def lower(ctx: Context, x: Value, dim: int) -> tuple[Value, Value]:
         """(the most extreme of x[0] ... x[i], where it is: the last of equals, int64); a NaN stays."""

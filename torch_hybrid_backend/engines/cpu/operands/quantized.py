@@ -139,5 +139,5 @@ def _pack_numbers(numbers: torch.Tensor, tile_n: int, less: int, dtype: str) -> 
 
 
 def _pack_same(like: torch.Tensor, tile_n: int, number: float) -> torch.Tensor:
-    """One number in the form of what would be packed of `like`."""
+    """Pack one number in the form that `like` would get."""
     return pack_b(torch.full(like.shape, number), tile_n)
