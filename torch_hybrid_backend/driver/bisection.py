@@ -185,6 +185,9 @@ class _Bisected:
     def reads(self, spec: TensorSpec) -> TensorSpec:
         return self._engine.reads(spec)
 
+    def keeps_packed(self, weights: Node) -> bool:
+        return self._engine.keeps_packed(weights)
+
     def supports(self, node: Node) -> Verdict:
         verdict = self._engine.supports(node)
         if verdict and _is_off(OPERATORS, lambda: f"{node.target} ({node.name}) on {self.name}{_source(node)}"):

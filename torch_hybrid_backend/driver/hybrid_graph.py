@@ -109,7 +109,8 @@ class HybridGraph:
         self._to_judge: Compiled | None = None  # what is chosen from once more if a later call is off
         self._judgements = 0
         self._is_inference = captured.kind == "inference"
-        prepared = as_known(prepare(captured, name, config, self._compile_body), config, self._pricing())
+        prepared = prepare(captured, name, config, self._compile_body, session.keeps_packed)
+        prepared = as_known(prepared, config, self._pricing())
         divided = divide(prepared, session, config, self._pricing())
         # Replaced as a whole: whoever is interrupted, or comes from another thread, finds one stage or the next.
         self._state: Divided | Compiled | Installed = self._compiled(divided) if meanwhile is None else divided

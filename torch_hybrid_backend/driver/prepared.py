@@ -23,6 +23,7 @@ from torch_hybrid_backend.driver.bisection import bisected_passes
 from torch_hybrid_backend.generators import can_draw_apart
 from torch_hybrid_backend.graph.devices import is_on_host
 from torch_hybrid_backend.graph.eager_graph import EagerGraph
+from torch_hybrid_backend.graph.quantized import KeepsPacked, keeps_nothing
 from torch_hybrid_backend.graph.schema import only_draws
 from torch_hybrid_backend.graph.values import effects, holds_collectives, is_repeatable
 from torch_hybrid_backend.machine import default_weight_bits
@@ -72,12 +73,13 @@ def prepare(
     name: str,
     config: Config,
     compile_body: Callable[[str, CapturedGraph], Callable[[list[Any]], list[Any]]],
+    keeps_packed: KeepsPacked = keeps_nothing,
 ) -> Prepared:
-    """Run the passes on a captured graph, in place; `compile_body` compiles what its control flow calls."""
+    """Run the passes on a captured graph, in place; `compile_body` compiles what its control flow calls. `keeps_packed`: that of engines."""
     module = captured.graph_module
     inline_subgraphs(module)
     mark_sites(module)
-    context = PassContext.of(captured, config.precision, config.weight_form, default_weight_bits())
+    context = PassContext.of(captured, config.precision, config.weight_form, default_weight_bits(), keeps_packed)
     run_passes(module, context, bisected_passes(PASSES))
     reduced = None if context.precision == AS_WRITTEN else reduce_precision(module, context)
     # Sub-graphs are looked into, so before they are compiled.
@@ -93,7 +95,7 @@ def prepare(
 
 
 def _split(module: torch.fx.GraphModule, context: PassContext) -> tuple[Hoisted, DividedFold | None]:
-    hoisted = hoist(module, context.constants)
+    hoisted = hoist(module, context.constants, context.keeps_packed)
     if hoisted.fold is None:
         return hoisted, None
     parts = (
