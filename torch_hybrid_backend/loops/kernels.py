@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from dataclasses import dataclass, field
 
 from torch_hybrid_backend.loops.index import Index, LoopVar, is_wide, reach
@@ -49,6 +50,12 @@ class Kernel:
     domain: tuple[LoopVar, ...]  # one per dimension of the domain; extent 1 dimensions included
     # Which of the ways that its schedule has, in the order of the schedule's own estimate: 0 is the best.
     schedule_rank: int = field(default=0, kw_only=True)
+
+    @property
+    def kind(self) -> str:
+        """The beginning of the kernel's name (`codegen.kernel_name`): that of its class in lower case, "map", "fused_conv"."""
+        words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(self).__name__.removesuffix("Kernel"))
+        return words.lower().replace("mat_mul", "matmul")
 
     @property
     def multiply_adds(self) -> float:

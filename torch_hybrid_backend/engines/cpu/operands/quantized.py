@@ -17,14 +17,16 @@ from torch.fx import Node
 
 from torch_hybrid_backend.codegen.operands import OperandPacker, strided_view
 from torch_hybrid_backend.core.limits import LEAST_QUANTIZED_ELEMENTS
-from torch_hybrid_backend.engines.cpu.dot_products import ROW_PARTS, row_dot_product
+from torch_hybrid_backend.engines.cpu.dot_products import ROW_PARTS, row_dot_product, row_parts
 from torch_hybrid_backend.engines.cpu.operands.packing import pack_b, pack_bytes, pack_nibbles, packed_b_shape
-from torch_hybrid_backend.engines.cpu.operations import DequantizedMatMulOp
+from torch_hybrid_backend.engines.cpu.operations import CpuMatMulOp
 from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.engines.cpu.tile_sizes import NIBBLES, tile_n
+from torch_hybrid_backend.engines.cpu.weights import Quantized
 from torch_hybrid_backend.graph.quantized import depths_of
 from torch_hybrid_backend.loops.ir import Buffer, Map, MatMulOp, Value, compute_dtype
 from torch_hybrid_backend.loops.quantized import MOST_VALUES
+from torch_hybrid_backend.machine import may_round_products
 from torch_hybrid_backend.sizes.size import known_int
 
 
@@ -42,7 +44,7 @@ def keeps_codebook(weights: Node) -> bool:
     return all(depth % NIBBLES == 0 for depth in depths_of(weights))
 
 
-def dequantized_operand(op: MatMulOp, packer: OperandPacker, target: Target) -> DequantizedMatMulOp | None:
+def dequantized_operand(op: MatMulOp, packer: OperandPacker, target: Target) -> CpuMatMulOp | None:
     """The product with its quantized weight packed; None where its right operand is none, or kernels do not take it.
 
     Kernels take one matrix of more columns than a vector has lanes; of 4 bits, groups of whole words.
@@ -51,11 +53,11 @@ def dequantized_operand(op: MatMulOp, packer: OperandPacker, target: Target) -> 
     if weight is None or op.a.shape[0] != 1:
         return None
     _, k, n = map(known_int, op.b.shape)
-    if n <= target.lanes or target.lanes < 8:
+    if n <= target.lanes or not target.isa.multiplies_quantized:
         return None
     if {compute_dtype(op.a.dtype), compute_dtype(op.out.dtype)} != {"float32"}:
         return None
-    if weight.table is not None and not {"avx2", "avx512f"}.intersection(target.features):
+    if weight.table is not None and not target.isa.looks_up_float32:
         return None
     group = weight.group
     bits = weight.bits if group % NIBBLES == 0 else 8
@@ -94,18 +96,17 @@ def dequantized_operand(op: MatMulOp, packer: OperandPacker, target: Target) -> 
         form = packed_b_shape(1, n, rows, tile)
         return packer.pack(part.value, part.ahead, lambda value: Map(form, dtype, value.at), (part.how, tile))
 
-    return DequantizedMatMulOp(
-        op.out,
-        op.a,
-        packed(parts[0], *((k * bits // 32, "int32") if in_words else (k, integers.dtype))),
-        bits,
-        packed(parts[1], k // group, scales),
-        packed(parts[2], k // group, "float32") if has_zeros else None,
-        group,
-        tile,
-        None if weight.table is None else _packed_table(weight.table, packer),
-        a_bits=op.a_bits,
+    quantized = Quantized(
+        buffer=packed(parts[0], *((k * bits // 32, "int32") if in_words else (k, integers.dtype))),
+        bits=bits,
+        scales=packed(parts[1], k // group, scales),
+        zeros=packed(parts[2], k // group, "float32") if has_zeros else None,
+        group=group,
+        width=tile,
+        table=None if weight.table is None else _packed_table(weight.table, packer),
+        row_parts=row_parts(op.a_bits, may_round=may_round_products()),
     )
+    return CpuMatMulOp(op.out, op.a, op.b, weight=quantized)
 
 
 def _packed_table(table: Buffer, packer: OperandPacker) -> Buffer:
