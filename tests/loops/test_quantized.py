@@ -106,8 +106,10 @@ def test_elements_of_a_table(size: int, dtype: str) -> None:
     e, table, indices = element(size, dtype)
     found = codebook_element(e)
     assert found is not None
-    assert (found.table, found.size, found.index.buffer) == (table, size, indices)
-    assert found.index.index == (_I,)
+    assert (found.table, found.bounds) == (table, (0, size - 1))
+    index, _ = bounded(found.integer)
+    assert isinstance(index, Load)
+    assert (index.buffer, index.index) == (indices, (_I,))
 
 
 def test_what_is_no_element_of_a_codebook() -> None:

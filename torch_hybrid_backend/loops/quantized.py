@@ -168,16 +168,18 @@ def is_quantized(e: Expr) -> bool:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CodebookElement:
-    """An element of `table`, (at most `MOST_VALUES`,) of float32, at `index`, of 8 bits, which is clamped to the table."""
+class Element:
+    """An element of a quantized operand. `integer` lies between `bounds`; `scale` and `zero` are numbers, or read from constants."""
 
-    table: Buffer
-    size: int
-    index: Load
+    integer: Expr
+    bounds: tuple[int, int]
+    scale: Load | Const
+    zero: Load | Const
+    table: Buffer | None = None
 
 
-def codebook_element(e: Expr) -> CodebookElement | None:
-    """A scalar as an element of a constant table at a constant index of 8 bits; None where it is none."""
+def codebook_element(e: Expr) -> Element | None:
+    """A scalar as an element of a constant table, of float32, at a constant index of 8 bits, clamped to it; None where it is none."""
     if not isinstance(e, Load) or not e.buffer.constant or e.buffer.dtype != "float32" or len(e.buffer.shape) != 1:
         return None
     (size,), (place,) = e.buffer.shape, e.index
@@ -187,8 +189,11 @@ def codebook_element(e: Expr) -> CodebookElement | None:
     if not isinstance(atom, Scalar) or factor != 1 or (atom.low, atom.high) != (0, size - 1):
         return None
     index = _unclamped(atom.expr, size)
-    is_constant = isinstance(index, Load) and index.buffer.constant and index.buffer.dtype in NARROW
-    return CodebookElement(e.buffer, size, index) if isinstance(index, Load) and is_constant else None
+    if not isinstance(index, Load) or not index.buffer.constant or index.buffer.dtype not in NARROW:
+        return None
+    inside = scalar.call("max", index, scalar.literal(0, index.dtype))
+    inside = scalar.call("min", inside, scalar.literal(size - 1, index.dtype))
+    return Element(inside, (0, size - 1), Const("float32", 1.0), Const("int32", 0), e.buffer)
 
 
 def is_from_codebook(value: Value) -> bool:
@@ -212,35 +217,21 @@ def _unclamped(e: Expr, size: int) -> Expr:
     return e
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Element:
-    """An element of a quantized operand. `integer` lies between `bounds`; `scale` and `zero` are numbers, or read from constants."""
-
-    integer: Expr
-    bounds: tuple[int, int]
-    scale: Load | Const
-    zero: Load | Const
-    table: Buffer | None = None
-
-
-def _element(e: Expr) -> _Element | None:
+def _element(e: Expr) -> Element | None:
     """A scalar as an element of a quantized operand; None where it is none, or reads something that is no constant or is computed."""
     if (found := codebook_element(e)) is not None:
-        low, high = bounds = 0, found.size - 1
-        index = scalar.call("max", found.index, scalar.literal(low, found.index.dtype))
-        index = scalar.call("min", index, scalar.literal(high, index.dtype))
-        return _Element(index, bounds, Const("float32", 1.0), Const("int32", 0), found.table)
-    moved = affine(e)
-    if moved is None or len(moved.scales) > 1:
+        return found
+    shifted = affine(e)
+    if shifted is None or len(shifted.scales) > 1:
         return None
-    integer, bounds = bounded(moved.integer)
-    scale = _number(moved.scales[0]) if moved.scales else Const("float32", 1.0)
-    zero = Const("int32", 0) if moved.zero is None else _number(moved.zero)
+    integer, bounds = bounded(shifted.integer)
+    scale = _number(shifted.scales[0]) if shifted.scales else Const("float32", 1.0)
+    zero = Const("int32", 0) if shifted.zero is None else _number(shifted.zero)
     if not isinstance(integer, Load) or scale is None or scale.dtype != "float32" or zero is None:
         return None
     if not all(part.buffer.constant for part in (integer, scale, zero) if isinstance(part, Load)):
         return None
-    return _Element(moved.integer, bounds, scale, zero)
+    return Element(shifted.integer, bounds, scale, zero)
 
 
 def quantized_operand(b: Value) -> QuantizedOperand | None:
@@ -260,7 +251,7 @@ def quantized_operand(b: Value) -> QuantizedOperand | None:
     if groups or group is None or k % group:
         return None
 
-    def every(step: int, of: Callable[[_Element], Expr], dtype: str) -> Map:
+    def every(step: int, of: Callable[[Element], Expr], dtype: str) -> Map:
         """A part of the operand at every `step`-th k."""
 
         def at(place: tuple[Index, ...]) -> Expr:
@@ -270,7 +261,7 @@ def quantized_operand(b: Value) -> QuantizedOperand | None:
 
         return Map((1, k // step, n), dtype, at)
 
-    def number(of: Callable[[_Element], Load | Const]) -> Value | float:
+    def number(of: Callable[[Element], Load | Const]) -> Value | float:
         part = of(element)
         return float(part.value) if isinstance(part, Const) else every(group, of, part.buffer.dtype)
 
