@@ -20,7 +20,7 @@ from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Reason, Refused, Verdict
 from torch_hybrid_backend.driver.prepared import prepare
 from torch_hybrid_backend.driver.session import Session
-from torch_hybrid_backend.driver.stages import Compiled, Placed, _UnlessCaptured, compile_graph, install, place
+from torch_hybrid_backend.driver.stages import Compiled, Placed, _UnlessCaptured, install, partition_and_compile, place
 from torch_hybrid_backend.engines.eager import EagerEngine
 from torch_hybrid_backend.errors import CompileError
 from torch_hybrid_backend.graph.eager_graph import EagerGraph
@@ -126,7 +126,7 @@ class _Wiring:
         module = trace(lambda x: (function(x),), torch.randn(8, 8))
         captured = CapturedGraph(module, "inference", frozenset(), False)
         self._versions = {engine.name: engine.version(Device("cpu")) for engine in engines}
-        return compile_graph(
+        return partition_and_compile(
             prepare(captured, "graph", self.config, lambda *_: None), session, self.config, self._pricing
         )  # type: ignore[arg-type,return-value]
 

@@ -34,10 +34,10 @@ from torch_hybrid_backend.driver.stages import (
     Placed,
     Run,
     TimedRun,
-    compile_divided,
-    compile_graph,
+    compile_regions,
     divide,
     install,
+    partition_and_compile,
     place,
 )
 from torch_hybrid_backend.errors import HybridError, RefusedValuesError, failures, is_out_of_memory, is_sticky
@@ -247,7 +247,7 @@ class HybridGraph:
         tried = [(compiled, compiled.pending)]  # before it is placed: what is built meanwhile did not take part
 
         def place_anew(anew: Prepared) -> tuple[Placed, list[Any]]:
-            compiled = compile_graph(anew, self._session, self._config, self._pricing())
+            compiled = partition_and_compile(anew, self._session, self._config, self._pricing())
             tried.append((compiled, compiled.pending))
             return self._placed(compiled, inputs)
 
@@ -313,7 +313,7 @@ class HybridGraph:
             return True
 
     def _compiled(self, divided: Divided) -> Compiled:
-        return compile_divided(divided, self._session, self._config, self._pricing())
+        return compile_regions(divided, self._session, self._config, self._pricing())
 
     def _placed(self, compiled: Compiled, inputs: Sequence[Any]) -> tuple[Placed, list[Any]]:
         placed, outputs = place(compiled, inputs, self._config, self._pricing())

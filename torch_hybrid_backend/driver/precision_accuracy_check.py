@@ -30,10 +30,10 @@ from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.region import Segment
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.driver.prepared import Prepared, Reduced, prepare_anew, returned
-from torch_hybrid_backend.driver.stages import Placed
+from torch_hybrid_backend.driver.stages import Place, Placed
 from torch_hybrid_backend.errors import OperatorRefusedError, failures, is_out_of_memory
 from torch_hybrid_backend.graph.eager_graph import EagerGraph
-from torch_hybrid_backend.graph.precision import converted_to, is_cast
+from torch_hybrid_backend.graph.precision import is_cast
 from torch_hybrid_backend.graph.source import source_line
 from torch_hybrid_backend.graph.values import is_repeatable
 from torch_hybrid_backend.partition.deviation import (
@@ -43,14 +43,11 @@ from torch_hybrid_backend.partition.deviation import (
     layer_errors,
     relative_error,
 )
-from torch_hybrid_backend.passes.precision.lists import is_layer
 
 _log = logging.getLogger(__name__)
 # Layers that the warning names.
 _NAMED = 8
 
-# Compiles a graph, and places it on the inputs of the call: with it the call's outputs.
-Place = Callable[[Prepared], tuple[Placed, list[Any]]]
 # The faster of a placed graph, whose outputs are given, and of others with more layers as written.
 Faster = Callable[[Placed, list[Any]], tuple[Placed, list[Any]]]
 
@@ -222,7 +219,7 @@ def _deviation(placed: Placed, reduced: Reduced, inputs: Sequence[Any]) -> _Devi
     segments = placed.partition.graph.segments
     uncast = _uncast(reduced.graph)
     names = {name: uncast.get(name, name) for segment in segments for name in segment.outputs}
-    layers = _converted(reduced)
+    layers = reduced.converted_layers
     changing = changing_inputs(reduced.written, reduced.context.constants)
     written = WrittenRun(reduced.written, inputs, names.values(), {name: changing[name] for name in layers})
     regions: dict[str, float] = {}
@@ -245,11 +242,6 @@ def _deviation(placed: Placed, reduced: Reduced, inputs: Sequence[Any]) -> _Devi
     return _Deviation(_error(expected, outputs), regions, expected, unseen)
 
 
-def _converted(reduced: Reduced) -> frozenset[str]:
-    """Names of the layers that are not computed as written, in both graphs."""
-    return frozenset(node.name for node in reduced.graph.graph.nodes if is_layer(node) and converted_to(node))
-
-
 def _uncast(graph: torch.fx.GraphModule) -> Mapping[str, str]:
     """Names of casts -> those of what they cast, which the graph as written has too."""
     names: dict[str, str] = {}
@@ -265,7 +257,7 @@ def _error(expected: Sequence[Any], outputs: Sequence[Any]) -> float:
 
 
 def _worst_first(reduced: Reduced, inputs: Sequence[Any]) -> list[tuple[str, float]]:
-    errors = layer_errors(reduced.written, reduced.graph, _converted(reduced), inputs)
+    errors = layer_errors(reduced.written, reduced.graph, reduced.converted_layers, inputs)
     return sorted(errors.items(), key=lambda item: -item[1])
 
 

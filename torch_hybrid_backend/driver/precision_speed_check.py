@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,16 +23,15 @@ import torch
 import torch.fx
 
 from torch_hybrid_backend.config import Config
-from torch_hybrid_backend.core.device import CPU, Device
+from torch_hybrid_backend.core.device import CPU
 from torch_hybrid_backend.core.region import Segment
 from torch_hybrid_backend.core.units import time_in_words
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.driver.bisection import is_running
 from torch_hybrid_backend.driver.prepared import Prepared, Reduced, prepare_anew, returned
-from torch_hybrid_backend.driver.stages import Placed, install
+from torch_hybrid_backend.driver.stages import Place, Placed, PricingOn, install
 from torch_hybrid_backend.errors import failures, is_out_of_memory
 from torch_hybrid_backend.graph.devices import is_on_host
-from torch_hybrid_backend.graph.precision import converted_to
 from torch_hybrid_backend.graph.values import is_repeatable
 from torch_hybrid_backend.machine import may_use_tiles
 from torch_hybrid_backend.measuring.measure import measure
@@ -41,7 +40,6 @@ from torch_hybrid_backend.measuring.timing_cache import KeptTimes
 from torch_hybrid_backend.partition.layer_times import float32_rate, layer_us, least_us, worth_mixing
 from torch_hybrid_backend.partition.placement import Pricing, timing_key
 from torch_hybrid_backend.partition.region_key import region_key
-from torch_hybrid_backend.passes.precision.lists import is_layer
 from torch_hybrid_backend.runtime.constant_pool import release_unused
 
 _log = logging.getLogger(__name__)
@@ -59,10 +57,7 @@ _RATE_BUDGET_S = 0.1
 # Weights in few bits are asked for because they are small.
 _IN_QUESTION = ("bf16", "fp16", "int8", "int8+bf16")
 
-# Compiles a graph, and places it on the inputs of the call: with it the call's outputs.
-Place = Callable[[Prepared], tuple[Placed, list[Any]]]
 Times = Mapping[str, float]
-PricingOn = Callable[[Device], Pricing]
 
 
 def as_known(prepared: Prepared, config: Config, pricing_on: PricingOn) -> Prepared:
@@ -83,14 +78,14 @@ def fastest(
     if reduced is None or not placed.partition.graph.is_static:
         return placed, outputs
     if known := _known(reduced, pricing):
-        layers = _layers(reduced)
+        layers = reduced.converted_layers
         found = _slow_layers(reduced, known, _noise(known.is_disturbed))
         slow = {name: why for name, why in found.items() if name in layers}
         return place_anew(_without(placed.prepared, reduced, slow, config)) if slow else (placed, outputs)
     load = OtherLoad()
     try:
-        trial = _Trial(placed, outputs, reduced, inputs, config, pricing, place_anew)
-        times = trial.times()
+        timings = _PrecisionTimings(placed, outputs, reduced, inputs, config, pricing, place_anew)
+        times = timings.times()
     except failures(RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -99,9 +94,9 @@ def fastest(
     finally:
         release_unused()
     is_disturbed = load.is_felt()
-    if pricing.timings is not None and times and _is_plausible(times) and not trial.is_partial:
+    if pricing.timings is not None and times and _is_plausible(times) and not timings.is_partial:
         pricing.timings.put(_KIND, _key(reduced, pricing), pricing.device, times, is_disturbed=is_disturbed)
-    return trial.best(times, _noise(is_disturbed))
+    return timings.best(times, _noise(is_disturbed))
 
 
 def _in_question(prepared: Prepared, config: Config) -> Reduced | None:
@@ -136,11 +131,6 @@ def _is_plausible(times: Times) -> bool:
     return times.get(_WRITTEN, math.inf) * _IMPLAUSIBLE_RATIO > times[_WHOLE]
 
 
-def _layers(reduced: Reduced) -> frozenset[str]:
-    """Those that were converted."""
-    return frozenset(node.name for node in reduced.graph.graph.nodes if is_layer(node) and converted_to(node))
-
-
 def _noise(is_disturbed: bool) -> float:
     return MARGIN - 1 if is_disturbed else _NOISE
 
@@ -163,7 +153,7 @@ def _slow_layers(reduced: Reduced, times: Times, noise: float) -> Mapping[str, R
         Reason.SLOWER,
         f"the whole graph takes {time_in_words(times[_WHOLE])} in {precision}, {time_in_words(times[_WRITTEN])} as written",
     )
-    layers, found = _layers(reduced), dict[str, Refused]()
+    layers, found = reduced.converted_layers, dict[str, Refused]()
     for place, node in enumerate(reduced.written.graph.nodes):
         own, written = (times.get(f"{place} {how}", math.nan) for how in (_WHOLE, _WRITTEN))
         if written < (1 - _WORTH) * own:
@@ -178,7 +168,7 @@ def _without(prepared: Prepared, reduced: Reduced, slow: Mapping[str, Refused], 
     return prepare_anew(prepared, returned(reduced, slow), config)
 
 
-class _Trial:
+class _PrecisionTimings:
     """A graph in its precision, as written, and in between, in the first call. Owns what was compiled for it."""
 
     def __init__(
@@ -197,7 +187,7 @@ class _Trial:
         self._pricing = pricing
         self._place_anew = place_anew
         self._choices = {_WHOLE: (placed, outputs)}
-        self._layers = _layers(reduced)
+        self._layers = reduced.converted_layers
 
     @property
     def is_partial(self) -> bool:

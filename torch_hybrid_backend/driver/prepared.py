@@ -23,6 +23,7 @@ from torch_hybrid_backend.driver.bisection import bisected_passes
 from torch_hybrid_backend.generators import can_draw_apart
 from torch_hybrid_backend.graph.devices import is_on_host
 from torch_hybrid_backend.graph.eager_graph import EagerGraph
+from torch_hybrid_backend.graph.precision import converted_to
 from torch_hybrid_backend.graph.schema import only_draws
 from torch_hybrid_backend.graph.values import effects, holds_collectives, is_repeatable
 from torch_hybrid_backend.partition.region_key import region_key
@@ -32,6 +33,7 @@ from torch_hybrid_backend.passes.hoist import Hoisted, divide_fold, hoist
 from torch_hybrid_backend.passes.inline_subgraphs import inline_subgraphs
 from torch_hybrid_backend.passes.pipeline import PASSES, PRECISION_PASSES, run_passes
 from torch_hybrid_backend.passes.precision.conversion import conversion, mark_sites, quantised_by_itself
+from torch_hybrid_backend.passes.precision.lists import is_layer
 from torch_hybrid_backend.runtime.constants import DividedFold, FoldPart
 
 
@@ -42,6 +44,11 @@ class Reduced:
     written: torch.fx.GraphModule
     graph: torch.fx.GraphModule
     context: PassContext
+
+    @property
+    def converted_layers(self) -> frozenset[str]:
+        """Names of the layers that are not computed as written, in both graphs."""
+        return frozenset(node.name for node in self.graph.graph.nodes if is_layer(node) and converted_to(node))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -175,6 +175,10 @@ class Placed:
         return PythonExecutor(graph, runs, prepared.hoisted.inputs, prepared.fold, _titles(self.partition, {}))
 
 
+# Compiles a graph, and places it on the inputs of the call: with it the call's outputs.
+Place = Callable[[Prepared], tuple[Placed, list[Any]]]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Installed:
     """The runner of every call."""
@@ -225,18 +229,18 @@ def divide(prepared: Prepared, session: Session, config: Config, pricing_on: Pri
     return Divided(prepared, tuple(found), key, kept)
 
 
-def compile_graph(prepared: Prepared, session: Session, config: Config, pricing_on: PricingOn) -> Compiled:
-    """Divide the graph and compile what it was divided into."""
-    return compile_divided(divide(prepared, session, config, pricing_on), session, config, pricing_on)
-
-
-def compile_divided(divided: Divided, session: Session, config: Config, pricing_on: PricingOn) -> Compiled:
+def compile_regions(divided: Divided, session: Session, config: Config, pricing_on: PricingOn) -> Compiled:
     """Compile every region of every cover, with each engine that may run it."""
     deadline = pricing_on(_device_of(divided.covers)).deadline
     covers = _compile_covers(divided.covers, session, config, deadline)
     compiled = Compiled(divided.prepared, covers, divided.timing_key, divided.kept)
     # What is found without the regions that are still being built, or could not be here, says nothing of later processes.
     return dataclasses.replace(compiled, timing_key="") if compiled.pending or compiled.is_partial else compiled
+
+
+def partition_and_compile(prepared: Prepared, session: Session, config: Config, pricing_on: PricingOn) -> Compiled:
+    """Partition the graph and compile its regions."""
+    return compile_regions(divide(prepared, session, config, pricing_on), session, config, pricing_on)
 
 
 def _device_of(found: Sequence[Cover]) -> Device:
@@ -315,7 +319,7 @@ def place(compiled: Compiled, inputs: Sequence[Any], config: Config, pricing_on:
     load = OtherLoad()
     for candidate in compiled.covers:
         alone = len(compiled.covers) == 1
-        trial = _Trial(
+        trial = _PartitioningTrial(
             candidate, config, pricing_on, tried, begun, math.inf if best is None else best[0], times_eager=not alone
         )
         try:
@@ -344,7 +348,7 @@ def place(compiled: Compiled, inputs: Sequence[Any], config: Config, pricing_on:
     assert best is not None
     assert outputs is not None
     pricing = pricing_on(_device_of([candidate.cover for candidate in compiled.covers]))
-    # As in `compile_divided`: what is found without a form that is still being built says nothing of later processes.
+    # As in `compile_regions`: what is found without a form that is still being built says nothing of later processes.
     if costs and compiled.timing_key and not begun and pricing.timings is not None:
         kept = {cost.engine: cost.microseconds for cost in costs}
         pricing.timings.put(COVER_TIMINGS, compiled.timing_key, pricing.device, kept, is_disturbed=load.is_felt())
@@ -356,7 +360,7 @@ class _TooDearError(Exception):
     """A cover that is being priced costs more than another."""
 
 
-class _Trial:
+class _PartitioningTrial:
     """A cover on the inputs of one call. Owns the choices made so far, and their cost."""
 
     def __init__(
