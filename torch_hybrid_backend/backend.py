@@ -83,10 +83,10 @@ def _errors_unwrapped() -> Iterator[None]:
     except ConfigError as error:
         raise _UnwrappedConfigError(error.with_traceback(None)) from None
     except Exception as error:
-        found = delivered(error)
-        if found is None:
+        own_error = delivered(error)
+        if own_error is None:
             raise
-        raise _Unwrapped(found) from found
+        raise _Unwrapped(own_error) from own_error
 
 
 @_errors_unwrapped()
@@ -298,9 +298,9 @@ class _Told:
         self._plans.clear()
         self._call_us = profile_calls(call, tuple(self._graphs), session)
 
-    def take_graph_break(self, found: GraphBreak) -> None:
+    def take_graph_break(self, graph_break: GraphBreak) -> None:
         """Take a graph break that Dynamo met, maybe not for the first time."""
-        self._graph_breaks[found] = None
+        self._graph_breaks[graph_break] = None
 
     def of(self, model: object, about: Mapping[str, str]) -> Explanation:
         """The plans so far, with what a quantised model knows of its layers."""

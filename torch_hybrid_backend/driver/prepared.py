@@ -56,9 +56,9 @@ class Prepared:
     """A captured graph after the passes. `fold` computes what parameters alone decide; `is_repeatable`: running it twice goes unnoticed;
     `is_repeatable_apart`: so it does on copies of its inputs and with random numbers of its own (`generators.apart`).
 
-    `conversion`: what became of it under another precision than as written, or as the model quantises it; else None. `reduced`: what its
-    first call is judged by, None after that, and where nothing was converted. `unrepeatable`: the first operator that keeps a call from being
-    repeated; "" if none does.
+    `conversion`: the outcome of another precision than as written, or of the model's own quantisation; else None. `reduced`: the graph that
+    the first call is compared with; None after that call, and if nothing was converted. `unrepeatable`: the first operator that keeps a call
+    from being repeated; "" if none does.
     """
 
     name: str
@@ -93,8 +93,8 @@ def prepare(
     compile_bodies(captured, compile_body)
     prepared = Prepared(name, captured.kind, *_split(module, context), *known, unrepeatable=unrepeatable)
     if reduced is None:
-        own = quantised_by_itself(module, context) if captured.kind == "inference" else None
-        return dataclasses.replace(prepared, conversion=own)
+        by_model = quantised_by_itself(module, context) if captured.kind == "inference" else None
+        return dataclasses.replace(prepared, conversion=by_model)
     return _told(prepared, reduced, config)
 
 
@@ -141,8 +141,8 @@ def hindrance(module: torch.fx.GraphModule) -> torch.fx.Node | None:
 
 def _told(prepared: Prepared, reduced: Reduced, config: Config) -> Prepared:
     """The graph with what its precision made of it."""
-    found = conversion(reduced.graph, reduced.context, config.precision_tolerance)
-    return dataclasses.replace(prepared, conversion=found, reduced=reduced if found.converted else None)
+    outcome = conversion(reduced.graph, reduced.context, config.precision_tolerance)
+    return dataclasses.replace(prepared, conversion=outcome, reduced=reduced if outcome.converted else None)
 
 
 def prepare_anew(prepared: Prepared, reduced: Reduced, config: Config) -> Prepared:
