@@ -65,14 +65,14 @@ ALLOWED: dict[str, set[str]] = {
     },
     "compression": {"arguments", "errors", "runtime"},
     "capture": {"core", "sizes", "graph", *_UTILITIES},
-    "graph": {"core", "sizes", "errors", "machine"},
+    "graph": {"core", "sizes", "errors"},
     "passes": {"core", "sizes", "errors", "graph"},
     "partition": {"core", "sizes", "graph", *_UTILITIES},
     "loops": {"core", "sizes", "errors"},
     "codegen": {"core", "sizes", "loops", *_UTILITIES},
     "engines": {"core", "sizes", "graph", "loops", "codegen", *_UTILITIES},
     "runtime": {"core", "sizes", "graph", *_UTILITIES},
-    "quantization": {"arguments", "config", "core", "errors", "graph", "progress"},
+    "quantization": {"arguments", "config", "core", "errors", "graph", "machine", "progress"},
 }
 WIRING = {"__init__", "backend", "cli", "driver"}
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -282,8 +282,8 @@ def test_the_rule_tells_private_names() -> None:
     assert [*filter(_is_private_of_torch, private + public)] == private
 
 
-def test_tvm_is_imported_by_its_engine_only() -> None:
-    """`import tvm` takes two seconds: nothing outside engines/cpu/ may cause it."""
+def test_tvm_is_imported_by_tir_and_target_only() -> None:
+    """`import tvm` takes two seconds, and its interface changes with each release: schedules write `engines/cpu/tir/expressions.py`."""
     importers = {
         _named(path)
         for path in MODULES
@@ -291,7 +291,8 @@ def test_tvm_is_imported_by_its_engine_only() -> None:
         if (isinstance(node, ast.Import) and any(a.name.split(".")[0] == "tvm" for a in node.names))
         or (isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "tvm")
     }
-    assert all(name.startswith("torch_hybrid_backend/engines/cpu/") for name in importers)
+    folder = "torch_hybrid_backend/engines/cpu"
+    assert not {name for name in importers if not name.startswith((f"{folder}/tir/", f"{folder}/target.py"))}
 
 
 def test_torch_tensorrt_is_imported_by_its_adapter_only() -> None:

@@ -54,7 +54,7 @@ def _captured(function: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]) -> C
 
 @pytest.mark.parametrize("background", [False, True])
 def test_example_inputs_are_let_go(background: bool, tmp_path: Path) -> None:
-    """What runs the graph's calls does not hold the inputs that it was compiled for."""
+    """The compiled graph does not hold the inputs that it was compiled for."""
     config = Config(cache_dir=tmp_path, engines=("eager",), background=background)
     graph = torch.fx.symbolic_trace(lambda x: (x.sin() + 1,))
     x = torch.randn(4)

@@ -1,4 +1,4 @@
-"""What follows from scores, compared with the scores themselves at every point."""
+"""Conclusions from scores, compared with the scores themselves at every point."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 from tests.loops.interpret import Environment, Frame
 from torch_hybrid_backend.loops.attention_scores import (
+    SdpaScore,
     is_free_of,
     masked,
-    plain_score,
     scaled,
     simplified,
     unscaled,
@@ -115,7 +115,7 @@ def test_bounds(name: str) -> None:
 
 
 def test_decided_conditions_are_gone() -> None:
-    """What holds everywhere within the bounds is not computed there."""
+    """A condition that holds everywhere within the bounds is not computed there."""
     frame = Frame((ROWS, KEYS), ENV)
     s, t = frame.index
     ((variable, _),) = t.terms
@@ -152,7 +152,7 @@ def _operations(e: Expr) -> int:
 
 
 def test_unscaled() -> None:
-    """One positive factor of every product is taken out, of products and quotients alike; two factors, or a negative one, are not."""
+    """A positive factor of every product is taken out, of products and quotients alike; two factors, or a negative one, are not."""
     frame = Frame((ROWS, KEYS), ENV)
     product = PRODUCT.at(frame.index)
     quarter, bias = mul(product, literal(0.25, "float32")), ALLOWED.at(frame.index)
@@ -175,11 +175,11 @@ def test_unscaled() -> None:
     assert unscaled(negative, PRODUCT) == (1.0, negative)
 
 
-def test_plain_score() -> None:
+def test_sdpa_score() -> None:
     """scale, mask, causal: a mask of 0 and -inf becomes a choice."""
     mask = Map((ROWS, KEYS), "float32", lambda i: where(call("lt", from_index(i[1]), from_index(4)), ZERO, NOTHING))
     frame = Frame((ROWS, KEYS), ENV)
-    score = plain_score(mask, 0.25, True)(PRODUCT.at(frame.index), frame.index)
+    score = SdpaScore(scale=0.25, causal=True, mask=mask)(PRODUCT.at(frame.index), frame.index)
     rows, keys = torch.arange(ROWS)[:, None], torch.arange(KEYS)
     want = (ENV[PRODUCT] * 0.25).masked_fill((keys > rows) | (keys >= 4), -math.inf)
     torch.testing.assert_close(frame.expr(score, None), want)

@@ -27,7 +27,7 @@ def test_an_operator_takes_tensors_in_order_and_returns_what_is_read() -> None:
 
 
 def test_a_runner_without_a_c_function_is_called() -> None:
-    """It fills what it writes, and returns nothing."""
+    """The runner fills the tensors that it writes, and returns nothing."""
 
     class Doubling:
         native = None

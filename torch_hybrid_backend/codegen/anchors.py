@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torch_hybrid_backend.loops.attention_scores import unscaled
+from torch_hybrid_backend.loops.attention_scores import SdpaScore, unscaled
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index, index_of
 from torch_hybrid_backend.loops.ir import (
     AttentionOp,
@@ -17,7 +17,6 @@ from torch_hybrid_backend.loops.ir import (
     Expr,
     LoopOp,
     MatMulOp,
-    ScoredAttentionOp,
     Value,
     buffers_of_expr,
     compute_dtype,
@@ -81,43 +80,43 @@ def neutral_kernel(anchor: Anchor) -> Kernel:
                 anchor.stores,
                 transposed=op.transposed,
             )
-        case AttentionOp() | ScoredAttentionOp():
+        case AttentionOp():
             return _attention_kernel(anchor, op)
-    raise TypeError(f"a {type(op).__name__} is no anchor")
+    raise TypeError(f"a {type(op).__name__} cannot anchor a kernel")
 
 
-def _attention_kernel(anchor: Anchor, op: AttentionOp | ScoredAttentionOp) -> Kernel:
+def _attention_kernel(anchor: Anchor, op: AttentionOp) -> Kernel:
     """The kernel has batches and heads: heads of one behind batches, where the operation has them as one dimension."""
     (q_vars, q), (k_vars, k), (v_vars, v) = over(op.q, "q"), over(op.k, "k"), over(op.v, "v")
-    shape = (*op.q.shape[:-1], op.k.shape[-2])
-    product = Buffer(shape, compute_dtype(op.out.dtype), "product")
+    product = Buffer((*op.q.shape[:-1], op.k.shape[-2]), compute_dtype(op.out.dtype), "product")
     score_vars, product_at_point = over(product, "z")
     point = tuple(map(index_of, score_vars))
-    score: Expr | None
-    if isinstance(op, AttentionOp):
-        score = None if op.mask is None else add(product_at_point, cast(op.mask.at(point), product.dtype))
-        scale, causal, nan_rows = op.scale, op.causal, False
-    else:
-        scale, score = unscaled(score_over(op.score, product, point), product)
-        causal, nan_rows = False, op.nan_rows
+    score: Expr | None = None
+    match op.score:
+        case SdpaScore(scale=scale, causal=causal, mask=mask):
+            if mask is not None:
+                score = add(product_at_point, cast(mask.at(point), product.dtype))
+        case _:
+            causal = False
+            scale, score = unscaled(score_over(op.score, product, point), product)
     return AttentionKernel(
         anchor.reads([e for e in (q, k, v, score) if e is not None]),
         anchor.writes,
         _with_heads(anchor.domain),
-        q,
-        _with_heads(q_vars),
-        k,
-        _with_heads(k_vars),
-        v,
-        _with_heads(v_vars),
-        score,
-        _with_heads(score_vars),
-        product,
-        scale,
-        causal,
-        anchor.accumulator,
-        anchor.stores,
-        nan_rows,
+        q=q,
+        q_vars=_with_heads(q_vars),
+        k=k,
+        k_vars=_with_heads(k_vars),
+        v=v,
+        v_vars=_with_heads(v_vars),
+        score=score,
+        score_vars=_with_heads(score_vars),
+        product=product,
+        scale=scale,
+        causal=causal,
+        accumulator=anchor.accumulator,
+        stores=anchor.stores,
+        nan_rows=op.nan_rows,
     )
 
 

@@ -20,7 +20,6 @@ from torch_hybrid_backend.loops.ir import (
     Expr,
     FromIndex,
     Load,
-    ScoreFn,
     Value,
     indices,
     parts,
@@ -49,20 +48,26 @@ def is_cheap_mask(expr: Expr) -> bool:
     return sum(isinstance(e, Call) for e in parts([expr], within_indices=True)) <= _MASK_CALLS
 
 
-def plain_score(mask: Value | None, scale: float, causal: bool) -> ScoreFn:
-    """product * scale + mask, and -inf where t > s if it is causal."""
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class SdpaScore:
+    """The score of `scaled_dot_product_attention`, a `ScoreFn`: product * scale + mask, and -inf where t > s if it is causal.
 
-    def score(product: Expr, index: tuple[Index, ...]) -> Expr:
+    `mask`: floats to add, (*lead, S, T).
+    """
+
+    scale: float
+    causal: bool = False
+    mask: Value | None = None
+
+    def __call__(self, product: Expr, index: tuple[Index, ...]) -> Expr:
         *_, s, t = index
-        value = mul(product, literal(scale, product.dtype))
-        if mask is not None:
-            value = masked(value, cast(mask.at(index), product.dtype))
-        if causal:
+        value = mul(product, literal(self.scale, product.dtype))
+        if self.mask is not None:
+            value = masked(value, cast(self.mask.at(index), product.dtype))
+        if self.causal:
             seen = call("le", from_index(t), from_index(s))
             value = where(seen, value, literal(-math.inf, product.dtype))
         return value
-
-    return score
 
 
 def unscaled(score: Expr, product: Buffer) -> tuple[float, Expr | None]:

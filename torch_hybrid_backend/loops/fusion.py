@@ -34,7 +34,6 @@ from torch_hybrid_backend.loops.ir import (
     ReduceOp,
     ScanOp,
     ScatterOp,
-    ScoredAttentionOp,
     compute_dtype,
     depth,
     indices,
@@ -49,7 +48,7 @@ from torch_hybrid_backend.sizes.size import Dim, product, size_hint
 _ANCHORS = (
     (MatMulOp, "matmul"),
     (ConvOp, "conv"),
-    ((AttentionOp, ScoredAttentionOp, AttentionGradientOp), "attention"),
+    ((AttentionOp, AttentionGradientOp), "attention"),
 )
 
 

@@ -398,46 +398,21 @@ class IntegerConvOp(ConvOp):
     zero: int = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AttentionOp(LoopOp):
-    """out = softmax(q @ k^T * scale + mask) @ v per batch and head, causal where asked.
-
-    q is (B, H, S, D), k (B, H, T, D), v (B, H, T, E), mask None or (B, H, S, T) additive float; out (B, H, S, E).
-    Causal: position s sees t <= s. A row that sees nothing is 0.
-
-    `log_sum_exp`: a buffer (B, H, S) for the natural logarithm of each row's sum of exponentials, in which a row that sees nothing has `empty`;
-    only where the kernels can (`Abilities.attention_gradients`).
-    """
-
-    q: Value
-    k: Value
-    v: Value
-    mask: Value | None
-    scale: float
-    causal: bool
-    log_sum_exp: Buffer | None = None
-    empty: float = 0.0
-
-    @property
-    def outs(self) -> tuple[Buffer, ...]:
-        return (self.out,) if self.log_sum_exp is None else (self.out, self.log_sum_exp)
-
-    def reads(self) -> list[Buffer]:
-        values = [self.q, self.k, self.v] + ([self.mask] if self.mask is not None else [])
-        return _unique([b for value in values for b in buffers_of(value)])
-
-
-# (q . k, (*lead, s, t)) -> the score at that point
+# (q . k, (*lead, s, t)) -> the score at that point, like the `score_mod` of FlexAttention
 ScoreFn = Callable[[Expr, tuple[Index, ...]], Expr]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ScoredAttentionOp(LoopOp):
-    """out = softmax(score(q @ k^T)) @ v, with any number of leading dimensions, which all operands have.
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class AttentionOp(LoopOp):
+    """Scaled dot-product attention (SDPA): out = softmax(score(q @ k^T)) @ v, with any number of leading dimensions, which all operands have.
 
-    q is (*lead, S, D), k (*lead, T, D), v (*lead, T, E), out (*lead, S, E). `score` says what becomes of each product: scale, mask, cap.
-    `nan_rows`: a row that sees nothing (scores of -inf alone) is NaN, as softmax has it, instead of 0. `log_sum_exp`, `empty`: as in
-    `AttentionOp`. `plain`: the operation without a score that this one stands for, if there is one.
+    q is (*lead, S, D), k (*lead, T, D), v (*lead, T, E), out (*lead, S, E). `score` turns each product into a score: it scales, masks, caps.
+    `attention_scores.SdpaScore` is the score of PyTorch's operators; kernels that have arguments for its parts read them from there.
+
+    A row that sees nothing (scores of -inf alone) is 0, or NaN with `nan_rows`, as a softmax that is written out has it.
+
+    `log_sum_exp`: a buffer (*lead, S) for the natural logarithm of each row's sum of exponentials; a row that sees nothing has `empty` there.
+    Only where the kernels can (`Abilities.attention_gradients`).
     """
 
     q: Value
@@ -447,18 +422,17 @@ class ScoredAttentionOp(LoopOp):
     nan_rows: bool = False
     log_sum_exp: Buffer | None = None
     empty: float = 0.0
-    plain: AttentionOp | None = None
 
     @property
     def outs(self) -> tuple[Buffer, ...]:
         return (self.out,) if self.log_sum_exp is None else (self.out, self.log_sum_exp)
 
     def reads(self) -> list[Buffer]:
-        own = _unique([b for value in (self.q, self.k, self.v) for b in buffers_of(value)])
+        own = [b for value in (self.q, self.k, self.v) for b in buffers_of(value)]
         return _unique([*own, *score_reads(self.score, self.q, self.k)])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class AttentionGradientOp(LoopOp):
     """Operands of `AttentionQueryGradientOp` and `AttentionKeyGradientOp`.
 
@@ -484,12 +458,12 @@ class AttentionGradientOp(LoopOp):
         return _unique([*own, *score_reads(self.score, self.q, self.k)])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class AttentionQueryGradientOp(AttentionGradientOp):
     """out = d @ k, (B, H, S, D)."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class AttentionKeyGradientOp(AttentionGradientOp):
     """out = d^T @ q, (B, G, T, D), and `value` = weights^T @ grad, (B, G, T, E): sums over the H / G query heads that share a key head."""
 

@@ -145,7 +145,7 @@ class ConvKernel(Kernel):
         return _points(points) * _points(self.w_vars[1:])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class AttentionKernel(Kernel):
     """Domain (b, h, s, e): softmax(score) v, then the stores read `accumulator`.
 

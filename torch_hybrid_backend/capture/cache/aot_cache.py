@@ -5,7 +5,7 @@ output is a view of an input or made of others, no size is symbolic. All else is
 result: Dynamo's graph with the lines it comes from, the inputs' metadata and which of them share memory, torch's settings, the sources of this
 package that make it (`SOURCES`), and the versions. What cannot be keyed (another library's operator, a collective, a decomposition or kernel
 that a program registers for ATen, active modes) has no key. `docs/adr/0010-aot-cache.md` gives the reasons;
-`docs/adr/0063-kept-graphs-of-composed-tensors.md` those for tensors that are made of others.
+`docs/adr/0063-aot-cache-for-tensor-subclasses.md` those for tensors that are made of others.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from torch_hybrid_backend.loops.ir import Buffer
 from torch_hybrid_backend.loops.kernels import Kernel, kernel_sizes
 from torch_hybrid_backend.loops.layout import Layout
 from torch_hybrid_backend.loops.policy import FusionPolicy
-from torch_hybrid_backend.loops.sdpa_matching import find_attention
+from torch_hybrid_backend.loops.sdpa_matching import match_sdpa
 from torch_hybrid_backend.machine import may_use_tiles
 from torch_hybrid_backend.sizes.size import Dim, as_size
 
@@ -79,7 +79,7 @@ class TvmBackend:
         )
 
     def operands(self, graph: LoopGraph, layouts: Mapping[Buffer, Layout]) -> Prepared:
-        return packed_operands(find_attention(graph, gathers=self.policy.gathers_in_attention), layouts, self.target)
+        return packed_operands(match_sdpa(graph, gathers=self.policy.gathers_in_attention), layouts, self.target)
 
     def layouts(self, groups: Sequence[Group], fixed: Mapping[Buffer, Layout]) -> Mapping[Buffer, Layout]:
         return blocked_layouts(groups, fixed, self.target)

@@ -64,7 +64,7 @@ class Fakes:
             return traced(function, inputs, decompositions, _allow_non_fake_inputs=True)
 
     def assumed(self) -> list[str]:
-        """What tracing took for granted of sizes that it knows by example only, as texts."""
+        """The assumptions, as texts, that tracing made about sizes known by example only."""
         replaced = [f"{old} = {new}" for old, new in self._environment.replacements.items()]
         return replaced + [str(guard.expr) for guard in self._environment.guards]
 

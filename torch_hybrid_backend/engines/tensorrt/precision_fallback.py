@@ -1,4 +1,4 @@
-"""How exactly an engine computes: the rungs that are climbed where a region's results are too far from eager's.
+"""Precision fallback of an engine: the rungs that are climbed where a region's results are too far from eager's.
 
     for rung in rungs_of(region): ...            # as written; products that accumulate in float32; all layers in float32
     widen(module, rung)                          # casts in a lowered graph: networks are strongly typed, and compute what it says
@@ -104,7 +104,7 @@ def widen(module: torch.fx.GraphModule, rung: Rung) -> None:
 
 
 class _Widening:
-    """One graph on its way. `_wide`: by the value that the graph has, rounded, the same in float32."""
+    """A graph that is being widened. `_wide`: by the value that the graph has, rounded, the same in float32."""
 
     def __init__(self, module: torch.fx.GraphModule, rung: Rung) -> None:
         self._module = module

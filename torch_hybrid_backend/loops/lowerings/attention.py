@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from torch_hybrid_backend.core.verdict import Reason
-from torch_hybrid_backend.loops.attention_scores import plain_score
+from torch_hybrid_backend.loops.attention_scores import SdpaScore
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import (
     AttentionKeyGradientOp,
@@ -177,7 +177,8 @@ def _attention(ctx: Context, asked: _Asked, empty: float | None = None) -> tuple
     k, v = (_batches_repeated(_heads_repeated(value, heads), batch) for value in (k, v))
     out = Buffer((batch, heads, rows, v.shape[-1]), ctx.out.dtype)
     log_sum_exp = None if empty is None else Buffer((batch, heads, rows), compute_dtype(ctx.out.dtype))
-    op = AttentionOp(out, q, k, v, mask, _factor(q, asked.scale), asked.causal, log_sum_exp, empty or 0.0)
+    score = SdpaScore(scale=_factor(q, asked.scale), causal=asked.causal, mask=mask)
+    op = AttentionOp(out, q=q, k=k, v=v, score=score, log_sum_exp=log_sum_exp, empty=empty or 0.0)
     return reshaped(ctx.realize(op), shape), log_sum_exp
 
 
@@ -295,15 +296,17 @@ def _gradients(ctx: Context, asked: _Asked) -> tuple[Value, Value, Value]:
     if mask is not None:
         mask = _additive(ctx, mask, (batch, heads), rows, columns)
     dtype, factor = compute_dtype(q.dtype), _factor(q, asked.scale)
-    score = plain_score(mask, factor, asked.causal)
+    score = SdpaScore(scale=factor, causal=asked.causal, mask=mask)
     products = ctx.pointwise(mul, asked.grad, asked.out, dtype=dtype, compute=dtype, shape=asked.grad.shape)
     delta = ctx.reduce("sum", products, (3,), dtype=dtype)
     statistics = ctx.pointwise(_finite_or_infinite, log_sum_exp, dtype=dtype, compute=dtype, shape=log_sum_exp.shape)
     keys, values = _heads_repeated(k, heads), _heads_repeated(v, heads)
-    read = (q, keys, values, asked.grad, statistics, delta, score, factor)
-    for_queries = ctx.realize(AttentionQueryGradientOp(Buffer(q.shape, q.dtype), *read))
+    read = dict[str, Any](
+        q=q, k=keys, v=values, grad=asked.grad, log_sum_exp=statistics, delta=delta, score=score, scale=factor
+    )
+    for_queries = ctx.realize(AttentionQueryGradientOp(Buffer(q.shape, q.dtype), **read))
     for_values = Buffer(v.shape, v.dtype)
-    for_keys = ctx.realize(AttentionKeyGradientOp(Buffer(k.shape, k.dtype), *read, for_values))
+    for_keys = ctx.realize(AttentionKeyGradientOp(Buffer(k.shape, k.dtype), **read, value=for_values))
     return for_queries, for_keys, for_values
 
 
