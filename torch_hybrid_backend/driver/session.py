@@ -56,10 +56,11 @@ def _triton(config: Config, services: Services) -> Engine:
 
 def _tensorrt(config: Config, services: Services) -> Engine:
     """Make TensorRT's engine, which takes part if `engines` names it: its builds take minutes, and no GPU has run its engines yet."""
-    found = tensorrt_installed.installation()
-    lacks = found if isinstance(found, Refused) else None if torch.cuda.is_available() else tensorrt_installed.NO_GPU
+    installation = tensorrt_installed.installation()
+    has_gpu = torch.cuda.is_available()
+    lacks = installation if isinstance(installation, Refused) else None if has_gpu else tensorrt_installed.NO_GPU
     if "tensorrt" not in config.engines:
-        why = "it takes part where the setting `engines` names it" if lacks is None else lacks.why
+        why = "disabled by default; add it to the setting `engines` (HYBRID_ENGINES)" if lacks is None else lacks.why
         lacks = Refused(Reason.DISABLED, why)
     if lacks is not None:
         return UnavailableEngine("tensorrt", lacks, tensorrt_installed.described())
