@@ -1,6 +1,6 @@
-"""Kernel names: what profilers, reports and error messages call a kernel. They say what it computes: "row_softmax_gelu_0f3a9c...".
+"""Kernel names for profilers, reports and error messages. A name tells what the kernel computes: "row_softmax_gelu_0f3a9c...".
 
-A name follows from the kernel's content and its key alone: another process, which finds the kernel on disk, gives it the same one.
+A name depends on the kernel's content and key alone: another process that finds the kernel on disk gives it the same name.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def symbol_of(kernel: Kernel, key: str) -> str:
 
 def kernel_name(kernel: Kernel) -> str:
     """A kernel's kind and at most four of its operations, in order: "row_softmax", "matmul_gelu", "map_add". No more than a hint."""
-    kind = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(kernel).__name__.removesuffix("Kernel")).lower()
+    kind = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(kernel).__name__.removesuffix("Kernel")).lower()
     found = list(dict.fromkeys(_operations(kernel)))
     if isinstance(kernel, RowKernel) and set(found) >= _SOFTMAX:
         found = ["softmax" if word == "exp" else word for word in found]

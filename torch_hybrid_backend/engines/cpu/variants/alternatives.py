@@ -34,7 +34,7 @@ from torch_hybrid_backend.engines.cpu.operands.winograd_cost import winograd_gai
 from torch_hybrid_backend.engines.cpu.operands.winograd_transform import packed_winograd_shape
 from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.engines.cpu.variants.amx import tile_convolutions, tile_dequantized_products, tile_products
-from torch_hybrid_backend.engines.cpu.variants.attention import word_attention
+from torch_hybrid_backend.engines.cpu.variants.attention import low_precision_attention
 from torch_hybrid_backend.engines.cpu.variants.onednn import onednn_convolution, onednn_linear
 from torch_hybrid_backend.loops.integer_products import NARROW
 from torch_hybrid_backend.loops.ir import Buffer, compute_dtype
@@ -151,7 +151,7 @@ ALTERNATIVES: tuple[tuple[type[Kernel], Ways], ...] = (
     (PackedMatMulKernel, schedule_ranks),
     (PackedConvKernel, widened),
     (PackedMatMulKernel, widened),
-    (AttentionKernel, word_attention),
+    (AttentionKernel, low_precision_attention),
     # Last: the others are kernels of ours.
     (PackedConvKernel, onednn),
     (PackedMatMulKernel, onednn),
