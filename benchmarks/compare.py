@@ -1,4 +1,4 @@
-"""One model of the catalogue at one batch size on several peers, side by side (`torch_hybrid_backend.bench.compare`)."""
+"""A model of the catalogue at one batch size on several peers, side by side (`torch_hybrid_backend.bench.compare`)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ZooWork(Work):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort(peers_compared.Effort):
-    """How to measure, and what every peer is given: threads, and the precision of those that have none of their own (`PRECISIONS`)."""
+    """The effort of measuring, and what every peer is given: threads, and the precision of those that have none of their own (`PRECISIONS`)."""
 
     threads: int
     precision: str = FLOAT32

@@ -35,7 +35,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 
 
 def figures(model: Model, size: Size, setting: dict[str, Any]) -> dict[str, Any]:
-    """One row. The file is read back and compared with what was saved."""
+    """A row of figures. The file is read back and compared with what was saved."""
     module, inputs = model.build(size), model.inputs(size, batch=2)
     before = sum(tensor.nbytes for tensor in module.state_dict().values())
     start = time.perf_counter()

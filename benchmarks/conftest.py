@@ -40,7 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def chosen(config: pytest.Config, option: str, legal: list[str]) -> list[str]:
-    """What an option names. Raises UsageError for a name that is not legal."""
+    """The choice that an option names. Raises UsageError for a name that is not legal."""
     text: str = config.getoption(option)
     names = legal if text == "all" else [name.strip() for name in text.split(",")]
     if unknown := [name for name in names if name not in legal]:

@@ -232,7 +232,8 @@ def run_side(side: Side, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _kept_bytes() -> int:
-    """What our plans keep of weights that is not the parameters' own memory. Of several plans of one graph, those that packed the most."""
+    """Bytes that our plans keep of weights that is not the parameters' own memory. Of several plans of one graph, those that packed the
+    most."""
     from torch_hybrid_backend.runtime.executor import BoundConstants
 
     gc.collect()
@@ -241,7 +242,7 @@ def _kept_bytes() -> int:
 
 
 def _profile(call: Callable[[], None], calls: int = 5) -> list[dict[str, Any]]:
-    """What a call does, as PyTorch's profiler sees it, the longest first: how often, and microseconds of one call."""
+    """Profile a call by PyTorch's profiler, the longest first: how often, and microseconds of one call."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU]) as found:

@@ -68,7 +68,7 @@ class SentenceEncoder(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the closing table, and what it was measured on."""
+    """A line of the closing table, and what it was measured on."""
 
     case: str
     model: nn.Module

@@ -81,7 +81,7 @@ def _check(found: torch.Tensor, eager: torch.Tensor, precision: str) -> None:
 def compare(
     model: Model, sizes: Sequence[tuple[int, int]], budget_s: float, precision: str = "as-written"
 ) -> list[dict[str, object]]:
-    """One record per size. Raises AssertionError where an output is wrong."""
+    """Compare at each size: a record per size. Raises AssertionError where an output is wrong."""
     module = model.build("full")
     plans: list[Plan] = []
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""What a call saves without Dynamo's guards on modules: docs/guards.md.
+"""The time that a call saves without Dynamo's guards on modules: docs/guards.md.
 
 python -m benchmarks.guards --models mobilenet_v2,mobilenet_v3_large
 """

@@ -1,4 +1,4 @@
-"""Where a model's time goes: our kernels in the order of a call, and OpenVINO's layers as its own profile tells them.
+"""The time of a model by layers: our kernels in the order of a call, and OpenVINO's layers as its own profile tells them.
 
     python -m benchmarks.layers resnet50 --batch 8 --precision bf16
 

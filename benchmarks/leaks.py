@@ -148,7 +148,7 @@ def _fresh(backend: str) -> Callable[[int], object]:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What is repeated, how often by default, and how much memory one repetition may keep at most (bytes): `make`
+    """A scenario of repetitions: the work, how often by default, and how much memory one repetition may keep at most (bytes): `make`
     returns one repetition, given the backend."""
 
     make: Callable[[str], Callable[[int], object]]
@@ -165,7 +165,7 @@ SCENARIOS: dict[str, Scenario] = {
 
 
 def run(name: str, count: int, backend: str) -> Memory:
-    """One scenario in a process of its own. Raises RuntimeError where that process fails."""
+    """Run one scenario in a process of its own. Raises RuntimeError where that process fails."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_serve, args=(theirs, name, count, backend))

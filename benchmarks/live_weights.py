@@ -1,4 +1,4 @@
-"""What it costs in each call to notice weights that were changed behind PyTorch's version counters.
+"""The cost, in each call, of noticing weights that were changed behind PyTorch's version counters.
 
     python -m benchmarks.live_weights [--models resnet50,mobilenet_v2] [--seconds 4]
 

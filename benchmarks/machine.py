@@ -1,4 +1,4 @@
-"""What a benchmark ran on, recorded beside its figures: what `torch_hybrid_backend.bench.machine` tells, and the clone that is measured."""
+"""The machine of a benchmark, recorded beside its figures: what `torch_hybrid_backend.bench.machine` tells, and the clone that is measured."""
 
 from __future__ import annotations
 

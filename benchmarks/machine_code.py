@@ -87,12 +87,12 @@ class Code:
 
     @property
     def widest(self) -> tuple[int, int]:
-        """Of the loads and of the stores, in bytes; 0 where there are none."""
+        """The widest loads and stores, in bytes; 0 where there are none."""
         return max(self.loads, default=0), max(self.stores, default=0)
 
 
 def code_of(name: str, threads: int, ptx: str) -> Code:
-    """What PTX says of memory in the device's global space."""
+    """The loads and stores that PTX says of memory in the device's global space."""
     found = [(kind, int(count or 1) * int(bits) // 8) for kind, count, bits in _ACCESS.findall(ptx)]
     loads, stores = (tuple(size for kind, size in found if kind == which) for which in ("ld", "st"))
     return Code(name, threads, loads, stores)
@@ -172,7 +172,7 @@ def _pretended_gpu() -> contextlib.ExitStack:
 
 
 def _widest(name: str, text: str) -> Code:
-    """One of inductor's kernels, compiled with each configuration that it would time; that with the widest accesses."""
+    """A kernel of inductor's, compiled with each configuration that it would time; that with the widest accesses."""
     import triton
     from torch._inductor.runtime import triton_helpers
     from triton.backends.compiler import GPUTarget

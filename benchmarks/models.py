@@ -32,7 +32,7 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """One model of the zoo. `make` returns it as its author initialises it; `example(size, batch)` its positional inputs.
+    """A model of the zoo. `make` returns it as its author initialises it; `example(size, batch)` its positional inputs.
 
     `pretrained`: its weights are as `make` gives them, not random ones. `tvm_flops` states that at least 95% of its
     floating-point operations are expected in the TVM engine.

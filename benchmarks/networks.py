@@ -190,7 +190,7 @@ class RmsNorm(nn.Module):
 
 
 class LlamaBlock(nn.Module):
-    """One layer of Llama 3 (Dubey et al. 2024): RMS norm, rotary positions, grouped heads, causal attention, SwiGLU.
+    """A layer of Llama 3 (Dubey et al. 2024): RMS norm, rotary positions, grouped heads, causal attention, SwiGLU.
 
     x: (batch, length, width).  Returns: the same shape.
     """
@@ -268,7 +268,7 @@ class DecodingStep(nn.Module):
 
 
 class DiffusionBlock(nn.Module):
-    """What the U-Net of a diffusion model is made of (Rombach et al. 2022): a residual block told the time, and self-attention over pixels.
+    """A block of the U-Net of a diffusion model (Rombach et al. 2022): a residual block told the time, and self-attention over pixels.
 
     x: (batch, channels, h, w); time: (batch, width).  Returns: x's shape.
     """

@@ -1,4 +1,4 @@
-"""What other load does to what is timed: how long threads waited for a core, how far times are off, and which engine is chosen.
+"""The effect of other load on what is timed: how long threads waited for a core, how far times are off, and which engine is chosen.
 
     python -m benchmarks.other_load
     python -m benchmarks.other_load --processes 2 --choices 5
@@ -71,7 +71,7 @@ def _shares(title: str) -> None:
 
 @torch.no_grad()
 def _placed() -> str:
-    """Who runs a layer whose rows are known only at run time, as this process finds, and the shortest of some calls."""
+    """The engine of a layer whose rows are known only at run time, as this process finds, and the shortest of some calls."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2048, 2048), nn.GELU()).eval()
     x = torch.randn(4, 2048)

@@ -1,4 +1,4 @@
-"""What a call costs when there is next to nothing to compute: ten operators on four numbers.
+"""The cost of a call with next to nothing to compute: ten operators on four numbers.
 
 For peers on Dynamo the cost of its guards is taken off: that of the same model compiled by a backend which returns its result ready
 made, timed in turn with the peer in its process.
@@ -76,7 +76,7 @@ def _guards_only(model: nn.Module, result: torch.Tensor) -> Callable[..., object
 
 
 def overheads(asked: Sequence[Peer], threads: int, timeout_s: float, folder: Path, log: Path) -> list[dict[str, Any]]:
-    """One entry per peer, in their order; where there is no figure, its "gap" says why. `folder` is for files of theirs."""
+    """An entry per peer, in their order; where there is no figure, its "gap" says why. `folder` is for files of theirs."""
     entries: list[dict[str, Any]] = []
     for peer in asked:
         if why := peer.missing():

@@ -42,7 +42,7 @@ _TOLERANCES = {"float32": 1e-5, "int8": 0.02, "int4": 0.15, "bfloat16": 0.02}
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One side of one shape."""
+    """A side of one shape."""
 
     layer: str
     rows: int

@@ -39,7 +39,7 @@ class Standing:
 
 
 def processor(record: Record) -> str:
-    """What the record ran on: the marketing name, with x86's family and model where the record has them."""
+    """The processor of the record: the marketing name, with x86's family and model where the record has them."""
     about = record["machine"]
     model = about.get("cpu_model", "").strip("/")
     return f"{about['cpu']} (family/model {model})" if model else str(about["cpu"])
@@ -65,7 +65,7 @@ def medians(record: Record, row: Row) -> dict[str, float]:
 
 
 def errors(record: Record, row: Row) -> dict[str, float]:
-    """How far results are off eager's in float32 (`rms_error`), of each peer that was asked for another precision."""
+    """The errors of results against eager's in float32 (`rms_error`), of each peer that was asked for another precision."""
     return {
         result["peer"]: result["rms_error"]
         for result in record["results"]
@@ -76,7 +76,7 @@ def errors(record: Record, row: Row) -> dict[str, float]:
 
 
 def others(times: Mapping[str, float]) -> dict[str, float]:
-    """What is not ours and was asked for the same precision."""
+    """Peers that are not ours and were asked for the same precision."""
     return {peer: ms for peer, ms in times.items() if peer != OURS and peer not in _BASELINES}
 
 
@@ -86,7 +86,7 @@ def best(times: Mapping[str, float]) -> float | None:
 
 
 def precision(record: Record) -> str:
-    """What the peers were asked for: one of `PRECISIONS`."""
+    """The precision that the peers were asked for: one of `PRECISIONS`."""
     return str(record.get("settings", {}).get("precision", FLOAT32))
 
 

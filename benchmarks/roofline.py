@@ -35,7 +35,7 @@ def read_gbytes(threads: int) -> float:
 
 
 def path() -> Path:
-    """Where this machine's ceilings are kept."""
+    """The path where this machine's ceilings are kept."""
     return RESULTS / machine.slug() / "roofline.json"
 
 

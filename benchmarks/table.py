@@ -121,7 +121,7 @@ def details(record: Record) -> str:
 
 
 def overhead(record: Record) -> str:
-    """What a call costs that has next to nothing to compute, in microseconds."""
+    """The cost of a call that has next to nothing to compute, in microseconds."""
     body = []
     for entry in record.get("overhead", []):
         if "gap" not in entry:
@@ -134,7 +134,7 @@ def overhead(record: Record) -> str:
 
 
 def gaps(record: Record) -> str:
-    """Why a peer has no figures: one line for each reason."""
+    """The reasons why a peer has no figures: one line for each reason."""
     reasons: dict[str, list[str]] = {}
     for result in record["results"]:
         if "gap" in result:
@@ -145,7 +145,7 @@ def gaps(record: Record) -> str:
 
 
 def executed(record: Record) -> str:
-    """What the peers that tell it computed in which precision: one line for each answer. Nothing where float32 was asked for."""
+    """The precisions that peers say they computed in: one line for each answer. Nothing where float32 was asked for."""
     if results.precision(record) == FLOAT32:
         return ""
     answers: dict[str, list[str]] = {}

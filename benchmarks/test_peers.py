@@ -1,4 +1,4 @@
-"""One test for each model, batch and peer. The peers of a row are timed together, in interleaved rounds in processes of their own
+"""A test for each model, batch and peer. The peers of a row are timed together, in interleaved rounds in processes of their own
 (`benchmarks.compare`), when the first test of the row asks; pytest-benchmark is given the times that were taken."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Replay:
         self._left: Iterator[float] = iter(())
 
     def load(self, seconds: list[float]) -> None:
-        """What the following calls take."""
+        """The time that the following calls take."""
         self._left = iter(seconds)
 
     def __call__(self) -> float:

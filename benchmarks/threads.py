@@ -43,7 +43,7 @@ Call = Callable[[], Any]
 
 
 def _call(model: Model, size: Size, backend: str, threads: int) -> Call:
-    """One instance of the model, called without gradients on inputs of its own, its answer compared with eager's."""
+    """An instance of the model, called without gradients on inputs of its own, its answer compared with eager's."""
     torch.set_num_threads(threads)
     module, inputs = model.build(size), model.inputs(size, 1)
     run = module if backend == "eager" else torch.compile(module, backend=backend, dynamic=False)
@@ -64,7 +64,7 @@ def _check(found: Any, expected: Any) -> None:
 
 
 def scaling(model: Model, size: Size, backend: str, threads: Sequence[int], budget_s: float) -> list[dict[str, Any]]:
-    """One record for each number of threads, in rising order; `speedup` is over the first."""
+    """A record for each number of threads, in rising order; `speedup` is over the first."""
     records: list[dict[str, Any]] = []
     for count in threads:
         torch._dynamo.reset()

@@ -45,7 +45,7 @@ Forward = Callable[[torch.Tensor], Any]
 
 @dataclass(frozen=True, slots=True)
 class TrainingCase:
-    """One model to train. `make(size)` builds it, in training mode and without dropout, so that runs are comparable;
+    """A model to train. `make(size)` builds it, in training mode and without dropout, so that runs are comparable;
     `batch(size)` draws inputs and targets; `loss(forward, batch)` is one scalar."""
 
     name: str
@@ -174,7 +174,7 @@ OPTIMISERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 def training_step(
     case: TrainingCase, model: nn.Module, forward: Forward, optimiser: torch.optim.Optimizer, batch: Batch
 ) -> Callable[[], float]:
-    """One training step as a function that returns the loss. `forward` is `model`, or `model` compiled."""
+    """A training step as a function that returns the loss. `forward` is `model`, or `model` compiled."""
     del model  # the optimiser holds its parameters
 
     def step() -> float:
@@ -231,7 +231,7 @@ def compare(
 
 
 def describe_plan(plan: Plan) -> str:
-    """Who runs what in one graph: operators by engine, eager's by kind, and the costs of each region."""
+    """Engines of operators in one graph: operators by engine, eager's by kind, and the costs of each region."""
     engines = collections.Counter(node.engine for node in plan.nodes)
     eager = collections.Counter(node.operator for node in plan.nodes if node.engine == "eager")
     lines = [f"{plan.kind}: {dict(engines)}, {len(plan.regions)} regions; eager runs {dict(eager.most_common())}"]

@@ -58,7 +58,7 @@ def disturb(model: nn.Module, seed: int = 0) -> None:
 
 
 def _kind(module: nn.Module, name: str, parameter: nn.Parameter) -> tuple[str, int]:
-    """What a parameter is ("weight", "scale" or "bias") and, for weights, how many inputs each output sums."""
+    """The kind of a parameter ("weight", "scale" or "bias") and, for weights, how many inputs each output sums."""
     if isinstance(module, nn.Embedding) or "embed" in name or "token" in name:
         return "weight", 1
     if parameter.dim() < 2:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 
 @pytest.fixture(scope="session", autouse=True)
-def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One fresh kernel cache for the session, which processes that tests start use too; the user's own is left alone."""
+def kernel_cache(kernel_directory: Path) -> Iterator[None]:
+    """Set the kernel cache of the run, which processes that tests start use too; the user's own is left alone."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HYBRID_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
+        patch.setenv("HYBRID_CACHE_DIR", str(kernel_directory))
         # By measurement, eager would win some of these small regions, on some days: their kernels would go untested.
         patch.setenv("HYBRID_PLACEMENT", "estimate")
         patch.setenv("HF_HUB_OFFLINE", "1")

@@ -26,7 +26,7 @@ traced = pytest.mark.skipif(
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What was imported stays: collections that go through it again and again were 5 to 10 % of the time of the tests."""
+    """Freeze what was imported: collections that go through it again and again were 5 to 10 % of the time of the tests."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
@@ -63,6 +63,15 @@ class Golden:
 def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other load is not felt in this process: tests run beside each other, and what they keep of timings is to be found."""
     monkeypatch.setattr("torch_hybrid_backend.measuring.other_load.thread_waits", dict)
+
+
+@pytest.fixture(scope="session")
+def kernel_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fresh cache that all processes of this run share: kernels that several tests need are compiled once."""
+    base = tmp_path_factory.getbasetemp()
+    path = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kernels"
+    path.mkdir(mode=0o700, exist_ok=True)
+    return path
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What PyTorch's kernels on NVIDIA GPUs draw, element by element in plain Python; and a generator of that kind for the CPU.
+"""Numbers that PyTorch's kernels on NVIDIA GPUs draw, element by element in plain Python; and a generator of that kind for the CPU.
 
 Written from the paper (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) and from PyTorch 2.13's
 aten/src/ATen/native/cuda/DistributionTemplates.h and Dropout.cu as loops over their blocks and threads: nothing is shared with the package.

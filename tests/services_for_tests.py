@@ -1,4 +1,4 @@
-"""What engines are given, as tests need it."""
+"""Services of engines, as tests need them."""
 
 from __future__ import annotations
 

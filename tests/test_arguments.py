@@ -1,4 +1,4 @@
-"""What users hand to the functions of this package and cannot mean: one sentence with the fault, what is legal, and what to do."""
+"""Arguments that users hand to the functions of this package and cannot mean: one sentence with the fault, what is legal, and what to do."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_right_arguments_pass() -> None:
 
 
 def test_what_torch_compile_returns_is_recognised() -> None:
-    """Of modules and of functions; nothing else."""
+    """Modules and functions that `torch.compile` returns are recognised; nothing else."""
     assert is_compiled(torch.compile(_model()))
     assert is_compiled(torch.compile(lambda x: x))
     assert not is_compiled(_model())
@@ -155,7 +155,7 @@ def test_a_wrong_attribute_of_the_package_suggests_the_nearest(name: str, neares
 
 
 def test_other_systems_are_told_what_is_supported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One sentence with both; nothing on the supported one."""
+    """A message names both systems; a supported one gets nothing."""
     assert unsupported() == ""
     monkeypatch.setattr("platform.system", lambda: "Darwin")
     monkeypatch.setattr("platform.machine", lambda: "arm64")

@@ -1,4 +1,4 @@
-"""What `torch.compile` calls: settings, plans, and what is priced whole. End to end it is tested by tests/end_to_end/."""
+"""The function that `torch.compile` calls: settings, plans, and what is priced whole. End to end it is tested by tests/end_to_end/."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_options_and_modes_are_settings() -> None:
 def test_a_precision_without_instructions_is_not_used(
     asked: str, lacking: set[str], used: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One warning says what the machine lacks and what is done instead; the integer part of a precision stays."""
+    """A warning says what the machine lacks and what is done instead; the integer part of a precision stays."""
     monkeypatch.setattr(backend, "lacking_instructions", lambda half: (f"avx512_{half}",) if half in lacking else ())
     config = backend.with_instructions(Config(precision=asked))
     assert config == Config(precision=used)
@@ -100,7 +100,7 @@ def test_training_graphs_are_as_written(monkeypatch: pytest.MonkeyPatch, caplog:
 def test_a_model_of_several_graphs_warns_once(
     trains: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What a precision lacks, and that graphs for training are as written, is said once in a process; of another precision anew."""
+    """A warning about lacking instructions, or training graphs as written, is said once in a process; of another precision anew."""
     monkeypatch.setattr(backend, "lacking_instructions", lambda part: () if trains else (f"avx512_{part}",))
 
     def model(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -146,7 +146,8 @@ class _Block(torch.nn.Module):
 
 
 def test_explain_tells_what_a_quantised_model_leaves_in_floating_point(tmp_path: Path) -> None:
-    """How many layers are converted, and for each of the others its name in the model and its code; from the cache of graphs as well."""
+    """The number of converted layers is told, and for each of the others its name in the model and its code; from the cache of graphs as
+    well."""
     quantized = torch_hybrid_backend.quantize(_Block().eval(), [torch.randn(8, 8)], "naive", exclude=("outer",))
     model = torch.nn.Sequential(quantized, torch.nn.Linear(8, 4))
     options = {"engines": "eager", "placement": "estimate", "cache_dir": tmp_path}

@@ -73,13 +73,13 @@ def test_explain_a_script(script: Path, factory: str) -> None:
 
 
 def test_explain_a_module_of_the_current_folder(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `python -m` finds it."""
+    """A module of the current folder is found as `python -m` finds it."""
     monkeypatch.chdir(script.parent)
     assert _run("explain", f"{script.stem}:make")[0] == 0
 
 
 def test_explain_a_script_that_imports_what_lies_beside_it(script: Path) -> None:
-    """As when Python runs the script, wherever that is done; and nothing of it stays on the path."""
+    """A script runs as when Python runs it, wherever that is done; and nothing of it stays on the path."""
     (script.parent / "beside_script_for_cli.py").write_text("import torch\nMODEL = torch.nn.Linear(2, 2)\n")
     before = list(sys.path)
     assert _run("explain", f"{script}:from_beside")[0] == 0
@@ -98,7 +98,7 @@ def test_explain_as_json_and_html(script: Path, tmp_path: Path) -> None:
 
 
 def test_a_picture_that_cannot_be_written(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One clear line."""
+    """A picture that cannot be written is one clear line."""
     assert _run("explain", f"{script}:make", "--html", str(tmp_path / "missing" / "plan.html"))[0] == 1
     assert "cannot write the picture" in capsys.readouterr().err
 
@@ -272,7 +272,7 @@ def test_doctor_fails_where_something_needed_is_missing(
 
 
 def test_doctor_tells_why_a_cache_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It diagnoses, so a bad cache directory is a finding and no failure."""
+    """The doctor diagnoses, so a bad cache directory is a finding and no failure."""
     tmp_path.chmod(0o777)
     monkeypatch.setenv("HYBRID_CACHE_DIR", str(tmp_path))
     assert "writable for others" in _doctor()

@@ -59,7 +59,7 @@ def test_every_field_can_be_set_by_its_variable() -> None:
 
 
 def test_options_win_over_environment_over_mode_over_default() -> None:
-    """One precedence rule for all settings."""
+    """A rule of precedence holds for all settings."""
     by_mode = MODES["max-autotune"]["measure_budget_s"]
     assert Config.from_env({}).with_options(None, "max-autotune").measure_budget_s == by_mode
     from_env = Config.from_env({"HYBRID_MEASURE_BUDGET_S": "0.7"})
@@ -68,7 +68,7 @@ def test_options_win_over_environment_over_mode_over_default() -> None:
 
 
 def test_modes_have_cuda_graphs_where_users_of_torch_expect_them() -> None:
-    """As in torch.compile's own backend; the setting itself wins."""
+    """Modes have CUDA graphs as in torch.compile's own backend; the setting itself wins."""
     assert {mode for mode in MODES if Config().with_options(None, mode).cuda_graphs} == {
         "reduce-overhead",
         "max-autotune",
@@ -144,7 +144,7 @@ def test_fields_are_checked_where_a_config_is_made() -> None:
     ],
 )
 def test_a_wrong_name_suggests_the_nearest(make: Callable[[], object], nearest: str) -> None:
-    """Of options, values, modes and engines."""
+    """A wrong name of options, values, modes and engines suggests the nearest."""
     with pytest.raises(ConfigError, match=f"Did you mean '{nearest}'"):
         make()
 
@@ -164,7 +164,8 @@ def test_unknown_names_are_errors_that_list_the_known_ones() -> None:
 
 
 def test_an_unknown_variable_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    """It may be another program's; where it may be a typing error, the warning says what was meant. The other variables count."""
+    """An unknown variable may be another program's; where it may be a typing error, the warning says what was meant. The other variables
+    count."""
     for _ in range(3):
         assert Config.from_env({"HYBRID_VERIFFY": "off", "HYBRID_THRUST_KN": "4", "HYBRID_STRICT": "1"}).strict
     assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]

@@ -154,7 +154,7 @@ def test_processes_that_compile_kernels_can_import_it() -> None:
     ],
 )
 def test_what_tells_of_later_processes(error: Exception, holds: bool) -> None:
-    """What lies in the thing that is compiled; not what the machine lacked, nor what came too late."""
+    """Failures that lie in the compiled thing tell of later processes; not what the machine lacked, nor what came too late."""
     assert tells_of_later(error) is holds
 
 

@@ -51,7 +51,7 @@ def test_a_script_imports_what_lies_beside_it(script: Path) -> None:
     [("make", "names no factory"), ("{}:absent", "no callable named 'absent'"), ("no_such.py:make", "no file")],
 )
 def test_what_names_no_factory(script: Path, target: str, message: str) -> None:
-    """One sentence that says what is wrong."""
+    """A wrong name gets one sentence that says what is wrong."""
     with pytest.raises(ConfigError, match=message):
         Factory(target.format(script)).load()
 

@@ -14,7 +14,13 @@ import torch
 
 from torch_hybrid_backend import machine
 from torch_hybrid_backend.core.device import CPU, Device
-from torch_hybrid_backend.machine import bits_of_weights, cpuinfo, fingerprint, lacking_instructions, processor_quota
+from torch_hybrid_backend.machine import (
+    cpuinfo,
+    default_weight_bits,
+    fingerprint,
+    lacking_instructions,
+    processor_quota,
+)
 
 
 def _with_cpuinfo(root: Path, text: str) -> None:
@@ -63,7 +69,7 @@ with torch.no_grad():
 
 
 def test_precisions_may_be_set_by_backend(tmp_path: Path) -> None:
-    """As PyTorch advises; its older way of asking for them raises then, in a process of its own. Compiling does not."""
+    """Precisions are set as PyTorch advises; its older way of asking for them raises then, in a process of its own. Compiling does not."""
     environment = {**os.environ, "HYBRID_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", _BY_BACKEND], capture_output=True, text=True, timeout=300, env=environment, check=False
@@ -72,7 +78,7 @@ def test_precisions_may_be_set_by_backend(tmp_path: Path) -> None:
 
 
 class _Cuda:
-    """What torch.cuda tells of two GPUs; the second is a slice made by MIG."""
+    """Answers of torch.cuda about two GPUs; the second is a slice made by MIG."""
 
     names = ("NVIDIA H200", "NVIDIA H200 MIG 1g.18gb")
 
@@ -134,7 +140,7 @@ def test_cpuinfo_is_of_the_first_processor(tmp_path: Path) -> None:
 def test_instructions_of_a_precision(
     cpuinfo_text: str, bf16: bool, fp16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the processor shows, x86's and Arm's; where it shows none, those that are lacking are named."""
+    """The processor shows its instructions, x86's and Arm's; where it shows none, those that are lacking are named."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     monkeypatch.setattr(machine, "may_use_tiles", lambda: True)
     _with_cpuinfo(tmp_path, cpuinfo_text)
@@ -160,7 +166,7 @@ def test_tiles_that_the_system_refuses_are_no_instructions(
     _with_cpuinfo(tmp_path, f"flags : {flags}")
     assert bool(lacking_instructions("bf16", tmp_path)) is not bf16
     assert bool(lacking_instructions("fp16", tmp_path)) is not fp16
-    assert bits_of_weights(tmp_path) == 8
+    assert default_weight_bits(tmp_path) == 8
 
 
 @pytest.mark.parametrize(
@@ -197,15 +203,15 @@ def test_instructions_of_integers(
         ("", "DEFAULT", 8),
     ],
 )
-def test_bits_of_weights(
+def test_default_weight_bits(
     flags: str, capability: str, bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """7 where products of bytes add two of them up in 16 bits, with what PyTorch uses of the processor; 8 wherever that would gain nothing."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(machine, "may_use_tiles", lambda: True)
     _with_cpuinfo(tmp_path, f"flags : {flags}")
-    assert bits_of_weights(tmp_path) == bits
-    assert bits_of_weights(tmp_path / "nowhere") == 8
+    assert default_weight_bits(tmp_path) == bits
+    assert default_weight_bits(tmp_path / "nowhere") == 8
 
 
 def test_pytorch_held_to_avx2_has_no_wider_instructions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +223,7 @@ def test_pytorch_held_to_avx2_has_no_wider_instructions(tmp_path: Path, monkeypa
 
 
 def test_tiles_are_asked_for_where_the_system_has_them() -> None:
-    """What the system answers is known for the rest of the process; a processor without AMX has nothing to permit."""
+    """The system's answer is known for the rest of the process; a processor without AMX has nothing to permit."""
     answer = machine.may_use_tiles()
     assert machine.may_use_tiles() is answer
     if "amx_tile" not in cpuinfo(Path("/")).get("flags", "").split():
@@ -225,7 +231,7 @@ def test_tiles_are_asked_for_where_the_system_has_them() -> None:
 
 
 def test_without_the_runtime_there_are_no_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is what asks: where it was built for another Python, kernels do without."""
+    """A process without the runtime has no tiles, as the runtime asks for them: where it was built for another Python, kernels do without."""
     monkeypatch.setitem(sys.modules, "torch_hybrid_backend._runtime", None)
     assert machine.may_use_tiles.__wrapped__() is False
 

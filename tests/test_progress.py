@@ -18,7 +18,7 @@ class Terminal(io.StringIO):
 
     @property
     def lines(self) -> list[str]:
-        """What was drawn, drawing by drawing."""
+        """The drawings, one by one."""
         return [line.strip() for line in self.getvalue().replace("\x1b[A", "").split("\r") if line.strip()]
 
 

@@ -20,7 +20,7 @@ class Scaled(nn.Module):
 
 
 def test_every_shape_is_compiled_ahead() -> None:
-    """One plan for each; the calls after it compile nothing, and are right."""
+    """A plan is made for each; the calls after it compile nothing, and are right."""
     torch._dynamo.reset()
     model = Scaled().eval()
     compiled = torch.compile(model, backend="hybrid", dynamic=False)

@@ -23,8 +23,6 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch._dynamo import config as dynamo_config
-from torch._dynamo.exc import FailOnRecompileLimitHit, ShortenTraceback, TorchRuntimeError
 
 from torch_hybrid_backend.arguments import check_model, described, is_compiled, uncompiled
 from torch_hybrid_backend.builds.background import InBackground, copies_of, wait_for_builds
@@ -59,6 +57,13 @@ from torch_hybrid_backend.partition.whole_call import PricedCall
 from torch_hybrid_backend.progress import Progress
 from torch_hybrid_backend.quantization.ranges import left_in_float
 from torch_hybrid_backend.report import Explanation, about_call
+from torch_hybrid_backend.torch_private import (
+    FailOnRecompileLimitHit,
+    OpOverload,
+    ShortenTraceback,
+    TorchRuntimeError,
+    dynamo_config,
+)
 
 log = logging.getLogger(__name__)
 
@@ -243,7 +248,7 @@ def _compile_graph(
             once=not any(isinstance(value, int | torch.SymInt) for value in example_inputs),
         )
 
-    keep_ops = frozenset[torch._ops.OpOverload]().union(*(engine.keep_ops for engine in shared.engines))
+    keep_ops = frozenset[OpOverload]().union(*(engine.keep_ops for engine in shared.engines))
     kept = AotCache(shared.services.store) if config.cache and not is_running() else None
     known = SeenGraphs(shared.services.store)
     if key in known:

@@ -191,7 +191,7 @@ def processor() -> str:
 
 
 # Instructions by which kernels multiply in a precision, as Linux names them: x86's, and Arm's, where only PyTorch's kernels do. One of them
-# is enough. AVX512-FP16 is not among them: its sums would be of float16 too, and no kernel of ours multiplies by it (ADR 53).
+# is enough. AVX512-FP16 is not among them: its sums would be of float16 too, and no kernel of ours multiplies by it (ADR 90).
 _INSTRUCTIONS: Mapping[str, tuple[str, ...]] = {
     "bf16": ("avx512_bf16", "amx_bf16", "bf16"),
     "fp16": ("amx_bf16", "amx_fp16", "asimdhp"),
@@ -212,9 +212,11 @@ def lacking_instructions(precision: str, root: Path = Path("/")) -> tuple[str, .
     return () if _has_any(needed, root) else needed
 
 
-def bits_of_weights(root: Path = Path("/")) -> int:
-    """Bits of the integer weights of layers on the host: 8, or 7 where it has AVX2 and neither VNNI nor AMX. x86's older product of
-    bytes adds two of them up in 16 bits, which saturate with 8 bits on either side."""
+def default_weight_bits(root: Path = Path("/")) -> int:
+    """Bits of the quantized weights that the host multiplies fastest: 7 where it has AVX2 and neither VNNI nor AMX, else 8.
+
+    x86's older product of bytes (`vpmaddubsw`) adds two products in 16 bits. With 8 bits on either side their sum saturates.
+    """
     return 7 if "avx2" in _flags(root) and not _has_any(_WHOLE_BYTES, root) else 8
 
 

@@ -1,4 +1,4 @@
-"""What can be done to a model: a precision of the backend's, calibrated quantisation, compression. Each gives a callable in its place."""
+"""Changes of a model: a precision of the backend's, calibrated quantisation, compression. Each gives a callable in its place."""
 
 from __future__ import annotations
 

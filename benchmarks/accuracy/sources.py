@@ -56,7 +56,7 @@ def _windows() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _loss(call: Call, windows: torch.Tensor) -> torch.Tensor:
-    """Of each window, in nats per byte."""
+    """The loss of each window, in nats per byte."""
     scores = call(windows[:, :-1].contiguous())
     return functional.cross_entropy(scores.transpose(1, 2), windows[:, 1:], reduction="none").mean(1)
 

@@ -60,8 +60,8 @@ class Task:
         return 100 * mean if self.measure == "accuracy" else math.exp(mean)
 
     def difference(self, items: torch.Tensor, reference: torch.Tensor) -> tuple[float, float]:
-        """Of accuracies in points, of perplexities in percent, and its standard error. Below 0 means worse for accuracies, above 0 for
-        perplexities.
+        """The difference of accuracies in points, of perplexities in percent, and its standard error. Below 0 means worse for accuracies, above
+        0 for perplexities.
 
         Both were judged by the same items, so that only what changed between them counts, not how hard each item is.
         """

@@ -39,7 +39,7 @@ def wait(device: str) -> None:
 
 
 def describe(device: str) -> dict[str, object]:
-    """What decides times on the device."""
+    """The properties that decide times on the device."""
     if device != "cuda":
         return {"device": device}
     properties = torch.cuda.get_device_properties(0)
@@ -83,7 +83,8 @@ def time_calls(calls: Sequence[Call], budget_s: float, device: str) -> tuple[Tim
 
 
 def allocated_mib(device: str) -> float:
-    """What PyTorch's allocator holds for tensors now, and from now on its peak is counted anew; 0 on the CPU, where it counts nothing."""
+    """The memory that PyTorch's allocator holds for tensors now, and from now on its peak is counted anew; 0 on the CPU, where it counts
+    nothing."""
     if device != "cuda":
         return 0.0
     torch.cuda.synchronize()
@@ -97,7 +98,7 @@ def peak_mib(device: str) -> float:
 
 
 def outside_mib(device: str) -> float:
-    """What is in use of the device's memory beside what PyTorch's allocator holds: engines, kernels, libraries; 0 on the CPU."""
+    """The device's memory in use beside what PyTorch's allocator holds: engines, kernels, libraries; 0 on the CPU."""
     if device != "cuda":
         return 0.0
     free, total = torch.cuda.mem_get_info()
@@ -112,7 +113,7 @@ def leaves(value: Any) -> list[torch.Tensor]:
 def mistake(
     expected: Sequence[torch.Tensor], exact: Sequence[torch.Tensor], result: Sequence[torch.Tensor], dtype: str
 ) -> str:
-    """What is wrong with a result, or "". expected: eager's; exact: in a wider dtype, or the same."""
+    """The fault of a result, or "". expected: eager's; exact: in a wider dtype, or the same."""
     if [(t.shape, t.dtype) for t in expected] != [(t.shape, t.dtype) for t in result]:
         return f"wrong answer: {_shown(result)}, eager's are {_shown(expected)}"
     for number, (own, wide, got) in enumerate(zip(expected, exact, result, strict=True)):

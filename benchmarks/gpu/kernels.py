@@ -129,7 +129,7 @@ KINDS: tuple[str, ...] = tuple(dict.fromkeys(case.kind for case in CASES))
 def share(
     flops: float, size_bytes: float, microseconds: float, ceilings: dict[str, float], dtype: str
 ) -> dict[str, float]:
-    """What a kernel reaches ("gbytes" per second, or "tflops"), and its share of the measured ceiling where that is known."""
+    """The rate that a kernel reaches ("gbytes" per second, or "tflops"), and its share of the measured ceiling where that is known."""
     if flops:
         reached = {"tflops": flops / microseconds / 1e6}
         ceiling = ceilings.get(f"matmul_{dtype}_tflops")

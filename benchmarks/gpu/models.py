@@ -89,7 +89,7 @@ def _diffusion(small: bool, batch: int) -> tuple[nn.Module, tuple[torch.Tensor, 
 
 
 def _training(name: str) -> Callable[[Size, int, torch.dtype, str], Built]:
-    """One step of SGD, whose loss is compared; `batch` times the case's own batch."""
+    """A step of SGD, whose loss is compared; `batch` times the case's own batch."""
     case = TRAINING[name]
 
     def build(size: Size, batch: int, dtype: torch.dtype, device: str) -> Built:

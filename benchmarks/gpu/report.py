@@ -114,7 +114,7 @@ def _shown(mib: float | None) -> str:
 
 
 def _engine_goals(record: Record) -> Iterator[str]:
-    """What falls short of each goal, by row."""
+    """Rows that fall short of each goal."""
     rows = _engine_rows(record)
     slow, not_ahead, large, cold, late = [], [], [], [], []
     for (name, batch), peers in rows.items():

@@ -26,14 +26,14 @@ class Row:
 
     @property
     def name(self) -> str:
-        """What `--rows` picks by: "models/resnet50/bf16/8/max-autotune"."""
+        """The name that `--rows` picks by: "models/resnet50/bf16/8/max-autotune"."""
         if self.part not in ("kernels", "models"):
             return self.part
         return "/".join(filter(None, (self.part, self.case, self.dtype, str(self.batch), self.mode)))
 
     @property
     def mode(self) -> str:
-        """That of `torch.compile`, "" for the default one; "tensorrt" for the rows that compare engines."""
+        """The mode of `torch.compile`, "" for the default one; "tensorrt" for the rows that compare engines."""
         return "max-autotune" if self.peers == _AUTOTUNED else tensorrt.PART if self.peers == tensorrt.PEERS else ""
 
 

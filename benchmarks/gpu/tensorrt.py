@@ -71,7 +71,7 @@ def settle(call: Callable[[], object]) -> float:
 
 
 class BuildCount:
-    """How many engines were built, or failed to be, since it was made."""
+    """The number of engines that were built, or failed to be, since it was made."""
 
     def __init__(self) -> None:
         self._store = open_services(Config.from_env(os.environ)).store
@@ -154,7 +154,7 @@ def _compiled(engine: TensorRTEngine, region: Region) -> CompiledRegion:
 
 
 def _host_us(call: Callable[[], object], device: str) -> float:
-    """Of the host alone: nothing is waited for while calls are made."""
+    """Microseconds of the host alone: nothing is waited for while calls are made."""
     taken = []
     for _ in range(_ROUNDS):
         on.wait(device)

@@ -1,4 +1,4 @@
-"""What runs in the worker of a row (`torch_hybrid_backend.bench.worker`): messages that answer with figures. A worker has one row."""
+"""The work of a row's worker (`torch_hybrid_backend.bench.worker`): messages that answer with figures. A worker has one row."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _hybrid(
 
 
 def compile_with(peer: str, plans: list[Plan], dtype: str = "") -> Callable[[Callable[..., Any]], Compiled]:
-    """How a peer compiles; of ours the plans are appended to `plans`. Both are asked in the same mode: the default one, or "max-autotune".
+    """Compile as a peer does; of ours the plans are appended to `plans`. Both are asked in the same mode: the default one, or "max-autotune".
     Some are ours with certain engines only (`tensorrt.ENGINES`)."""
     if peer in tensorrt.ENGINES:
         return _hybrid(plans, None, tensorrt.ENGINES[peer])
@@ -134,7 +134,7 @@ class HostOverhead:
 
 
 def _smallest_program(device: str) -> tuple[Program, list[torch.Tensor]]:
-    """One kernel on four numbers, and what it takes."""
+    """A kernel on four numbers, and the time it takes."""
     regions: list[CompiledRegion] = []
     config = Config.from_env(os.environ).with_options({"placement": "estimate"}, None)
     backend = functools.partial(compile_graph, config=config, on_regions=lambda found: regions.extend(found.values()))
@@ -195,7 +195,7 @@ def _compiled_c(source: Path) -> ctypes.CDLL:
 
 @dataclass(frozen=True, slots=True)
 class KernelRow:
-    """One case of the kernel table on several peers. Answer: a list of results, one for each: microseconds, what is reached and its share."""
+    """A case of the kernel table on several peers. Answer: a list of results, one for each: microseconds, what is reached and its share."""
 
     case: str
     peers: tuple[str, ...]
@@ -262,8 +262,8 @@ class Build:
 
 
 def _results(case: models.ModelCase, built: models.Built, compiled: Compiled) -> list[torch.Tensor]:
-    """Of the second call: ours takes its plan from that on. Of a training step the losses of both, the second of which tells whether the first
-    step was right."""
+    """Results of the second call: ours takes its plan from that on. Of a training step the losses of both, the second of which tells whether
+    the first step was right."""
     first, second = (on.leaves(built.call(compiled)) for _ in range(2))
     return [*first, *second] if case.trains else second
 
@@ -311,7 +311,7 @@ class PreparePeer:
 
 
 def _coverage(plans: list[Plan], peer: str) -> dict[str, Any]:
-    """What the plans cover. Engines that are built off the call have a graph placed anew: its last plan counts."""
+    """The operators that the plans cover. Engines that are built off the call have a graph placed anew: its last plan counts."""
     if not tensorrt.builds(peer):
         return coverage(plans)
     found = list({plan.graph: plan for plan in plans}.values())

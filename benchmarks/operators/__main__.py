@@ -144,11 +144,11 @@ class Run:
         self.results = [Result.read(row) for row in record["results"]]
 
     def done(self) -> set[Key]:
-        """What has a result, or an error."""
+        """The operators that have a result, or an error."""
         return {r.key for r in self.results}
 
     def add(self, result: Result) -> None:
-        """One more; with a file, it is there when this returns."""
+        """Add one result; with a file, it is there when this returns."""
         self.results.append(result)
         if self._path:
             machine.write_record(self._path, settings=self._settings, results=[r.row() for r in self.results])

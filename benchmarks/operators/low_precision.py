@@ -152,7 +152,7 @@ _STEP = 0.02  # of quantised queries, keys and values
 
 
 def attention_compared(shape: Attention, precision: str, budget_s: float) -> dict[str, float]:
-    """As `compared`, of attention."""
+    """Compare attention as `compared` does."""
     torch.manual_seed(0)
     # As projections leave them.
     wide = [torch.randn(1, shape.tokens, shape.heads, shape.width).transpose(1, 2) for _ in range(3)]

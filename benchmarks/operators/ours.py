@@ -236,7 +236,7 @@ class Bench:
         return [assembled.with_variants([*plain[:heaviest], variant, *plain[heaviest + 1 :]]) for variant in tried]
 
     def ours(self, problem: Problem, assembled: RegionKernels) -> Ours:
-        """What runs the kernels, the fastest way. Raises HybridError where one does not compile."""
+        """Prepare our kernels, and return the function that runs them the fastest way. Raises HybridError where one does not compile."""
         first, *others = self.alternatives(assembled)
         ways = [self._way(problem, first)]
         for other in others:
@@ -338,7 +338,7 @@ def _activations(problem: Problem) -> list[torch.Tensor]:
 
 
 def _offsets(shape: tuple[int, ...], layout: Layout) -> torch.Tensor:
-    """Where each element lies, (shape) int64."""
+    """The offset of each element, (shape) int64."""
     if not isinstance(layout, Blocked):
         total = torch.zeros(shape, dtype=torch.int64)
         for dim, stride in enumerate(layout.strides):

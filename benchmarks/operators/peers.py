@@ -28,7 +28,7 @@ def peers(problem: Problem, *, inductor: bool) -> dict[str, Call]:
 
 
 def _onednn_convolution(problem: Problem) -> dict[str, Call]:
-    """As inductor with freezing calls it: channels last."""
+    """Call oneDNN's convolution as inductor with freezing calls it: channels last."""
     x, weight, bias, stride, padding, dilation, transposed, _, groups = problem.arguments()[0]
     if transposed or x.dim() != 4:
         return {}

@@ -1,4 +1,4 @@
-"""What was measured of one operator, as kept in the file, and what is derived from it."""
+"""Figures of one operator, as kept in the file, and what is derived from it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Key = tuple[str, str, int, str]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Result:
-    """One operator: microseconds by side, or why there are none. `counts`: model -> how often it runs in one call.
+    """An operator: microseconds by side, or why there are none. `counts`: model -> how often it runs in one call.
 
     `flops` and `size_bytes` of one run; `peak_share`: of what the machine's ceilings allow for them.
     """

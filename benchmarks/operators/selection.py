@@ -1,4 +1,5 @@
-"""Which operators stand for all: of each kind and batch size those with most of the models' work, from as many models as there are."""
+"""A selection of operators that stands for all: of each kind and batch size those with most of the models' work, from as many models as there
+are."""
 
 from __future__ import annotations
 

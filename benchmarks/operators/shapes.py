@@ -133,7 +133,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One operator on one set of shapes. `arguments` are the ATen operator's: tensors, numbers, lists of either; `keywords` likewise.
+    """An operator on one set of shapes. `arguments` are the ATen operator's: tensors, numbers, lists of either; `keywords` likewise.
 
     `counts`: model -> how often it runs in one call, at `batch` samples.
     """

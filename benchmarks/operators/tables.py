@@ -50,7 +50,7 @@ def by_kind(results: Sequence[Result]) -> str:
 
 
 def table(results: Sequence[Result]) -> str:
-    """One line an operator."""
+    """A table with a line for each operator."""
     sides = _sides(results)
     header = ["kind", "operator", "epilogue", "ours, us", "rate", "peak", *(_TITLES[s] for s in sides)]
     lines = [_line([*header, "best other / ours"]), "|---" * (len(header) + 1) + "|"]

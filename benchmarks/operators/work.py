@@ -1,4 +1,4 @@
-"""What an operator has to do at least: multiply-adds as two operations, and bytes that enter and leave."""
+"""The least work of an operator: multiply-adds as two operations, and bytes that enter and leave."""
 
 from __future__ import annotations
 

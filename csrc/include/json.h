@@ -1,5 +1,5 @@
 // Json: a parsed JSON text, read-only. The plan's description arrives as one
-// (docs/adr/0020-one-vocabulary-of-steps.md).
+// (docs/adr/0020-plan-steps.md).
 //
 // Beyond JSON it reads NaN, Infinity and -Infinity, as Python writes them. Whole numbers are 64-bit
 // integers, others are doubles.

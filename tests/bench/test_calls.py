@@ -1,4 +1,4 @@
-"""What models are called with, and what they return."""
+"""Arguments that models are called with, and results that they return."""
 
 from __future__ import annotations
 

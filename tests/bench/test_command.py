@@ -115,7 +115,7 @@ def test_a_model_beside_other_runtimes(models: Path, tmp_path: Path, capsys: pyt
 
 
 def test_a_batch_that_the_factory_takes(models: Path, tmp_path: Path) -> None:
-    """It is given, and several make a table each."""
+    """A batch is given to the factory, and several make a table each."""
     out = tmp_path / "out.json"
     status, text = _run(f"{models}:with_batch", "--batch", "2,4", "--against", "eager", *_QUICK, "--json", str(out))
     assert status == 0
@@ -139,7 +139,7 @@ def test_random_numbers_are_said_to_hinder_the_comparison(models: Path) -> None:
 
 
 def test_hybrid_without_a_result_is_a_failure(models: Path) -> None:
-    """Of the command: the other figures are shown."""
+    """The command fails, and the other figures are shown."""
     ours = Peer("hybrid", "hybrid", "tests.benchmarks.planted.refusing")
     status, text = _run(f"{models}:make", *_QUICK, known={"hybrid": ours, "eager": by_name()["eager"]})
     assert status == 1
@@ -183,7 +183,7 @@ def test_a_factory_that_makes_another_model_each_time(models: Path) -> None:
 
 @pytest.mark.parametrize(("option", "value"), [("--batch", "0"), ("--rounds", "x"), ("--seconds", "-1")])
 def test_numbers_are_checked(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """As argparse does it: what is wrong, and exit status 2."""
+    """Wrong numbers end as argparse ends: what is wrong, and exit status 2."""
     with pytest.raises(SystemExit, match="2"):
         cli.main(["bench", "module:make", option, value])
     assert f"argument {option}: '{value}' must be a" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from torch_hybrid_backend.bench.peers import by_name
 
 
 def test_figures(tmp_path: Path) -> None:
-    """Of every round; the first call takes longer than a steady one, and other load is a share."""
+    """Figures are those of every round; the first call takes longer than a steady one, and other load is a share."""
     work = SmallWork(threads=1, folder=tmp_path, batch=4)
     facts = reference(work, SHORT, tmp_path / "log")
     assert (facts.batch, facts.was_training, facts.is_random) == (4, False, False)

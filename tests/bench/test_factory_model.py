@@ -58,6 +58,6 @@ def test_batches(work: FactoryModel) -> None:
 
 
 def test_another_device_is_refused(work: FactoryModel) -> None:
-    """What is timed here is the processor."""
+    """Another device is refused, as the processor is timed here."""
     with pytest.raises(ArgumentError, match="returned tensors on meta; hybrid bench measures on the CPU"):
         _of(work, "elsewhere").build()

@@ -1,4 +1,4 @@
-"""What is recorded of the machine."""
+"""Facts about the machine that a record holds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_what_figures_depend_on() -> None:
 
 
 def test_versions_in_a_folder_below_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Where the peers of a clone are."""
+    """Versions are found in the folder where the peers of a clone are."""
     about = tmp_path / "peers" / "some_peer-1.5.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: some-peer\nVersion: 1.5\n")
@@ -30,7 +30,7 @@ def test_versions_in_a_folder_below_the_environment(monkeypatch: pytest.MonkeyPa
 
 
 def test_settings_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They change figures; where the cache is does not."""
+    """Settings of the environment are recorded, as figures depend on them; the cache's folder is not."""
     monkeypatch.setenv("HYBRID_VERIFY", "always")
     monkeypatch.setenv("HYBRID_CACHE_DIR", "/somewhere")
     found = machine.hybrid_settings()

@@ -11,7 +11,7 @@ from torch_hybrid_backend.bench.record import Record
 
 
 def test_bars_are_as_long_as_times() -> None:
-    """One for each runtime with figures, ours in a colour of its own; nothing is loaded from elsewhere, and names are escaped."""
+    """Each runtime with figures has a bar, ours in a colour of its own; nothing is loaded from elsewhere, and names are escaped."""
     gap = {"peer": "zentorch", "batch": 8, "gap": "<no rule>"}
     page = html(Record("m:<f>", False, MACHINE, {}, [group(result("hybrid", 10.0), result("eager", 20.0), gap)]))
     [svg] = re.findall("<svg.*?</svg>", page)

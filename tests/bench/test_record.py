@@ -1,4 +1,4 @@
-"""What is told of figures: who is faster, and what hinders a comparison."""
+"""Conclusions from figures: who is faster, and what hinders a comparison."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_notes() -> None:
 
 
 def test_json_has_rows_of_figures_and_reasons() -> None:
-    """One dict a row; no NaN, which JSON has not."""
+    """Each row is a dict without NaN, which JSON lacks."""
     gap = {"peer": "zentorch", "batch": 8, "gap": "not installed: pip install zentorch"}
     found = group(result("hybrid", 10.0, max_error=math.nan), result("eager", 20.0), gap)
     record = Record("m:f", False, MACHINE, {"rounds": 5}, [found])

@@ -1,4 +1,4 @@
-"""What workers judge: answers, and errors in one line."""
+"""Judgements of workers: answers, and errors in one line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_answers_as_written_are_eagers_but_for_rounding() -> None:
 
 
 def test_gradients_are_judged_together() -> None:
-    """One that is zero but for rounding, as that of a bias before a normalisation, tells nothing by itself."""
+    """A gradient that is zero but for rounding, as that of a bias before a normalisation, tells nothing by itself."""
     gradients = [torch.ones(100), torch.full((4,), 1e-9)]
     off = [gradients[0] + 1e-6, -gradients[1]]
     assert compare(_reference(*gradients), off)[2] == pytest.approx(2.0)
@@ -38,7 +38,7 @@ def test_gradients_are_judged_together() -> None:
 
 
 def test_answers_in_another_precision_are_nearer_than_zeros() -> None:
-    """How near is for the reader."""
+    """The reader decides how near is near enough."""
     assert compare(_reference(torch.ones(3)), [torch.ones(3) * 1.1], "int8")[0] == ""
     assert "times eager's root mean square" in compare(_reference(torch.ones(3)), [-torch.ones(3)], "int8")[0]
 

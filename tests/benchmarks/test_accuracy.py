@@ -24,7 +24,7 @@ def test_docstrings_do_not_tell_their_package_by_its_name() -> None:
 
 
 def test_distorted_digits_are_the_same_each_time() -> None:
-    """They move and turn, differ from one another, and are drawn from a fixed seed."""
+    """Digits move and turn, differ from one another, and are drawn from a fixed seed."""
     pytest.importorskip("sklearn")
     images, labels = digits._digits()
     assert (images.shape, labels.bincount().shape) == ((1797, 1, 8, 8), (10,))

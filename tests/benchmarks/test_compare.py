@@ -14,7 +14,7 @@ EAGER = Peer("eager", "eager", "torch_hybrid_backend.bench.peers.eager")
 
 
 def planted(name: str) -> Peer:
-    """One of the peers under tests/benchmarks/planted/."""
+    """A peer of those under tests/benchmarks/planted/."""
     return Peer(name, name, f"tests.benchmarks.planted.{name}")
 
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.full
 
 
 def test_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row for each side, each in a process of its own; packed weights take the share of float32's bytes that the goal allows."""
+    """Each side has a row, each in a process of its own; packed weights take the share of float32's bytes that the goal allows."""
     pytest.importorskip("transformers")
     monkeypatch.setenv("HYBRID_CACHE_DIR", str(tmp_path / "cache"))
     out = tmp_path / "decoding.json"

@@ -34,7 +34,7 @@ def _main(out: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line, and a status that is not 0; nothing is written."""
+    """The command prints one line, and its status is not 0; nothing is written."""
     assert main(["--out", str(tmp_path / "out")]) == 1
     error = capsys.readouterr().err
     assert "there is no GPU" in error
@@ -89,7 +89,7 @@ def test_a_peer_that_dies_costs_only_its_own_figures(
 
 
 def test_a_row_that_time_ran_out_for_is_not_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has no figure for now, and --resume measures it."""
+    """A row that time ran out for has no figure, and --resume measures it."""
 
     def ask(self: WorkerProcess, message: object, within_s: float) -> Any:
         time.sleep(1.1)

@@ -86,7 +86,7 @@ def test_a_row_asks_each_peer_and_then_another_process(tmp_path: Path, monkeypat
 
 
 def test_peers_have_the_engines_that_they_are_named_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of ours, by the setting `engines`; Torch-TensorRT's own is no engine of ours."""
+    """Our engines are chosen by the setting `engines`; Torch-TensorRT's own is no engine of ours."""
     given: list[tuple[str, ...]] = []
     monkeypatch.setattr(
         work, "compile_graph", lambda gm, inputs, config, on_plan: given.append(config.engines) or gm.forward

@@ -1,4 +1,4 @@
-"""What a record is named after."""
+"""The name of a record."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_tensors_have_the_strides_they_had_in_the_model() -> None:
 
 
 def test_equal_operators_are_counted_together() -> None:
-    """One entry for each distinct operator, with its count in every model."""
+    """Each distinct operator has one entry, with its count in every model."""
     once, again = _convolution((1, 16, 9, 9), (24, 16, 3, 3), 1), _convolution((1, 16, 9, 9), (24, 16, 3, 3), 1)
     (merged, linear) = shapes.merged([once, _LINEAR, again])
     assert (merged.counts, linear.counts) == ((("unet", 4),), _LINEAR.counts)
@@ -141,7 +141,7 @@ def test_the_representative_operators_are_from_many_models() -> None:
 
 
 def test_a_run_in_pieces_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is in the file is not measured again, and is read as it was written; another setting is refused."""
+    """Rows in the file are not measured again, and are read as they were written; another setting is refused."""
     monkeypatch.setenv("HYBRID_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(command, "load", lambda: [_LINEAR, _SOFTMAX])
     out = tmp_path / "operators.json"

@@ -1,4 +1,4 @@
-"""What other libraries make of a precision: a small transformer of the catalogue, in processes of their own, where they are installed."""
+"""Precisions of other libraries: a small transformer of the catalogue, in processes of their own, where they are installed."""
 
 from __future__ import annotations
 

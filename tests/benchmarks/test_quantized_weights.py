@@ -13,7 +13,7 @@ pytestmark = pytest.mark.full
 
 
 def test_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One record for each side, whose outputs were about those of float64."""
+    """Each side has a record, whose outputs were about those of float64."""
     monkeypatch.setattr(quantized_weights, "_BYTES", 2 * 128 * 256 // 2)
     monkeypatch.setenv("HYBRID_CACHE_DIR", str(tmp_path / "cache"))
     out = tmp_path / "records.json"

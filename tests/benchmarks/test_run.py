@@ -89,7 +89,7 @@ def test_results_are_written_and_printed(
 def test_a_stopped_run_goes_on_where_it_was(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], compared: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is complete is kept by an interrupt, and not measured again."""
+    """An interrupt keeps complete rows, and they are not measured again."""
     out = tmp_path / "zoo.json"
     whole = run.compare
 

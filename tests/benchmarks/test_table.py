@@ -68,7 +68,7 @@ def test_columns_line_up() -> None:
 
 
 def test_details_have_a_row_for_every_result() -> None:
-    """What was not measured is a dash; a gap has its reason instead of a row."""
+    """A dash stands for a value that was not measured; a gap has its reason instead of a row."""
     rows = [_cells(row)[2:6] for row in table.details(_RECORD).splitlines()[2:]]
     assert rows == [["eager", "30", "1.50", "-"], ["hybrid", "20", "1.00", "-"]]
     assert table.gaps(_RECORD) == "- inductor: wrong answer (ResNet-50 1)"

@@ -52,7 +52,7 @@ def test_calls_run_at_once_and_errors_reach_the_caller() -> None:
 
 
 def test_a_wrong_answer_is_told() -> None:
-    """What two instances answer is compared with eager's."""
+    """Answers of two instances are compared with eager's."""
     with pytest.raises(AssertionError):
         threads._check((torch.ones(3),), (torch.ones(3) + 0.1,))
 

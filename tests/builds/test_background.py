@@ -160,8 +160,8 @@ def _drawing(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def test_random_numbers_are_eagers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What draws them is built off the call: its trial draws from a generator of its own. Before, beside and after it every call has eager's
-    numbers, and leaves the caller's generator as eager does."""
+    """A graph that draws random numbers is built off the call: its trial draws from a generator of its own. Before, beside and after it every
+    call has eager's numbers, and leaves the caller's generator as eager does."""
     engine, x = SlowEngine(), torch.randn(4, 16)
     compiled = compiled_with(engine, _drawing, monkeypatch, tmp_path)
 
@@ -264,7 +264,7 @@ def test_control_flow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: p
 def test_whole_calls_are_priced_off_the_call(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, background: bool
 ) -> None:
-    """Where costs are measured, Dynamo's own graph answers meanwhile; neither regions nor whole calls are timed in a call, of any size, and
+    """Dynamo's own graph answers meanwhile; neither regions nor whole calls are timed in a call, of any size, and
     what was timed beside calls is not kept. All of that is otherwise where the build is not off the call."""
     engine, model = SlowEngine(), _model()
     options = {"placement": "measure", "measure_budget_s": 0.02, "background": background}
@@ -287,7 +287,7 @@ def test_whole_calls_are_priced_off_the_call(
 
 
 def test_a_dropped_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """When nobody can call the graph any more its build is given up, even while the compiler never answers, and the model is freed."""
+    """A build is given up when nobody can call the graph any more, even while the compiler never answers, and the model is freed."""
     engine, model = SlowEngine(), _model()
     compiled = compiled_with(engine, model, monkeypatch, tmp_path)
     with torch.no_grad():
@@ -324,7 +324,7 @@ def test_graphs_queue_and_interrupts_are_the_callers(monkeypatch: pytest.MonkeyP
 
 
 def test_explain_says_what_is_compiling(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It does not wait: it says that eager runs the graph meanwhile, and afterwards what the plan is."""
+    """`explain` does not wait: it says that eager runs the graph meanwhile, and afterwards what the plan is."""
     engine, model = SlowEngine(), _model()
     compiled_with(engine, model, monkeypatch, tmp_path)
     monkeypatch.setenv("HYBRID_PLACEMENT", "estimate")
@@ -378,7 +378,7 @@ class _Planned:
         return x + 1
 
     def graph(self, *, strict: bool = False) -> InBackground:
-        """It with eager in its place."""
+        """A graph with eager in its place."""
         return InBackground(
             "the graph",
             lambda x: x + 1,
@@ -391,7 +391,7 @@ class _Planned:
 
 
 def test_an_error_of_the_build(caplog: pytest.LogCaptureFixture) -> None:
-    """It is one warning, and eager goes on; under strict the next call raises it, and those after it."""
+    """An error of the build is one warning, and eager goes on; under strict the next call raises it, and those after it."""
     for strict in (False, True):
         caplog.clear()
         planned = _Planned(RuntimeError("the machine is on fire"))
@@ -425,7 +425,7 @@ def test_copies_are_freed() -> None:
 
 
 def test_copies() -> None:
-    """They have the values and strides of what they are copies of, memory of their own, and no gradients; static ones and numbers stay."""
+    """Copies have the values and strides of what they are copies of, memory of their own, and no gradients; static ones and numbers stay."""
     base = torch.arange(24.0).reshape(4, 6)
     tensors = [
         base,

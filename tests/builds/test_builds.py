@@ -97,7 +97,7 @@ class Workshop:
         self.builds = self.anew()
 
     def anew(self, grace_s: float = 20.0, at_once: int = 2) -> Builds:
-        """As another process with the same store would have them."""
+        """Builds as another process with the same store would have them."""
         return Builds(self.store, "engines", grace_s=grace_s, at_once=at_once, clock=lambda: self.now)
 
     def note(self, name: str) -> Path:
@@ -177,7 +177,7 @@ def test_failures_are_remembered_for_a_day(shop: Workshop) -> None:
 
 
 def test_results_of_no_use_are_not_built_again(shop: Workshop) -> None:
-    """What turned out wrong goes from the store and is remembered as a failure, in another process too, for a day."""
+    """A result that turned out wrong goes from the store and is remembered as a failure, in another process too, for a day."""
     request = str(shop.note("a")).encode()
     shop.builds.start("a", "builders_of_tests:upper", request, 60).result(60)
     shop.builds.reject("a", AccuracyError("too far from eager"))
@@ -225,7 +225,7 @@ def test_a_deadline(shop: Workshop) -> None:
 
 
 def test_a_builder_that_is_too_slow(shop: Workshop) -> None:
-    """How long a processor worked for it is told: that decides whether it is remembered."""
+    """The processor time of a slow builder is told: that decides whether it is remembered."""
     with pytest.raises(DeadlineError) as late:
         shop.anew(grace_s=0.0).start("slow", "builders_of_tests:busy", b"", 6.0).result(60)
     assert late.value.had_s is not None
@@ -274,13 +274,13 @@ def asker(shop: Workshop, deadline_s: float = 60) -> subprocess.Popen[str]:
 
 
 def told(process: subprocess.Popen[str]) -> str:
-    """What the process says at its end."""
+    """The last words of the process."""
     return process.communicate(timeout=60)[0].strip()
 
 
 def test_two_processes_build_a_key_once(shop: Workshop) -> None:
-    """One builds, the other takes its result. This process meanwhile builds other keys, gives up at its deadline, which is not remembered,
-    and may be cancelled while it waits."""
+    """A process builds, the other takes its result. This process meanwhile builds other keys, gives up at its deadline, which is not
+    remembered, and may be cancelled while it waits."""
     first, second = asker(shop), asker(shop)
     eventually(lambda: shop.note("ran").exists())
     request = str(shop.note("ran")).encode()
@@ -306,7 +306,7 @@ def test_two_processes_build_a_key_once(shop: Workshop) -> None:
 
 
 def test_a_builder_whose_process_dies_is_replaced(shop: Workshop) -> None:
-    """Where the process that builds is killed, one that waits takes over, with what is left of its deadline."""
+    """A waiting process takes over where the building one is killed, with what is left of its deadline."""
     first = asker(shop)
     eventually(lambda: shop.note("ran").exists())
     request = str(shop.note("ran")).encode()
@@ -320,7 +320,7 @@ def test_a_builder_whose_process_dies_is_replaced(shop: Workshop) -> None:
 
 
 def test_cancellation(shop: Workshop) -> None:
-    """What nobody wants any more is stopped, and not remembered as a failure; while one asker is left it goes on."""
+    """A build that nobody wants any more is stopped, and not remembered as a failure; while one asker is left it goes on."""
     request = str(shop.note("process")).encode()
     builds = shop.anew(at_once=1)
     first = builds.start("key", "builders_of_tests:until_told", request, 600)
@@ -357,7 +357,7 @@ def test_closing_kills(shop: Workshop) -> None:
 
 @pytest.mark.parametrize("end", ["leaves", "is killed"])
 def test_a_process_that_ends_meanwhile(shop: Workshop, end: str) -> None:
-    """When the process that started it ends, in good order or killed, the builder ends, and no failure is remembered."""
+    """The builder ends when the process that started it ends, in good order or killed, and no failure is remembered."""
     script = f"""
         import os, signal, sys, time
         sys.path.insert(0, {str(shop.folder / "path")!r})

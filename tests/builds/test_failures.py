@@ -50,8 +50,8 @@ def test_failures(tmp_path: Path) -> None:
 
 
 def test_what_is_not_remembered(tmp_path: Path) -> None:
-    """What came from outside; a deadline that was missed for want of a processor, or where there is more time than there was: another failure
-    is for any deadline."""
+    """Failures from outside are not remembered; a deadline that was missed for want of a processor, or where there is more time than there was:
+    another failure is for any deadline."""
     failures = Failures(Store(tmp_path))
     failures.put("engines", "full", CompileError("no space left on device", recurs=False), 60)
     failures.put("engines", "late", DeadlineError("too late"), 60)
@@ -72,7 +72,7 @@ def test_what_is_not_remembered(tmp_path: Path) -> None:
 
 
 def test_damaged_failures_count_as_none(tmp_path: Path) -> None:
-    """What is no failure under a failure's name is as good as nothing."""
+    """A damaged entry under a failure's name counts as none."""
     store = Store(tmp_path)
     failures = Failures(store)
     failures.put("engines", "a", CompileError("it failed"))

@@ -28,7 +28,7 @@ def test_one_has_it(tmp_path: Path) -> None:
 
 
 def test_a_file_that_was_removed_locks_nobody_out(tmp_path: Path) -> None:
-    """Who had opened the file of a holder that left gets the lock of the file that is there now, or none."""
+    """A process that had opened the file of a holder that left gets the lock of the file that is there now, or none."""
     path = tmp_path / "engines" / "key" / ".lock"
     first = KeyLock.taken(path)
     assert first is not None
@@ -43,7 +43,7 @@ def test_a_file_that_was_removed_locks_nobody_out(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_has_not_got_it(tmp_path: Path) -> None:
-    """It cannot let go of its parent's lock, and does not keep it for its parent."""
+    """A forked child cannot let go of its parent's lock, and does not keep it for its parent."""
     path = tmp_path / "engines" / "key" / ".lock"
     lock = KeyLock.taken(path)
     assert lock is not None

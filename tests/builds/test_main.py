@@ -1,4 +1,4 @@
-"""What a builder asks of its parent; processes that build are in test_builds.py."""
+"""Questions of a builder to its parent; processes that build are in test_builds.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch_hybrid_backend.processes.frames import split_frame
 
 
 def test_going_on() -> None:
-    """It goes on until the parent closes the pipe of orders; progress is told now and then, as a fraction between 0 and 1."""
+    """A builder goes on until the parent closes the pipe of orders; progress is told now and then, as a fraction between 0 and 1."""
     orders, closing = os.pipe()
     told, answers = os.pipe()
     now = [0.0]

@@ -1,4 +1,4 @@
-"""Which operators a captured graph holds, and that the formulas are right."""
+"""Operators that a captured graph holds, and the formulas of decompositions."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_split_becomes_slices(recorder):
 
 
 def test_scales_of_rows_are_taken_apart(recorder):
-    """What finds a scale for each row is plain operators, whose dtypes are those of eager's results; PyTorch tells others of the operator."""
+    """Scales of rows become plain operators, whose dtypes are those of eager's results; PyTorch tells others of the operator."""
     operators = run(
         recorder,
         lambda x: torch.ops.quantized_decomposed.choose_qparams_per_token.default(x, torch.int8),
@@ -232,7 +232,7 @@ def test_other_convolution_gradients_stay_whole(recorder, module):
 
 @pytest.mark.parametrize("count", [4, 50])
 def test_additions_of_slices_stay_whole(recorder, count):
-    """What engines do not take is left to eager's own kernel, not to its slower index_put."""
+    """Operators that engines do not take are left to eager's own kernel, not to its slower index_put."""
     operator = "aten.index_add.default"
     index, source = torch.arange(count) % 3, torch.randn(count, 6)
     assert operator in run(recorder, lambda x: x.index_add(0, index, source, alpha=2), torch.randn(7, 6))

@@ -41,7 +41,7 @@ def test_a_break_tells_the_line_and_the_reason() -> None:
 
 
 def test_a_branch_on_data_is_a_break() -> None:
-    """Of Dynamo's own words the reason alone is left."""
+    """The reason alone is left of Dynamo's own words."""
 
     def branches(x: torch.Tensor) -> torch.Tensor:
         if x.sum() > 0:
@@ -76,7 +76,7 @@ def test_a_model_without_breaks_has_none() -> None:
 
 
 def test_loggers_are_left_as_they_were() -> None:
-    """What breaks in another thread is that one's."""
+    """A break in another thread is that thread's own."""
     logger = getArtifactLogger("torch._dynamo.symbolic_convert", "graph_breaks")
     before = (logger.level, logger.propagate, list(logger.handlers))
     found: list[GraphBreak] = []

@@ -22,7 +22,7 @@ load = interpreter.load
 
 
 def compile_kernel(job: Job) -> None:
-    """As told."""
+    """Compile as told."""
     folder = Path(os.environ["FAULTY_COMPILER"])
     with (folder / "asked").open("a") as asked:
         asked.write(f"{job.symbol}\n")

@@ -1,4 +1,4 @@
-"""One function as a region."""
+"""A function as a region."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def layers(x: torch.Tensor, w: torch.Tensor, unused: torch.Tensor) -> torch.Tens
 
 
 def test_a_program_of_packed_products() -> None:
-    """One weight for two products is packed once; an input that nothing reads has no buffer."""
+    """A weight of two products is packed once; an input that nothing reads has no buffer."""
     x, w = torch.randn(40, 40), torch.randn(40, 40)
     assembled = assemble(region_of(layers, x, w, torch.randn(3)), TvmBackend(_AVX512))
     program = program_of(assembled)
@@ -56,7 +56,7 @@ def test_a_program_of_packed_products() -> None:
 
 
 def test_parameters_that_operators_read_are_not_copied() -> None:
-    """They are read where they lie, with the graph's strides."""
+    """Operators read parameters where they lie, with the graph's strides."""
     x, w = torch.randn(8, 8), torch.randn(8, 8).t()
     program = program_of(assemble(region_of(torch.mm, x, w), InterpreterBackend()))
     (step,) = program.steps
@@ -143,7 +143,7 @@ def test_variants_share_what_they_pack(
 
 
 def test_other_constants_are_not_shared() -> None:
-    """Of two weights, and of one that is packed in two ways."""
+    """Two weights, or one weight packed in two ways, are not shared."""
 
     def both(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return torch.relu(x @ w) @ v

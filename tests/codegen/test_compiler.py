@@ -1,4 +1,4 @@
-"""What two processes must have in common to share kernels."""
+"""Conditions under which two processes share kernels."""
 
 from __future__ import annotations
 

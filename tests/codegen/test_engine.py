@@ -83,7 +83,7 @@ def _winograd(engine: TvmEngine, deadline: Deadline) -> tuple[KernelRegion, list
 
 
 def test_the_exact_kernel_is_compiled_when_it_is_asked_for(tmp_path: Path) -> None:
-    """Where Winograd's algorithm is in use and the accuracy check refuses it: then the direct sum is compiled, and right."""
+    """The direct sum is compiled where the accuracy check refuses Winograd's algorithm, and is right."""
     compiled, inputs, wanted = _winograd(engine_in(tmp_path, "estimate"), Deadline(120.0))
     assert len(list((tmp_path / "kernels").rglob("*.so"))) == 1
     exact = compiled.exact(Deadline(120.0), 0.1)

@@ -74,7 +74,7 @@ def build(compiler: KernelCompiler, store: Store, *kernels: Kernel, deadline_s: 
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a new process knows: nothing."""
+    """Forget all that this process knows, as a new process."""
     monkeypatch.setattr(kernel_cache, "_memo", {})
 
 
@@ -90,7 +90,7 @@ def test_equal_kernels_are_compiled_once(compiler: CountingCompiler, store: Stor
 def test_a_new_process_finds_libraries_on_disk(
     compiler: CountingCompiler, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was compiled is found through the store alone."""
+    """A new process finds compiled kernels through the store alone."""
     (made,) = build(compiler, store, scale_kernel())
     forget(monkeypatch)
     assert build(compiler, store, scale_kernel()) == [made]
@@ -157,14 +157,14 @@ class _Faulty:
         self.store = Store(folder / "cache")
 
     def compile(self, fault: str, deadline_s: float = 60, limit_s: float | None = None) -> Artifact | Exception:
-        """One kernel."""
+        """Compile one kernel."""
         (self.folder / "fault").write_text(fault)
         (made,) = compile_kernels([scale_kernel()], Interpreter(), self.compiler, self.store, deadline_s, limit_s)
         return made
 
     @property
     def asked(self) -> int:
-        """How often a kernel was tried."""
+        """The number of times that a kernel was tried."""
         return len((self.folder / "asked").read_text().splitlines())
 
 
@@ -306,7 +306,7 @@ def test_without_a_temporary_directory(
 
 
 def test_a_second_process_needs_no_tvm(compiler: CountingCompiler, store: Store) -> None:
-    """It finds the library in the store, starts no compiler and never imports TVM."""
+    """The second process finds the library in the store, starts no compiler and never imports TVM."""
     (made,) = build(compiler, store, scale_kernel())
     code = f"""
 import sys

@@ -246,7 +246,7 @@ def test_key_needs_no_tvm() -> None:
 
 
 def test_functions_are_refused() -> None:
-    """What cannot be written out is an error, not silently left out."""
+    """A function that cannot be written out is an error, not silently left out."""
     kernel = dataclasses.replace(scale_kernel(), stores=(len,))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="no canonical text"):
         kernel_key(kernel, TARGET)

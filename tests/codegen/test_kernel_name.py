@@ -1,4 +1,4 @@
-"""What kernels are called."""
+"""Names of kernels."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ __all__ = ["without_tiles"]  # the fixture
 def test_a_slow_kernel_gives_way(
     alone_us: float | None, in_place_us: float, is_taken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two layers with as much work one is slow. Its operator is tried where it is faster alone (None: it cannot run), taken where it is so
+    """A layer of two equal ones is slow. Its operator is tried where it is faster alone (None: it cannot run), taken where it is so
     in the kernel's place; the other layer's is not even timed. The plan names what was taken, and the next process knows all of it."""
     us: dict[str, float] = {"mkldnn::_linear_pointwise": in_place_us}
     asked: list[str] = []

@@ -34,7 +34,7 @@ VIEWS: dict[str, tuple[Value, Callable[[torch.Tensor], torch.Tensor]]] = {
 
 @pytest.mark.parametrize("case", VIEWS)
 def test_views_of_a_tensor(case: str) -> None:
-    """Of any tensor with the buffer's shape: one that lies otherwise, or begins in the middle of another's memory."""
+    """Views are taken of any tensor with the buffer's shape: one that lies otherwise, or begins in the middle of another's memory."""
     value, reference = VIEWS[case]
     view = strided_view(value)
     assert view is not None
@@ -85,7 +85,7 @@ def test_what_is_no_view() -> None:
 
 
 def test_sizes_known_at_run_time_are_not_static() -> None:
-    """Such a view is packed in every call."""
+    """A view with sizes known at run time is packed in every call."""
     n = symbol("n")
     view = strided_view(Buffer((n, 6), "float32"))
     assert view is not None

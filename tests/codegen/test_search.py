@@ -77,7 +77,7 @@ def test_one_run_is_held_at_a_time_where_one_round_spends_the_budget_or_arenas_a
 
 
 def test_runs_that_fail_choose_nothing(tmp_path: Path) -> None:
-    """Where no set of variants can be timed, the first variants stay, and nothing is remembered."""
+    """The first variants stay where no set of variants can be timed, and nothing is remembered."""
     _, compiled, inputs = compiled_region(engine_in(tmp_path, us={"fail": 2}), CASES["convolutions"])
     assert len(compiled.program.steps) == 2
     refined = compiled.refine(inputs, 0.01, Deadline(120.0))

@@ -73,7 +73,8 @@ class _Interrupting:
 def test_variants_that_could_not_be_compiled(
     placement: str, recurs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a process lacked something, a full disk say, a later one tries them; where they themselves were at fault, none does."""
+    """Variants are tried by a later process where this one lacked something, a full disk say; where they themselves were at fault, none
+    does."""
     us: dict[str, float] = {}
     engine = engine_in(tmp_path, placement, us)
 

@@ -13,7 +13,7 @@ def _error(values: Floats, centres: Floats) -> float:
 
 
 def _least_error(values: Floats, clusters: int) -> float:
-    """Of all partitions of the sorted values into `clusters` intervals, by plain dynamic programming."""
+    """The least error of all partitions of the sorted values into `clusters` intervals, by plain dynamic programming."""
     ordered = np.sort(values) - values.mean()
     first, second = (np.concatenate(([0.0], np.cumsum(x))) for x in (ordered, ordered * ordered))
     best = np.concatenate(([0.0], np.full(len(values), np.inf)))
@@ -27,7 +27,7 @@ def _least_error(values: Floats, clusters: int) -> float:
 
 
 def test_no_partition_is_better() -> None:
-    """Of few values: normal, with long tails, far from zero, and with equal ones among them."""
+    """No partition of few values is better: normal, with long tails, far from zero, and with equal ones among them."""
     rng = np.random.default_rng(0)
     for number in range(40):
         values = rng.standard_t(2, size=int(rng.integers(5, 60))) * rng.choice([1, 100]) + rng.choice([0, 1e4])

@@ -175,7 +175,7 @@ _HOSTILE = {
 
 @pytest.mark.parametrize("said", _HOSTILE)
 def test_hostile_files_are_refused(said: str, tmp_path: Path) -> None:
-    """One error, which says what is wrong, however large the sizes are that the file claims."""
+    """A hostile file is refused by one error, which says what is wrong, however large the sizes are that the file claims."""
     for content in _HOSTILE[said]:
         (tmp_path / "file").write_bytes(content)
         with pytest.raises(CompressedFileError, match=said):

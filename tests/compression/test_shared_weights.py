@@ -222,13 +222,13 @@ def _poisoned() -> nn.Module:
     ],
 )
 def test_bad_input_gets_one_error(call: Callable[[], object], said: str) -> None:
-    """That says what is wrong and what is legal."""
+    """Bad input gets one error that says what is wrong and what is legal."""
     with pytest.raises((ValueError, HybridError), match=said):
         call()
 
 
 def test_files_of_other_models_are_refused(tmp_path: Path) -> None:
-    """Of other sizes, of other names, and with indices beyond their table."""
+    """Files of models of other sizes or names are refused, and those with indices beyond their table."""
     path = tmp_path / "file"
     save_compressed(compress(_network(), clusters=16), path)
     wider = _network()

@@ -39,7 +39,7 @@ def test_codes_are_complete_and_as_short_as_huffmans() -> None:
 
 
 def test_a_symbol_alone_shares_the_code() -> None:
-    """One symbol takes one bit; the other half belongs to a symbol that does not occur."""
+    """A symbol that is alone takes one bit; the other half belongs to a symbol that does not occur."""
     for symbol in (0, 7, 255):
         lengths = word_lengths([10 if k == symbol else 0 for k in range(256)])
         assert lengths[symbol] == 1

@@ -35,7 +35,7 @@ def _serve(connection: Connection, function: Callable[..., Any], arguments: tupl
 
 
 def _in_process(method: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What `function` returns in another process. Raises what it raises, or TimeoutError for one that hangs."""
+    """Return what `function` returns in another process. Raises what it raises, or TimeoutError for one that hangs."""
     context = multiprocessing.get_context(method)
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_serve, args=(theirs, function, arguments), daemon=True)  # type: ignore[attr-defined]
@@ -104,7 +104,7 @@ def _eager_in_child(x: torch.Tensor) -> list[float]:
 
 
 def test_eager_works_in_a_forked_child(model: nn.Module) -> None:
-    """Where the runtime is loaded, large eager operators do not hang in a forked child either: regions may be eager's."""
+    """Large eager operators work in a forked child where the runtime is loaded: regions may be eager's."""
     _called(_compile(model), _images())
     x = torch.randn(512, 512)
     assert _in_process("fork", _eager_in_child, x) == pytest.approx(_eager_in_child(x), rel=1e-3, abs=1e-3)
@@ -139,7 +139,7 @@ def test_data_loader_workers(model: nn.Module, method: str) -> None:
 
 
 class _Encoded(IterableDataset[torch.Tensor]):
-    """What a compiled model makes of images, in the worker."""
+    """A data set that encodes images by a compiled model, in the worker."""
 
     def __init__(self, model: Callable[..., torch.Tensor]) -> None:
         self.model = model

@@ -35,7 +35,7 @@ class Doubled(CompiledRegionBase):
 
 
 def test_the_bases_make_whole_engines() -> None:
-    """What a short engine leaves out has the defaults that promise least."""
+    """Members that a short engine leaves out have the defaults that promise least."""
     engine = Shortest()
     assert isinstance(engine, Engine)
     assert (engine.devices, engine.keep_ops, engine.keeps_deadline) == (frozenset({"cpu"}), frozenset(), False)

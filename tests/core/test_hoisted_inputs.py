@@ -11,7 +11,7 @@ from torch_hybrid_backend.runtime.constants import main_inputs, run_fold
 
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_identity_hands_each_input_on(count: int) -> None:
-    """Where nothing was split off, the main graph gets the call's inputs in their order, and nothing is folded."""
+    """The main graph gets the call's inputs in their order where nothing was split off, and nothing is folded."""
     inputs = [torch.full((1,), float(k)) for k in range(count)]
     hoisted = HoistedInputs.identity(count)
     given = main_inputs(hoisted, run_fold(hoisted, None, inputs), inputs)

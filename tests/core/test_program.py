@@ -70,7 +70,7 @@ STEPS: list[tuple[Step, tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = [
 def test_steps_say_what_they_touch(
     step: Step, memory: tuple[int, ...], tensors: tuple[int, ...], returned: tuple[int, ...]
 ) -> None:
-    """As the runtime asks them; over other numbers they touch those, and what is described of them is JSON."""
+    """Steps answer the runtime's questions; over other numbers they touch those, and what is described of them is JSON."""
     assert (step.memory, tuple(t.buffer for t in step.tensors), step.returned) == (memory, tensors, returned)
     moved = step.at({"n": 6}).over(lambda buffer: buffer + 10, lambda tensor: tensor.buffer + 20)
     assert moved.memory == tuple(buffer + 10 for buffer in memory)
@@ -90,7 +90,7 @@ def test_steps_say_what_they_touch(
 
 
 def test_a_launch_may_write_its_scratch_memory() -> None:
-    """What else it writes are the last of its arguments; a graph says it of each of its launches."""
+    """Scratch memory is the last of a launch's arguments; a graph says it of each of its launches."""
     launches = (_launch(3, 4, (NULL, 5)), replace(_launch(3, 4), writes=0))
     assert [launch.written for launch in launches] == [(4, 5), ()]
     assert LaunchGraph(launches).at({"n": 6}).describe()["writes"] == [(4, 5), ()]

@@ -43,7 +43,7 @@ def test_a_printed_region_is_short() -> None:
 
 
 def test_a_graph_is_static_where_all_its_sizes_are_numbers() -> None:
-    """One symbolic size decides: among a region's inputs, among its outputs, or as a value of the graph; what is no tensor does not."""
+    """A symbolic size decides: among a region's inputs, among its outputs, or as a value of the graph; what is no tensor does not."""
     graph, size = _graph(), symbol("s0")
     assert graph.is_static
     assert not dataclasses.replace(graph, sizes={"n": size}).is_static
@@ -58,7 +58,7 @@ def test_a_graph_is_static_where_all_its_sizes_are_numbers() -> None:
 
 
 def test_numbers_of_the_host_enter_a_region_of_another_device() -> None:
-    """They are told by their positions; what is no tensor, and in a region of the host every input, is none of them."""
+    """Numbers of the host are told by their positions; what is no tensor, and in a region of the host every input, is none of them."""
     region = _graph().segments[0].region
     (given,) = region.inputs
     gpu = Device("cuda", 1)

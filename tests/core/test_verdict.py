@@ -39,7 +39,7 @@ def test_codes_are_stable() -> None:
 
 
 def test_a_verdict_is_a_condition() -> None:
-    """`if engine.supports(node)` means what it says, whatever the refusal's code and sentence."""
+    """A verdict is true or false: `if engine.supports(node)` means what it says, whatever the refusal's code and sentence."""
     assert Supported()
     assert not any(Refused(reason, why) for reason in Reason for why in ("", "x is sparse"))
 

@@ -15,7 +15,7 @@ from torch_hybrid_backend.errors import HybridError
 
 
 def _graph(function: Callable[..., Any], *inputs: torch.Tensor) -> torch.fx.GraphModule:
-    """What Dynamo hands a backend."""
+    """The graph that Dynamo hands a backend."""
     kept: list[torch.fx.GraphModule] = []
 
     def keep(gm: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
@@ -73,7 +73,7 @@ def test_what_is_not_the_users_comes_through(error: Exception) -> None:
 
 
 def test_as_written_records_gradients() -> None:
-    """It is the user's own code."""
+    """The graph as written records gradients, as the user's own code does."""
     x = X.clone().requires_grad_()
     (loss,) = as_written(_graph(_loss, x, TARGET))(x, TARGET)
     loss.backward()

@@ -59,7 +59,7 @@ def test_overlapping_holders(thresholds: tuple[int, int, int]) -> None:
 
 
 def test_a_threshold_set_meanwhile_stays() -> None:
-    """What the program sets itself is not undone."""
+    """A threshold that the program sets meanwhile is not undone."""
     full = FullCollections()
     with full.held():
         gc.set_threshold(500, 5, 7)

@@ -1,4 +1,4 @@
-"""One captured graph from its compilation to its calls, with an engine of the tests' own."""
+"""A captured graph from its compilation to its calls, with an engine of the tests' own."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_the_first_call_makes_the_plan(build: Callable[..., HybridGraph]) -> Non
 
 
 def test_threads_that_call_at_once_make_one_plan(build: Callable[..., HybridGraph]) -> None:
-    """One of them makes the first call, the others wait and run its plan; all results are right."""
+    """The first of the threads makes the first call, the others wait and run its plan; all results are right."""
     told: list[Plan] = []
     graph, x = build(_Engine(), told.append), torch.randn(64, 64)
     meeting, found = threading.Barrier(4), []

@@ -99,13 +99,13 @@ class _Bench:
         return HybridGraph(captured, session, self.config, self.plans.append)
 
     def check(self, graph: HybridGraph) -> None:
-        """One call is right."""
+        """Check one call."""
         (found,) = graph([self.x, self.weight])
         torch.testing.assert_close(found, (self.x @ self.x).sin() + self.weight)
 
     @property
     def engines(self) -> list[str]:
-        """Who runs the region, plan by plan."""
+        """The engines of the region, plan by plan."""
         return [plan.regions[0].engine for plan in self.plans]
 
 
@@ -192,7 +192,7 @@ def _graph_of(one: _Bench, program: Callable[[torch.Tensor], tuple[torch.Tensor]
 
 
 def test_random_numbers_stay_the_callers(bench: Callable[..., _Bench]) -> None:
-    """What was built is tried with a generator of the builder's own: every call has the numbers that eager has."""
+    """A built engine is tried with a generator of the builder's own: every call has the numbers that eager has."""
     one = bench()
     graph = _graph_of(one, lambda x: (torch.bernoulli(x) + (x @ x).sin(),))
     x = one.x.sigmoid()
@@ -217,7 +217,7 @@ def test_random_numbers_stay_the_callers(bench: Callable[..., _Bench]) -> None:
 
 
 def test_a_graph_that_cannot_be_tried_twice_waits_for_nothing(bench: Callable[..., _Bench]) -> None:
-    """It asserts something of its input: its builds are cancelled, and what its first call chose stays."""
+    """A graph that asserts something of its input cannot be tried twice: its builds are cancelled, and what its first call chose stays."""
     one = bench()
 
     def program(x: torch.Tensor) -> tuple[torch.Tensor]:

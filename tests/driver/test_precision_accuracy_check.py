@@ -98,7 +98,8 @@ def test_a_graph_within_the_tolerance_stays(runs: list[object]) -> None:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_the_layer_that_is_off_returns_to_float32(dynamic: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """It alone, by one warning that names it and its line; what feeds it is as written with it, and its code is in the plan."""
+    """The layer that is off returns alone, by one warning that names it and its line; what feeds it is as written with it, and its code is in
+    the plan."""
     model = _Sensitive()
     _, found = _explained(model, torch.randn(8, 16))
     (warning,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
@@ -138,7 +139,7 @@ def test_the_fewest_layers_return(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_warning_names_the_worst_layers(caplog: pytest.LogCaptureFixture) -> None:
-    """Where many return it names some, and says how many more there are."""
+    """A warning about many layers names some, and says how many more there are."""
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(10) for layer in (nn.Linear(64, 64), nn.Tanh()))).eval()
     _, found = _explained(model, torch.randn(8, 64), precision_tolerance=1e-6)
@@ -149,7 +150,7 @@ def test_a_warning_names_the_worst_layers(caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_kernels_that_are_off_by_more_than_eager_cost_few_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compiled next aims as much lower as the last one was too far off; not one layer more at a time."""
+    """The next error that is aimed at is as much lower as the last one was too far off; not one layer more at a time."""
     compiled: list[int] = []
     errors = {0: 0.5, 1: 0.5, 2: 0.4, 3: 0.2, 4: 0.1, 5: 0.04, 6: 0.02, 7: 0.0}  # of eager, by layers that returned
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(7)))
@@ -199,7 +200,7 @@ def test_integers_are_not_compared() -> None:
 
 
 def test_without_memory_to_compare_the_call_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What cannot be held beside the plan is not compared, and other errors are not hidden."""
+    """A comparison that memory does not suffice for is left out, and other errors are not hidden."""
 
     def fails(*_: object) -> None:
         raise error

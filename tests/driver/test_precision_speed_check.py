@@ -153,7 +153,7 @@ def test_what_the_model_gate_leaves_is_timed_once_more(monkeypatch: pytest.Monke
 
 
 def test_times_beside_other_load(whole: _Times, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As written has to be faster by a clear margin, and each of these is timed again."""
+    """The graph as written has to be faster by a clear margin, and each of these is timed again."""
     waits = iter(range(0, 10**20, 10**18))
     monkeypatch.setattr("torch_hybrid_backend.measuring.other_load.thread_waits", lambda: {"1": next(waits)})
     timed = whole(100.0, 70.0)
@@ -181,7 +181,7 @@ def test_times_that_only_a_busy_machine_has_are_not_kept(whole: _Times) -> None:
     ids=str,
 )
 def test_what_is_not_in_question(options: dict[str, object], whole: _Times) -> None:
-    """Where nothing is to be timed, and where few bits are asked for to save memory."""
+    """Nothing is timed where there is no question, and where few bits are asked for to save memory."""
     timed = whole(100.0, 60.0)
     with torch.no_grad():
         torch_hybrid_backend.explain(_model(), torch.randn(8, 16), options={"precision": "bf16", **options})

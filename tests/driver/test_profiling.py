@@ -121,7 +121,7 @@ def test_a_graph_that_is_called_twice_counts_twice() -> None:
 
 
 def test_what_runs_inside_another_graph_is_nested() -> None:
-    """It is part of that one's time."""
+    """The time of a graph inside another is part of the other's time."""
     turns = Turns()
     outer, inner = Watch(turns), Watch(turns)
     outer.run(lambda: inner.run(lambda: None, lambda: (None, [])), lambda: (None, []))
@@ -144,7 +144,7 @@ def test_bodies_of_control_flow_are_inside_a_row() -> None:
 
 
 def test_what_runs_from_python_has_a_row_for_each_region() -> None:
-    """Where sizes depend on data."""
+    """Regions that run from Python have rows, as where sizes depend on data."""
 
     class Picks(Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -160,7 +160,7 @@ def test_what_runs_from_python_has_a_row_for_each_region() -> None:
 
 
 def test_a_call_that_eager_runs_has_a_row_for_each_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of Dynamo's graph: what it calls, what that needs, for which modules."""
+    """Dynamo's graph has a row for each operator: what it calls, what that needs, for which modules."""
     monkeypatch.setenv("HYBRID_PLACEMENT", "measure")
     monkeypatch.setattr(whole_call, "cheapest", lambda costs: next(cost for cost in costs if cost.engine == "eager"))
     (plan,) = _explained(Block(), torch.randn(2, 3, 16, 16))
@@ -175,7 +175,7 @@ def test_a_call_that_eager_runs_has_a_row_for_each_operator(monkeypatch: pytest.
 
 
 def test_a_training_graph_has_rows_too() -> None:
-    """Of its forward: nothing calls backward."""
+    """A training graph has rows of its forward: nothing calls backward."""
     with torch.enable_grad():
         (plan,) = _explained(Block(), torch.randn(2, 3, 16, 16))
     assert plan.kind == "forward"
@@ -183,7 +183,7 @@ def test_a_training_graph_has_rows_too() -> None:
 
 
 def test_later_calls_run_what_they_ran_before() -> None:
-    """What times a graph is in its place only meanwhile, and gives back what it found."""
+    """A graph that is timed is replaced only meanwhile, and is put back."""
     found: list[Timeable] = []
     x, w = torch.randn(8, 8), torch.randn(8, 8)
     graph = torch.fx.symbolic_trace(lambda x, w: (torch.relu(x @ w),))
@@ -226,7 +226,7 @@ def test_a_model_that_is_compiled_again_in_its_second_call() -> None:
 
 
 def test_ceilings_are_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What is kept is found; what is missing is measured and kept beside it. Of no engine that can, there are none."""
+    """Ceilings are found where kept; missing ones are measured and kept beside them. Of no engine that can, there are none."""
     session = backend.open_session(dataclasses.replace(Config(), cache_dir=tmp_path))
     asked: list[Sequence[str]] = []
 

@@ -66,7 +66,7 @@ def test_training_has_a_line_for_each_graph(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_what_the_line_says() -> None:
-    """Of a gain, of a plan that was not faster, and of a time taken beside other load."""
+    """The line tells of a gain, of a plan that was not faster, and of a time taken beside other load."""
     assert in_words("Net", _call("plan", 100.0, 230.0), 9.21) == (
         "hybrid: Net ready in 9.2 s: 2.3x eager (eager runs all operators)"
     )
@@ -103,7 +103,7 @@ with torch.no_grad():
 
 
 def _on_terminal(setup: str, **environment: str) -> str:
-    """What a program's standard error has, on a terminal."""
+    """Standard error of a program on a terminal."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", _PROGRAM.format(setup=setup)],

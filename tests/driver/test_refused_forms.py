@@ -13,7 +13,7 @@ from torch_hybrid_backend.driver.refused_forms import refused_operator
 
 
 def _refused(function: Callable[..., Any], *inputs: Any, dynamic: bool = False) -> str | None:
-    """What `refused_operator` says of the function's graph."""
+    """The answer of `refused_operator` about the function's graph."""
     found: list[str | None] = []
 
     def backend(gm: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
@@ -93,7 +93,7 @@ def test_no_random_numbers_are_drawn() -> None:
 
 
 def test_under_autocast_nothing_is_refused() -> None:
-    """It casts what does not go together, also where the user's code enters it."""
+    """Autocast casts what does not go together, also where the user's code enters it."""
     linear = torch.nn.Linear(4, 4)
 
     def inside(x: torch.Tensor) -> torch.Tensor:
@@ -107,5 +107,5 @@ def test_under_autocast_nothing_is_refused() -> None:
 
 
 def test_sizes_known_only_at_run_time_are_left_out() -> None:
-    """What takes them is not tried; the rest is."""
+    """Operators that take such sizes are not tried; the rest is."""
     assert _refused(lambda a, b: (a @ F32) + b, F32, I64, dynamic=True) is None

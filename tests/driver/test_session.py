@@ -31,7 +31,7 @@ def no_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_equal_settings_share_a_session(tmp_path: Path) -> None:
-    """One for all graphs under equal settings, however they were given; any other setting is another session: an engine may read each."""
+    """Graphs under equal settings share one session, however they were given; any other setting is another session: an engine may read each."""
     config = Config(cache_dir=tmp_path / "a")
     assert open_session(config) is open_session(dataclasses.replace(config, explicit=frozenset({"cache_dir"})))
     assert open_session(config) is not open_session(dataclasses.replace(config, measure_budget_s=9.0))
@@ -39,7 +39,7 @@ def test_equal_settings_share_a_session(tmp_path: Path) -> None:
 
 
 def test_the_driver_s_library_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Where it is set; else the C++ runtime need not even be loaded."""
+    """The driver's library is told where it is set; else the C++ runtime need not even be loaded."""
     told: list[str] = []
     monkeypatch.setattr(session, "use_cuda_driver", told.append)
     open_session(Config(cache_dir=tmp_path))
@@ -77,7 +77,7 @@ def test_engines_of_gpus_are_missed_only_where_they_are_asked_for(
 
 
 def test_engine_that_cannot_get_ready(caplog: pytest.LogCaptureFixture) -> None:
-    """What a third party's `prepare` raises is one warning; the other engines get ready."""
+    """An error of a third party's `prepare` is one warning; the other engines get ready."""
 
     class Unready(FakeEngine):
         def prepare(self, operators: int) -> None:

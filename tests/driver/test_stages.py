@@ -112,7 +112,7 @@ def _function(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Wiring:
-    """What `HybridGraph` does, stage by stage, with the test's engines, clock and cache."""
+    """Stages in the order of `HybridGraph`, with the test's engines, clock and cache."""
 
     def __init__(self, clock: _Clock, folder: Path) -> None:
         store = Store.open(folder, enabled=True, strict=True, limit_bytes=1 << 20)
@@ -151,7 +151,7 @@ def wiring(clock: _Clock, tmp_path: Path) -> _Wiring:
 
 
 def _regions(placed: Placed) -> list[tuple[str, tuple[str, ...]]]:
-    """Who runs which operators, segment by segment."""
+    """The engines and their operators, segment by segment."""
     return [
         (placed.decisions[s.region.name].engine if s.region.name in placed.decisions else "eager", s.region.node_names)
         for s in placed.partition.graph.segments
@@ -193,8 +193,8 @@ def test_the_first_engine_keeps_what_it_does_best(clock: _Clock, wiring: _Wiring
 def test_an_engine_has_to_gain_more_than_its_boundaries_cost(
     clock: _Clock, wiring: _Wiring, exp_us: float, *, wins: bool
 ) -> None:
-    """It is faster at one operator in the midst of another's region, which becomes two regions around it: what they cost more, 15 us, counts
-    against what it gains there."""
+    """An engine that is faster at one operator in the midst of another's region, which becomes two regions around it: what they cost more, 15
+    us, counts against what it gains there."""
     inside = _TimedEngine("inside", clock, ["exp"], {"exp": 5.0}, call_us=1.0)
     around = _TimedEngine("around", clock, ["mm", "sin", "exp", "cos"], {"exp": exp_us}, call_us=20.0, other_us=10.0)
     placed = wiring.place(wiring.compile([inside, around]))
@@ -261,7 +261,7 @@ def test_what_is_found_before_all_is_built_is_not_kept(clock: _Clock, wiring: _W
 def test_what_is_found_without_a_region_is_kept_where_that_fails_elsewhere_too(
     recurs: bool, clock: _Clock, wiring: _Wiring
 ) -> None:
-    """Where this process lacked something, a full disk say, the covers are priced again by the next one, which may have it."""
+    """The covers are priced again by the next process where this one lacked something, a full disk say."""
 
     class Failing(_TimedEngine):
         def compile(self, regions: Sequence[Region], deadline: Deadline) -> list[CompiledRegion | Exception]:
@@ -277,7 +277,7 @@ def test_what_is_found_without_a_region_is_kept_where_that_fails_elsewhere_too(
 
 
 def test_a_second_process_compiles_the_best_cover_alone(clock: _Clock, wiring: _Wiring) -> None:
-    """What covers cost is kept: the next compilation compiles the cheapest one only, and says so in its plan."""
+    """The costs of covers are kept: the next compilation compiles the cheapest one only, and says so in its plan."""
     first = _TimedEngine("first", clock, ["mm", "sin", "cos"], {})
     second = _TimedEngine("second", clock, ["sin", "exp", "cos"], {}, other_us=10.0)
     before = wiring.place(wiring.compile([first, second]))

@@ -1,4 +1,4 @@
-"""One model of a library that users combine with the backend: how it is made, with what it is called, what of it is compiled."""
+"""A model of a library that users combine with the backend: how it is made, with what it is called, what of it is compiled."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Call = Callable[[Inputs], list[torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One model and how it is used. Its weights are the same on every call, its inputs for every seed.
+    """A model and how it is used. Its weights are the same on every call, its inputs for every seed.
 
     name: "library/model". make: the model as its author initialises it. example: inputs, drawn from torch's generator.
     part: what is compiled, in place: an attribute of the model ("forward", "unet"); "" stands for the model itself.

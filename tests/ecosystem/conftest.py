@@ -10,12 +10,6 @@ import pytest
 import torch
 
 
-@pytest.fixture(scope="session")
-def kernel_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Kernels that several tests need are compiled once."""
-    return tmp_path_factory.mktemp("kernels")
-
-
 @pytest.fixture(autouse=True)
 def settings(kernel_directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """Settings as on a new user's machine, except that placement does not time: by measurement, eager would win some of these

@@ -39,7 +39,7 @@ def load(name: str) -> Any:
 
 
 def missing(library: str) -> str:
-    """Why the cases of `library` cannot run, or ""."""
+    """The reason why the cases of `library` cannot run, or ""."""
     needed = () if library in _OURS else (library, *(["torchvision"] if library in _WITH_TORCHVISION else []))
     path = [*sys.path, *(str(Path(sys.prefix) / name) for name in _APART)]
     absent = [name for name in needed if PathFinder.find_spec(name, path) is None]

@@ -49,7 +49,7 @@ class PlantedEngine(EngineBase):
 
 
 def make(_config: object, _services: object) -> PlantedEngine:
-    """What the entry point names."""
+    """The factory that the entry point names."""
     return PlantedEngine()
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of tests/ecosystem/test_distributed.py run: `ranks.run_ranks` calls one function in each process, with the rank."""
+"""Programs of ranks that tests/ecosystem/test_distributed.py runs: `ranks.run_ranks` calls one function in each process, with the rank."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _run_chain(model: Chain, rank: int) -> list[torch.Tensor]:
 
 
 def chain_inputs(rank: int) -> list[torch.Tensor]:
-    """What one rank calls the chain with."""
+    """Inputs that one rank calls the chain with."""
     return [torch.full((4, 16), float(rank + call)) for call in range(4)]
 
 
@@ -189,7 +189,7 @@ def gradients_of(model: nn.Module) -> Gradients:
 
 
 def batches(rank: int) -> list[torch.Tensor]:
-    """What one rank trains on."""
+    """Batches that one rank trains on."""
     generator = torch.Generator().manual_seed(rank)
     return [torch.randn(6, 24, generator=generator) for _ in range(STEPS)]
 

@@ -37,7 +37,7 @@ def run_ranks(
     timeout_s: float = 280,
     hang_s: float = _HANG_S,
 ) -> list[Any]:
-    """What `program` returned on each rank; `settings[rank]` are environment variables for that rank alone.
+    """Return what `program` returned on each rank; `settings[rank]` are environment variables for that rank alone.
 
     folder: an empty folder of the caller's. hang_s: how long a rank may wait for another. A rank that fails fails the test, with what
     it wrote to stderr.

@@ -35,7 +35,7 @@ Entry = Mapping[str, Any]
 
 
 def verdict(entry: Entry) -> str:
-    """One of VERDICTS; the worst that is true."""
+    """The worst verdict of VERDICTS that is true."""
     if "raises" in entry:
         return "raises"
     if entry["wrong"]:
@@ -55,7 +55,7 @@ def unexplained(entry: Entry) -> bool:
 
 
 def brief(entry: Entry) -> str:
-    """One line for who watches the run."""
+    """A line for the one who watches the run."""
     ratio = speed(entry)
     parts = [verdict(entry), entry.get("raises") or entry.get("wrong") or ""]
     if ratio is not None:

@@ -38,7 +38,7 @@ def test_a_parameter_that_changes_on_one_rank(tmp_path: Path) -> None:
 
 
 def _chain_reference() -> list[list[torch.Tensor]]:
-    """What each rank's calls return: the chain over all ranks' inputs at once, where a reduction sums the ranks' rows."""
+    """The results of each rank's calls: the chain over all ranks' inputs at once, where a reduction sums the ranks' rows."""
 
     def reduce(rows: torch.Tensor) -> torch.Tensor:
         return rows.view(WORLD, 4, -1).sum(0).repeat(WORLD, 1)

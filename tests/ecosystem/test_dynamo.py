@@ -307,7 +307,7 @@ def test_guards_may_be_left_out() -> None:
 
 
 def test_a_weight_of_another_shape_behind_left_out_guards_runs_in_eager() -> None:
-    """What the guards would have noticed is refused before kernels read beyond a smaller weight's end."""
+    """A weight that guards would have noticed is refused before kernels read beyond a smaller weight's end."""
     model, x = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).eval(), torch.randn(4, 64)
     fast = compiled(model, options={"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe})
     assert_same(fast, model, x)

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def found(kernel_directory: Path) -> dict[str, Any]:
-    """What the process has found; its settings are those of the other tests here."""
+    """The findings of the process; its settings are those of the other tests here."""
     settings = {name: value for name, value in os.environ.items() if not name.startswith("HYBRID_")} | {
         "PYTHONPATH": f"{_ROOT}{os.pathsep}{_APART}",
         "HYBRID_CACHE_DIR": str(kernel_directory),
@@ -71,5 +71,5 @@ def test_operators_of_its_tensors_are_kept(name: str, operator: str, found: dict
 
 
 def test_the_package_does_not_import_it(found: dict[str, Any]) -> None:
-    """Where it is there to be imported."""
+    """The package does not import torchao, even where it is installed."""
     assert found["was_imported"] is False

@@ -13,7 +13,7 @@ from tests.ecosystem.tiny_models import TEXTS
 
 
 def _compile_forward(model: Any, **options: Any) -> None:
-    """As transformers' guide does: the model stays what it is, its forward is compiled."""
+    """Compile the forward of a model, as transformers' guide does: the model stays what it is, its forward is compiled."""
     model.forward = torch.compile(model.forward, backend="hybrid", **options)
 
 

@@ -1,4 +1,4 @@
-"""What the training loops of other libraries train here: a small network on a small data set."""
+"""A small network and data set that the training loops of other libraries train here."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _TOLERANCE = 1e-4
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of a case. `wrong`: how results differ from eager's, or "". `faults`: the backend's warnings.
+    """The outcome of a case. `wrong`: how results differ from eager's, or "". `faults`: the backend's warnings.
 
     graphs: compiled by the backend, backward ones included. breaks: Dynamo's reasons for cutting the model, and how often.
     operators, in_regions: of all graphs, and how many of them an engine runs; flops_share of the floating-point operations, 0 to 1.
@@ -134,7 +134,7 @@ def _warnings() -> Iterator[list[str]]:
 
 
 def _difference(case: Case, seed: int, expected: list[torch.Tensor], result: list[torch.Tensor]) -> tuple[str, float]:
-    """What is wrong with the result, or "", and its largest absolute difference from eager's.
+    """The fault of the result, or "", and its largest absolute difference from eager's.
 
     The judge is `torch._dynamo.utils.same`, as for the zoo. Whole numbers (tokens, classes) are eager's or, where eager is undecided, those of
     the run in float64.

@@ -12,18 +12,12 @@ import torch
 from tests.end_to_end.fault_processes import Nursery
 
 
-@pytest.fixture(scope="session")
-def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Kernels that several tests need are compiled once."""
-    return tmp_path_factory.mktemp("kernels")
-
-
 @pytest.fixture(autouse=True)
-def settings(shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+def settings(kernel_directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """Settings as on a new user's machine, except that placement does not time: these models are small enough for eager to win."""
     for name in [name for name in os.environ if name.startswith("HYBRID_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("HYBRID_CACHE_DIR", str(shared_cache))
+    monkeypatch.setenv("HYBRID_CACHE_DIR", str(kernel_directory))
     monkeypatch.setenv("HYBRID_PLACEMENT", "estimate")
     torch._dynamo.reset()
     yield monkeypatch
@@ -40,7 +34,7 @@ def nursery() -> Iterator[Nursery]:
 
 @pytest.fixture(scope="session")
 def filled_cache(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two calls of `check` leave in an empty cache: kernels and timings, two of each, and that the graphs are known."""
+    """The cache that two calls of `check` leave: kernels and timings, two of each, and that the graphs are known."""
     folder = tmp_path_factory.mktemp("filled")
     done = nursery.run("check(6); check(7)", folder, HYBRID_PLACEMENT="measure")
     assert (len(done.answers), done.status) == (2, 0), done

@@ -131,7 +131,7 @@ def mount(folder, options, flags=0):
 
 @dataclasses.dataclass(frozen=True)
 class Done:
-    """How a child ended: `status` is negative for a signal, or "hangs"; `answers` are the lines it said."""
+    """The end of a child: `status` is negative for a signal, or "hangs"; `answers` are the lines it said."""
 
     status: int | str
     out: str
@@ -159,7 +159,7 @@ class Child:
         _patiently(lambda: said.exists() and text in said.read_text(), f"the child never said {text!r}")
 
     def family(self) -> list[int]:
-        """What the child started, directly or not, by process id."""
+        """Processes that the child started, directly or not, by process id."""
         return _marked(self._mark)
 
     def done(self) -> Done:

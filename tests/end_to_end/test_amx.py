@@ -57,7 +57,7 @@ def prefer_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _kernels(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> list[str]:
-    """What a plan's kernels are called, without what they are fused with."""
+    """The names of a plan's kernels, without what they are fused with."""
     plans = torch_hybrid_backend.explain(function, *inputs, options=_OPTIONS).plans
     return [name.split("_")[0] for plan in plans for region in plan.regions for name in region.kernels]
 
@@ -83,7 +83,7 @@ def test_threads_and_onednn_in_between(prefer_tiles: None) -> None:
 
 
 def test_a_forked_process_has_the_permission() -> None:
-    """One that a process forks after it asked runs the same kernels."""
+    """A forked process runs the same kernels as its parent, which has asked."""
     _run("""
 import os
 from torch_hybrid_backend.machine import may_use_tiles
@@ -197,7 +197,7 @@ def test_what_is_not_finite_stays_in_its_group(prefer_tiles: None, dtype: torch.
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sizes_known_at_run_time(prefer_tiles: None, dtype: torch.dtype) -> None:
-    """One compilation of linear layers for any number of rows, one of convolutions for any number of images, both on tiles."""
+    """A compilation of linear layers serves any number of rows, and one of convolutions any number of images, both on tiles."""
     torch.manual_seed(0)
     layers = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 96)).to(dtype)
     pixels = torch.nn.Sequential(torch.nn.Conv2d(32, 64, 3, 2, 1), torch.nn.ReLU(), torch.nn.Conv2d(64, 64, 1))

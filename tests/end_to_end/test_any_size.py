@@ -154,10 +154,10 @@ _ALWAYS = (
 @pytest.mark.parametrize(
     "name", [name if name in _ALWAYS else pytest.param(name, marks=pytest.mark.full) for name in CASES]
 )
-def test_one_compilation_is_right_at_every_size(name: str, shared_cache: Path) -> None:
+def test_one_compilation_is_right_at_every_size(name: str, kernel_directory: Path) -> None:
     """The kernels compiled for one pair of sizes agree with eager in float64 at all the others, and no operator is left to eager."""
     case = CASES[name]
-    config = Config(cache_dir=shared_cache, placement="estimate", verify="off", strict=True, engines=("tvm",))
+    config = Config(cache_dir=kernel_directory, placement="estimate", verify="off", strict=True, engines=("tvm",))
     compiled = AnySize(case.fn, case.tensors(*case.sizes[0]), case.dynamic, config)
     for n, t in case.sizes:
         tensors = case.tensors(n, t, seed=n + t)

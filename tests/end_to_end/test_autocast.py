@@ -47,7 +47,7 @@ X = torch.randn(
 
 
 def _assert_near(result: torch.Tensor, model: nn.Module) -> None:
-    """As near to float64 as eager under autocast is, by the accuracy gate's rule."""
+    """Assert that a result is as near to float64 as eager under autocast is, by the accuracy gate's rule."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected = model(X)
     assert same(expected, result, copy.deepcopy(model).double()(X.double()), tol=1e-4)

@@ -42,7 +42,7 @@ def captured() -> Iterator[None]:
 
 
 def check(program: Program, calls: Sequence[tuple[Any, ...]], **options: Any) -> None:
-    """One compilation of `program` gives eager's values for each of the argument lists, twice."""
+    """Check that one compilation of `program` gives eager's values for each of the argument lists, twice."""
     fast = torch.compile(program, backend="hybrid", **options)
     with torch.no_grad():
         for arguments in [call for call in calls for _ in range(2)]:
@@ -315,7 +315,7 @@ def test_static_part_of_an_unbacked_graph_is_compiled() -> None:
 
 @pytest.mark.usefixtures("captured")
 def test_failed_check_raises() -> None:
-    """What `torch._check` asserts of data is still asserted in the compiled program."""
+    """An assertion about data by `torch._check` is kept in the compiled program."""
     fast = torch.compile(prefix, backend="hybrid", fullgraph=True)
     with torch.no_grad():
         fast(rows(6), torch.tensor(2))

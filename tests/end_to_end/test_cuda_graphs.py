@@ -37,7 +37,7 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the driver is asked for: "launch", "graph" (a new executable one), "change", "launch_graph"."""
+    """Requests to the driver: "launch", "graph" (a new executable one), "change", "launch_graph"."""
     asked: list[str] = []
     for name in ("launch", "graph", "change", "launch_graph"):
         method = getattr(HostDriver, name)

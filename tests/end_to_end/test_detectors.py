@@ -32,7 +32,7 @@ def _detector() -> TwoStageDetector:
 
 
 def test_two_stage_detector() -> None:
-    """As many boxes as eager, the same ones, for every image; backbone, heads and box arithmetic run on the engine."""
+    """The detector finds as many boxes as eager, the same ones, for every image; backbone, heads and box arithmetic run on the engine."""
     detector = _detector()
     fast = torch.compile(detector, backend="hybrid")
     counts = set()

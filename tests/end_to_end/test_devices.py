@@ -122,7 +122,7 @@ def test_training() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_two_devices(dynamic: bool) -> None:
-    """What is on the CPU runs in an engine, right beside what is not; live weights of both."""
+    """Tensors on the CPU are computed by an engine, right beside what is not; live weights of both."""
     torch.manual_seed(0)
     model = OnTwoDevices().eval()
     x = torch.randn(2, 8)
@@ -154,7 +154,7 @@ def test_training_on_two_devices() -> None:
 
 @torch.no_grad()
 def test_sizes_that_vary() -> None:
-    """One compilation serves every batch size of a graph on another device."""
+    """A compilation serves every batch size of a graph on another device."""
     model = on_meta(Convolutional).eval()
     compiled = torch.compile(model, backend="hybrid", dynamic=True, options={"strict": True})
     for batch in (2, 5, 3, 2):
@@ -235,7 +235,7 @@ def test_a_default_device_is_no_matter() -> None:
 
 @torch.no_grad()
 def test_an_error_on_the_way_is_the_users_own() -> None:
-    """What eager refuses about devices is refused with eager's error, in later calls too, and the graph runs on."""
+    """Eager's error about devices is raised, in later calls too, and the graph runs on."""
 
     class Choosing(nn.Module):
         fails = False

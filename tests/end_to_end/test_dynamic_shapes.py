@@ -142,7 +142,7 @@ def test_zero_and_one_are_right() -> None:
 
 
 class Decoder(nn.Module):
-    """One step of decoding: a query against a cache of keys and values that grows by one."""
+    """A step of decoding: a query against a cache of keys and values that grows by one."""
 
     def forward(
         self, q: torch.Tensor, new: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
@@ -152,7 +152,7 @@ class Decoder(nn.Module):
 
 
 def test_a_cache_of_any_length() -> None:
-    """One query, keys and values of every length: ragged panels of keys, whole ones, and several blocks of them."""
+    """A query attends to keys and values of every length: ragged panels of keys, whole ones, and several blocks of them."""
     model = Decoder()
     fast = Counted(model, dynamic=None)
     torch.manual_seed(0)

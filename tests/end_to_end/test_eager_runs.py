@@ -50,7 +50,7 @@ def test_a_view_with_another_stride_of_a_dimension_of_size_one(options: dict[str
 @pytest.mark.parametrize("verify", ["first", "always", "off"])
 @pytest.mark.parametrize("placement", ["measure", "estimate"])
 def test_such_a_view_in_each_way_of_choosing(verify: str, placement: str) -> None:
-    """Where eager is run to compare with, to be timed, and in every call."""
+    """A view with other strides is right where eager is run to compare with, to be timed, and in every call."""
     model = Decoder().eval()
     fast = torch.compile(model, backend="hybrid", options={"verify": verify, "placement": placement})
     x = torch.randn(1, 16, 8, 8)
@@ -90,7 +90,7 @@ def test_such_a_view_in_a_branch() -> None:
 
 
 def test_a_table_of_parameters_alone() -> None:
-    """What is folded once for all calls, and again when a parameter changed."""
+    """A table of parameters alone is folded once for all calls, and again when a parameter changed."""
     model = Decoder().eval()
     image = nn.Parameter(torch.randn(1, 16, 8, 8))
 

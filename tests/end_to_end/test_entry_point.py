@@ -1,4 +1,4 @@
-"""What a user types: the backend's name, its options, its modes, and what bad ones get."""
+"""The user's line: the backend's name, its options, its modes, and what bad ones get."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from tests.end_to_end import fault_table
 
 
 def test_the_page_is_current() -> None:
-    """It is what the tests' marks make, so that no fault is claimed without a test, and none tested without being told."""
+    """The page is made of the tests' marks, so that no fault is claimed without a test, and none tested without being told."""
     written = fault_table.DOCUMENT.read_text()
     assert written == fault_table.table(), "run: python -m tests.end_to_end.fault_table"
 

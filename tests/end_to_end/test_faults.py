@@ -136,7 +136,8 @@ def test_faulty_engine(
 def test_region_that_fails_in_two_threads_at_once(
     settings: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One region goes to eager, with one warning; the thread that comes second calls the plan that the first one has made."""
+    """A region that fails in two threads goes to eager, with one warning; the thread that comes second calls the plan that the first one has
+    made."""
     engine = _WrongEngine("later call")
     settings.setattr(session, "ENGINES", (("wrong", lambda config, services: engine), *session.ENGINES[-1:]))
     session._sessions.clear()

@@ -54,7 +54,7 @@ def of_each_kind(change: Callable[[list[Path]], None]) -> Callable[[Path], None]
 
 
 def as_first_version(path: Path) -> None:
-    """As the first version of the cache named its entries."""
+    """A cache whose entries are named as its first version named them."""
     path.rename(path.with_stem(hashlib.sha256(path.read_bytes()).hexdigest()))
 
 
@@ -90,7 +90,7 @@ def cache(filled_cache: Path, tmp_path: Path) -> Path:
 
 @fault("a cache that an earlier process filled", "nothing: no kernel is compiled, no region timed")
 def test_filled_cache(nursery: Nursery, cache: Path, tmp_path: Path) -> None:
-    """What the harmed ones are compared with: a second process finds everything, and needs no linker to do so."""
+    """The cache that harmed ones are compared with: a second process finds everything, and needs no linker to do so."""
     done = nursery.run("check(6); say(len(workers()))", tmp_path, HYBRID_PLACEMENT="measure", PATH="")
     assert (done.answers[1:], done.warnings, done.status) == (["0"], [], 0), done
 
@@ -239,7 +239,7 @@ def test_shared(nursery: Nursery, tmp_path: Path) -> None:
 
 @fault("the cache is removed while a process uses it", "nothing: what is needed again is compiled again")
 def test_removed_meanwhile(nursery: Nursery, tmp_path: Path) -> None:
-    """What runs runs on; what is compiled next goes to a new directory, private as the first was."""
+    """A running process goes on; what is compiled next goes to a new directory, private as the first was."""
     script = """
 import shutil
 x = torch.randn(6, 24)
@@ -279,7 +279,7 @@ say(plans[0].regions[0].engine)
 @fault("a cache directory whose path has spaces, quotes and letters beyond ASCII", "nothing")
 @pytest.mark.parametrize("name", ["a b'c\"d", pytest.param("löß-缓存", marks=pytest.mark.full)])
 def test_odd_path(name: str, nursery: Nursery, tmp_path: Path) -> None:
-    """It is a path like any other."""
+    """An odd path is a path like any other."""
     cache = tmp_path / name
     done = nursery.run("check(6)", tmp_path, HYBRID_CACHE_DIR=str(cache), TMPDIR=str(tmp_path))
     assert (done.answers, done.warnings, done.status) == (["tvm"], [], 0), done
@@ -290,7 +290,7 @@ def test_odd_path(name: str, nursery: Nursery, tmp_path: Path) -> None:
     "no HOME, and a user without an entry in the user database", "nothing: the cache goes to the temporary directory"
 )
 def test_no_home(nursery: Nursery, tmp_path: Path) -> None:
-    """As in a container that runs under an arbitrary user number."""
+    """A process without a home works, as in a container that runs under an arbitrary user number."""
     script = "namespace(12345)\ncheck(6)\n"
     settings = {"HYBRID_CACHE_DIR": None, "HOME": None, "XDG_CACHE_HOME": None, "TMPDIR": str(tmp_path)}
     done = nursery.run(script, tmp_path, **settings)
@@ -301,7 +301,7 @@ def test_no_home(nursery: Nursery, tmp_path: Path) -> None:
 @pytest.mark.full
 @fault("a HOME that does not exist and cannot be created", "one warning; kernels are cached for this process only")
 def test_home_unwritable(nursery: Nursery, tmp_path: Path) -> None:
-    """As of a system user."""
+    """A process whose home is not writable works, as that of a system user."""
     done = nursery.run("check(6)", tmp_path, HYBRID_CACHE_DIR=None, XDG_CACHE_HOME=None, HOME="/proc/nonexistent")
     assert (done.answers, done.status) == (["tvm"], 0), done
     (warning,) = done.warnings

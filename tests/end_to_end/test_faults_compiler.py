@@ -70,7 +70,7 @@ assert workers() != [worker]
     "one warning `deadline`; that region falls back to eager",
 )
 def test_hangs(nursery: Nursery, tmp_path: Path) -> None:
-    """It is killed at the deadline, with what it started; the next compilation works."""
+    """A compiler that hangs is killed at the deadline, with what it started; the next compilation works."""
     path = linker(tmp_path, "exec sleep 600")
     done = nursery.run("check(6); check(7)", tmp_path, PATH=path, HYBRID_COMPILE_DEADLINE_S="5")
     assert done.answers == ["eager", "tvm"], done
@@ -171,7 +171,7 @@ check(6)
 
 @fault("no linker on the PATH", "one warning that names what to install; everything runs in eager")
 def test_no_linker(nursery: Nursery, tmp_path: Path) -> None:
-    """One warning, right answers."""
+    """A missing linker is one warning, and answers are right."""
     done = nursery.run("check(6)", tmp_path, PATH=str(tmp_path))
     assert (done.answers, done.status) == (["eager"], 0), done
     (warning,) = done.warnings
@@ -192,7 +192,7 @@ def test_no_linker_strict(nursery: Nursery, tmp_path: Path) -> None:
 @pytest.mark.full
 @fault("TVM is installed but cannot be imported", "one warning with the import error; everything runs in eager")
 def test_tvm_does_not_import(nursery: Nursery, tmp_path: Path) -> None:
-    """One warning, right answers."""
+    """A TVM that does not import is one warning, and answers are right."""
     fake = tmp_path / "path" / "tvm"
     fake.mkdir(parents=True)
     (fake / "__init__.py").write_text("raise ImportError('libtvm is broken')")
@@ -205,7 +205,7 @@ def test_tvm_does_not_import(nursery: Nursery, tmp_path: Path) -> None:
 
 @fault("TVM is not installed", "one warning that names the package; everything runs in eager")
 def test_tvm_missing(nursery: Nursery, tmp_path: Path) -> None:
-    """One warning, right answers."""
+    """A missing TVM is one warning, and answers are right."""
     script = """
 class Blocker:
     def find_spec(self, name, path=None, target=None):

@@ -158,7 +158,7 @@ def test_attention(dtype: torch.dtype) -> None:
 
 
 def test_sizes_known_at_run_time() -> None:
-    """One compilation for all of them; size 0 launches nothing."""
+    """A compilation serves all sizes; size 0 launches nothing."""
     plans: list[Plan] = []
     fast = _compiled(lambda x: (x.softmax(-1), x.sum(0)), plans, dynamic=True)
     for shape in ((5, 7), (130, 9), (3, 700), (2, 11)):
@@ -188,7 +188,7 @@ def test_training_step() -> None:
 
 
 def _random(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What kernels draw, each from where the one before left the generator; the last by eager."""
+    """Random numbers that kernels draw, each from where the one before left the generator; the last by eager."""
     dropped, kept = torch.native_dropout(functional.gelu(x), 0.3, True)
     uniform, normal = torch.rand_like(x), torch.randn_like(x) if x.dtype != torch.float64 else torch.zeros_like(x)
     bernoulli = torch.ops.aten.bernoulli.p(x, 0.4)

@@ -1,4 +1,4 @@
-"""One graph with regions of TensorRT, Triton, TVM and eager. TensorRT's builder and contexts are fakes, which compute by PyTorch's operators on
+"""A graph with regions of TensorRT, Triton, TVM and eager. TensorRT's builder and contexts are fakes, which compute by PyTorch's operators on
 the memory they are told; Triton's programs are run by its interpreter; all else is real."""
 
 from __future__ import annotations

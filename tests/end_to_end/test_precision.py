@@ -22,7 +22,7 @@ _PAGE = Path(__file__).parents[2] / "docs" / "precision.md"
 
 @pytest.fixture(autouse=True)
 def instructions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is told holds on machines that have the instructions, and gain by them."""
+    """A machine that has the instructions, and gains by them."""
     monkeypatch.setattr(backend, "lacking_instructions", lambda precision: ())
     monkeypatch.setattr(precision_speed_check, "_rate", lambda: 1e-9)
 

@@ -97,7 +97,7 @@ def test_half_models(dtype: torch.dtype, precision: str, bits: int) -> None:
 @pytest.mark.parametrize("precision", FORMS)
 @torch.no_grad()
 def test_any_number_of_rows(precision: str) -> None:
-    """One compilation serves every number of rows. As `activation_bits` says they keep 8 bits of each group, 16, but for one or two rows, or
+    """A compilation serves every number of rows. As `activation_bits` says, rows keep 8 bits of each group, 16, but for one or two rows, or
     all."""
     allowed = {8: 0.02, 16: 1e-4, 32: 1e-6}
     for bits, most in allowed.items():

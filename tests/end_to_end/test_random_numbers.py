@@ -38,7 +38,7 @@ def drawn() -> list[str]:
 
 @pytest.fixture(autouse=True)
 def generator(drawn: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[PhiloxGenerator]:
-    """Of eager and of kernels."""
+    """The generator that eager and kernels share."""
     interpret_for(dataclasses.replace(HOPPER, random_blocks=_BLOCKS), monkeypatch)
     found = PhiloxGenerator(seed=7).install(monkeypatch)
     eager = EagerOnGpu(found, _BLOCKS)

@@ -121,7 +121,7 @@ def test_an_engine_that_the_first_call_does_not_suit_is_chosen_on_one_that_does(
 
 
 def test_tvm_serves_the_sizes_that_an_engine_was_not_built_for(tmp_path: Path) -> None:
-    """One graph, one compilation: inside the range its plans run the engine, outside TVM's kernels, inside the engine again; sizes that were
+    """A graph of one compilation: inside the range its plans run the engine, outside TVM's kernels, inside the engine again; sizes that were
     met before build no plan."""
     check, graph, plans = _graph(tmp_path)
     check(5)  # it may still be being built

@@ -119,7 +119,7 @@ def _doubled(model: _WithBias) -> _WithBias:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_numbers_that_are_not_finite(value: float) -> None:
-    """They reach what they reach in eager: of a query its row, of a key every row of its head."""
+    """Numbers that are not finite reach what they reach in eager: of a query its row, of a key every row of its head."""
     for position in (0, 1):
         operands = _operands()
         operands[position][1, 2, 7, 3] = value
@@ -156,7 +156,7 @@ def test_learnt_keys(queries: int, kernels: list[str]) -> None:
 
 @pytest.mark.parametrize("fn", [_plain, _capped], ids=lambda fn: fn.__name__)
 def test_sizes_that_change(fn: _Function) -> None:
-    """One plan serves every number of queries and keys."""
+    """A plan serves every number of queries and keys."""
     torch.compiler.reset()
     compiled = torch.compile(fn, backend="hybrid", dynamic=True, options={"placement": "estimate"})
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What compiled models must share with eager beyond values: live weights, mutation, aliasing, threads, dynamic sizes."""
+"""Properties that compiled models must share with eager beyond values: live weights, mutation, aliasing, threads, dynamic sizes."""
 
 from __future__ import annotations
 

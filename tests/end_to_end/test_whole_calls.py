@@ -186,7 +186,7 @@ COUNTS: list[int] = []
 
 
 def test_other_libraries_operators_run_once_a_call(verdict: Verdict) -> None:
-    """What they do besides computing is not known, so a call with one is not repeated."""
+    """An operator of another library runs once a call: its other effects are not known, so a call with one is not repeated."""
     compiled = torch.compile(lambda x: counted(x).relu() + 1, backend="hybrid")
     COUNTS.clear()
     for calls in (1, 2):

@@ -62,7 +62,7 @@ def region() -> Region:
 
 
 def test_the_next_engine_has_what_is_left(region: Region) -> None:
-    """One deadline for all, whether an engine is trusted with it or not; the last, too late, is asked all the same."""
+    """The deadline is one for all, whether an engine is trusted with it or not; the last, too late, is asked all the same."""
     clock = Clock()
     deadline = Deadline(10.0, clock)
     engines = [Slow(clock, 3), SlowStranger(clock, 4), Slow(clock, 5), SlowStranger(clock, 1)]
@@ -157,7 +157,7 @@ def test_a_device_that_nobody_can_use_any_more_is_not_asked_again(
 
 
 def test_a_model_keeps_its_other_regions(caplog: pytest.LogCaptureFixture) -> None:
-    """One warning, of the one that failed."""
+    """A model gets one warning, of the region that failed."""
     engine = Stumbling(KeyError("no such layout"))
     engine.refuses = ["tanh"]  # two regions, with an operator between them that is eager's
     x = torch.randn(4)

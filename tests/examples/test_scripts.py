@@ -35,7 +35,7 @@ def _run(name: str, *arguments: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "largest"), [("as-written", 1e-5), ("int8", 0.2)])
 def test_vision(precision: str, largest: float) -> None:
-    """It shows the plan, in which the engine runs everything, how much faster it is, and an error that the precision allows."""
+    """The example shows the plan, in which the engine runs everything, how much faster it is, and an error that the precision allows."""
     printed = _run("vision.py", "--small", "--batch", "2", "--precision", precision)
     assert re.search(r"tvm runs \d+ \(100", printed)
     assert re.search(_FASTER, printed)

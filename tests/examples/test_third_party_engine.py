@@ -56,7 +56,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _run(packages: Path, cache: Path, *arguments: str, **settings: str) -> str:
-    """What a new process with the package prints."""
+    """Run a new process with the package, and return what it prints."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HYBRID_")}
     environment |= {
         "PYTHONPATH": os.pathsep.join((str(packages), str(ROOT))),

@@ -79,7 +79,7 @@ def test_a_mixture_has_none() -> None:
 
 
 def test_arithmetic_on_sizes_is_the_hosts() -> None:
-    """What makes no tensor, of nothing but sizes, runs where sizes are."""
+    """Arithmetic of nothing but sizes, which makes no tensor, runs where sizes are."""
     graph = make_fx(lambda x: aten.full([x.shape[0] + 1], 0.0, device=x.device), tracing_mode="symbolic")(
         torch.empty(4)
     ).graph

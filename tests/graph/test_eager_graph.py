@@ -32,7 +32,7 @@ def pixels(x: torch.Tensor) -> torch.Tensor:
 
 
 def _restrided(graph: EagerGraph) -> int:
-    """How many values the graph's later runs give other strides."""
+    """The number of values that the graph's later runs give other strides."""
     assert graph._module is not None
     return sum(getattr(n.target, "__name__", "") == "with_traced_strides" for n in graph._module.graph.nodes)
 
@@ -78,7 +78,7 @@ def test_a_first_run_beside_another_threads_trace() -> None:
 
 
 def test_strides_that_depend_on_sizes_known_at_run_time() -> None:
-    """One graph for all sizes: each call's strides are those of its own sizes."""
+    """A graph serves all sizes: each call's strides are those of its own sizes."""
     graph = EagerGraph(traced(pixels, torch.randn(1, 16, 8), symbolic=True))
     for count, channels in ((16, 8), (24, 8), (40, 6)):
         x = torch.randn(1, count, channels)
@@ -165,7 +165,7 @@ def test_with_strides_keeps_lazy_bits() -> None:
 
 
 def test_a_bare_output_is_a_list_of_one() -> None:
-    """As the condition of a loop returns it."""
+    """A bare output is a list of one, as the condition of a loop returns it."""
     module = traced(lambda x: x + 1, torch.ones(2))
     (returned,) = module.graph.output_node().args
     assert not isinstance(returned, list | tuple)
@@ -239,7 +239,7 @@ def test_dtypes_that_do_not_go_together_are_a_mistake() -> None:
     ],
 )
 def test_a_fault_of_the_values_reaches_the_user(function: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> None:
-    """What raises for these values raises as in eager, even where a decomposition would have made something of them."""
+    """An error of these values is raised as in eager, even where a decomposition would have made something of them."""
     with pytest.raises(Exception) as expected:  # noqa: PT011
         function(*inputs)
     module = traced(function, *(torch.zeros_like(value) for value in inputs))
@@ -252,7 +252,7 @@ def test_a_fault_of_the_values_reaches_the_user(function: Callable[..., Any], in
 
 
 def test_a_run_of_some_nodes() -> None:
-    """What folds constants runs the nodes it needs, one by one."""
+    """Folding of constants runs the nodes it needs, one by one."""
     module = traced(pixels, torch.randn(1, 16, 8))
     run = TracedRun(module)
     (placeholder,) = module.graph.find_nodes(op="placeholder")

@@ -201,7 +201,7 @@ def test_what_is_no_graph_is_refused(damage: Callable[[dict[str, Any]], object])
 
 
 def test_operators_on_quantised_tensors_are_found_in_a_new_process(tmp_path) -> None:
-    """They exist only once torch.ao's module is imported: reading a graph that holds some imports it."""
+    """Operators on quantized tensors exist only once torch.ao's module is imported: reading a graph that holds some imports it."""
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
     with FakeTensorMode():

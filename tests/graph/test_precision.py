@@ -1,4 +1,4 @@
-"""What operators compute in."""
+"""Dtypes that operators compute in."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_precision() -> None:
 
 
 def test_products_of_dequantised_values() -> None:
-    """They compute in int8, also where views lie between."""
+    """Products of dequantized values compute in int8, also where views lie between."""
 
     def function(x: torch.Tensor) -> torch.Tensor:
         wide = quantized.dequantize_per_tensor(x.to(torch.int8), 0.1, 0, -128, 127, torch.int8)

@@ -1,4 +1,4 @@
-"""What is read off operators' schemas and tags: which graphs can be run again unnoticed."""
+"""Graphs that can be run again unnoticed, by schemas and tags of operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What operators do beside computing a value, read off their schemas; and what no schema tells."""
+"""Effects of operators beside computing a value, read off their schemas; and what no schema tells."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_views(target: torch._ops.OpOverload, x: Node) -> None:
 
 @pytest.mark.parametrize("target", [aten.add.Tensor, aten.add_.Tensor, aten.copy_.default, aten.clone.default])
 def test_what_is_no_view(target: torch._ops.OpOverload, x: Node) -> None:
-    """What computes or writes is no view, though it may return an argument's memory."""
+    """An operator that computes or writes is no view, though it may return an argument's memory."""
     assert not is_view(_call(x.graph, target, x, x))
 
 
@@ -125,7 +125,7 @@ def test_a_receive_writes_to_its_argument(x: Node) -> None:
 
 
 def test_in_flight(x: Node) -> None:
-    """What a collective returns, its members and views of it are in flight until the wait."""
+    """The results of a collective, its members and views of it are in flight until the wait."""
     reduced = _call(x.graph, c10d.all_reduce.default, x, "sum", "0")
     view = _call(x.graph, aten.view.default, reduced, [-1])
     several = _call(x.graph, c10d.all_reduce_coalesced.default, [x, x], "sum", "0")
@@ -152,7 +152,7 @@ def test_effects(target: torch._ops.OpOverload, x: Node) -> None:
 
 
 def test_an_effect_that_a_program_declares(x: Node) -> None:
-    """What `torch.fx.node.has_side_effect` was told of is an effect."""
+    """An effect that `torch.fx.node.has_side_effect` was told of is an effect."""
     with torch.library._scoped_library("hybrid_test_declared", "DEF") as library:
         library.define("log(Tensor x) -> Tensor")
         target = torch.ops.hybrid_test_declared.log.default

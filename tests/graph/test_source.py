@@ -1,4 +1,4 @@
-"""Where a region came from, for the user."""
+"""The place in the user's code that a region came from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a whole graph says of its values."""
+"""Facts about values that a whole graph tells."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_memory_is_followed_through_views_items_and_waits() -> None:
 
 
 def test_a_collective_of_constants_is_no_constant() -> None:
-    """What all ranks' parameters decide does not follow from this rank's."""
+    """A collective of all ranks' parameters does not follow from this rank's."""
     gm = trace(lambda w: _reduced(w) + aten.sin(w), torch.ones(3))
     assert {str(node.target) for node in constant_nodes(gm, frozenset({"w_1"}))} == {"w_1", "aten.sin.default"}
 

@@ -81,7 +81,7 @@ class InterpreterBackend:
         return neutral_kernel(anchor)
 
     def join(self, kernels: Sequence[Kernel], outputs: Collection[Buffer]) -> Sequence[Kernel]:
-        """One kernel for each result: an operator has one."""
+        """Join a kernel for each result: an operator has one."""
         return [one for kernel in kernels for one in _split(kernel)]
 
     def alternatives(self, kernel: Kernel, constants: Mapping[Buffer, Packed]) -> Sequence[Variant]:

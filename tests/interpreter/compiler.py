@@ -26,7 +26,7 @@ class Interpreter:
 
 
 def version() -> str:
-    """Of its own sources: they lie outside the package, as a third party's would."""
+    """The version of its own sources: they lie outside the package, as a third party's would."""
     return _OWN
 
 

@@ -24,7 +24,7 @@ from torch_hybrid_backend.loops.layout import Strided
 
 
 def run(kernel: Kernel, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """What a kernel with one result writes, in the memory its layout asks for. `inputs`: what it reads, as logical tensors."""
+    """Run a kernel with one result, and write it in the memory its layout asks for. `inputs`: what it reads, as logical tensors."""
     env: Environment = {read.buffer: tensor for read, tensor in zip(kernel.reads, inputs, strict=True)}
     (result,) = kernel.writes
     env[result.buffer] = torch.empty(_known(result.buffer.shape), dtype=torch_dtype(result.buffer.dtype))

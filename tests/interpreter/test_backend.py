@@ -164,7 +164,8 @@ def test_what_the_compiler_refuses(tmp_path: Path) -> None:
 
 
 def test_compilers_have_keys_of_their_own() -> None:
-    """One kernel for one target, and two artifacts; an edit of the interpreter, outside the package, is another key too."""
+    """A kernel for one target has a key, and for two targets two artifacts; an edit of the interpreter, outside the package, is another key
+    too."""
     keys = {kernel_key(scale_kernel(), Interpreter(), module) for module in (interpreter_compiler, tir_compiler)}
     keys.add(kernel_key(scale_kernel(), dataclasses.replace(Interpreter(), fingerprint="another"), tir_compiler))
     with pytest.MonkeyPatch.context() as patch:

@@ -27,7 +27,7 @@ from torch_hybrid_backend.loops.kernels import Kernel
     ],
 )
 def test_a_kernel_comes_back(kernel: Kernel) -> None:
-    """It has the same canonical text, non-finite constants and signs of zeros included."""
+    """A kernel comes back with the same canonical text, non-finite constants and signs of zeros included."""
     assert canonical_text(decode(encode(kernel))) == canonical_text(kernel)
 
 

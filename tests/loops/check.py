@@ -1,4 +1,4 @@
-"""One check for all lowerings: trace, lower, interpret, compare with eager."""
+"""A check for all lowerings: trace, lower, interpret, compare with eager."""
 
 from __future__ import annotations
 

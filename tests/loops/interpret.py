@@ -78,7 +78,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 class Frame:
-    """One domain: values of its loop variables, which are new ones or those given, and memory."""
+    """A domain: values of its loop variables, which are new ones or those given, and memory."""
 
     def __init__(self, shape: tuple[int, ...], env: Environment, variables: Sequence[LoopVar] | None = None) -> None:
         self.shape, self.env = shape, env

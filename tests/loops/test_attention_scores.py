@@ -1,4 +1,4 @@
-"""What follows from scores, compared with the scores themselves at every point."""
+"""Conclusions from scores, compared with the scores themselves at every point."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_bounds(name: str) -> None:
 
 
 def test_decided_conditions_are_gone() -> None:
-    """What holds everywhere within the bounds is not computed there."""
+    """A condition that holds everywhere within the bounds is not computed there."""
     frame = Frame((ROWS, KEYS), ENV)
     s, t = frame.index
     ((variable, _),) = t.terms
@@ -152,7 +152,7 @@ def _operations(e: Expr) -> int:
 
 
 def test_unscaled() -> None:
-    """One positive factor of every product is taken out, of products and quotients alike; two factors, or a negative one, are not."""
+    """A positive factor of every product is taken out, of products and quotients alike; two factors, or a negative one, are not."""
     frame = Frame((ROWS, KEYS), ENV)
     product = PRODUCT.at(frame.index)
     quarter, bias = mul(product, literal(0.25, "float32")), ALLOWED.at(frame.index)

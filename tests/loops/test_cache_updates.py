@@ -18,7 +18,7 @@ def updated(b: Index, h: Index, t: Index, d: Index) -> Expr:
 
 
 def test_a_position_is_recognised() -> None:
-    """What is new, where, and of which cache; also where heads are read twice."""
+    """A new position is recognised: where it is, and of which cache; also where heads are read twice."""
     b, h, t, d = (LoopVar(name, size) for name, size in zip("bhtd", (1, 4, 8, 4), strict=True))
     found = cache_update(updated(index_of(b), index_of(h) // 2, index_of(t), index_of(d)), t)
     assert found is not None

@@ -190,7 +190,7 @@ def test_groups_compute_what_the_region_does(
     ],
 )
 def test_few_long_rows_keep_all_cores_busy(rows: int, columns: int) -> None:
-    """What is computed of each element joins the sum of its row, before it or behind, where there are rows enough for all cores, or so
+    """Elementwise operations join the sum of their row, before it or behind, where there are rows enough for all cores, or so
     little work that a second kernel costs more."""
 
     def before(x: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -1,4 +1,4 @@
-"""What gets memory when a region is lowered, and that the operations compute what the region does."""
+"""Memory of values when a region is lowered; and that the operations compute what the region does."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_quantised_activations_are_kept_as_integers(products: int, steps: int) -
 
 
 def test_dequantised_values_have_readers_of_both_kinds() -> None:
-    """What integer products read as integers is written as floats as well, for products of floats and for the caller."""
+    """Values that integer products read as integers are written as floats as well, for products of floats and for the caller."""
     scale, *rest = 0.5, 0, -128, 127, torch.int8
 
     def layer(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:

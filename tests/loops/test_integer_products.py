@@ -1,4 +1,4 @@
-"""Which operands are quantised, and what products of them become."""
+"""Quantized operands, and products of them."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_an_affine_scalar_is_an_integer_moved_and_scaled(expr: Expr, zero: int |
     ],
 )
 def test_other_scalars_are_not_affine(expr: Expr) -> None:
-    """What an integer product could not give exactly stays a product of floats."""
+    """A scalar that an integer product could not give exactly stays a product of floats."""
     assert affine(expr) is None
 
 
@@ -138,7 +138,7 @@ def test_clamped_constants_stay_clamped(low: int, high: int) -> None:
 
 
 def test_a_clamp_to_no_number_stays() -> None:
-    """Which of two bounds wins that leave no number between them depends on their order."""
+    """The winner of two bounds that leave no number between them depends on their order."""
     b = Buffer((4,), "int8", constant=True)
     load = b.at(domain_vars(b.shape))
     above = ops.call("max", load, ops.const(9, "int8"))
@@ -160,7 +160,8 @@ def test_scales_along_the_sum_make_no_integer_product() -> None:
 
 
 def test_a_zero_point_of_the_right_operand_is_taken_off_by_sums_of_rows() -> None:
-    """Of matmuls, where int32 holds all that is computed: not of many numbers, nor of zero points that may be large. A convolution's stays."""
+    """Zero points are taken off where int32 holds all that is computed: not of many numbers, nor of zero points that may be large. A
+    convolution's stays."""
     one = number(0.5)
     a, b = Buffer((1, 4, 8), "uint8"), Buffer((1, 8, 6), "uint8")
     found = product_of(dequantised(a, lambda i: one, 7), dequantised(b, lambda i: one, 3))
@@ -228,7 +229,8 @@ def test_sums_are_as_long_as_int32_holds(dtype: str, zero: int, bounds: tuple[in
 
 
 def test_sums_with_a_zero_point_that_may_be_large_are_of_float64() -> None:
-    """What int32 may not hold of them; a zero point of 8 bits, clamped or cast so, is small, and none that is no int32 makes integers."""
+    """Sums are of float64 where int32 may not hold them; a zero point of 8 bits, clamped or cast so, is small, and none that is no int32 makes
+    integers."""
     a, b = Buffer((1, 4, 64), "uint8"), Buffer((1, 64, 6), "int8", constant=True)
     narrow, wide, long = Buffer((4,), "int8"), Buffer((4,), "int32"), Buffer((4,), "int64")
 

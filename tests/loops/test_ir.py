@@ -152,7 +152,7 @@ def test_a_reduction_keeps_the_other_axes() -> None:
 
 
 def test_casts_are_no_work() -> None:
-    """What is counted is arithmetic: casts and roundings are left out, a shared part counts once."""
+    """Work is arithmetic: casts and roundings are left out, a shared part counts once."""
     i = (var("i", 4),)
     x = _buffer("x", 4, dtype="bfloat16").at(i)
     once = add(x, const(1, "float32"))

@@ -37,7 +37,7 @@ def map_kernel(*shape: Dim) -> MapKernel:
 
 
 def test_memory_of_arguments() -> None:
-    """What an array must hold, padding and gaps between rows included."""
+    """The memory of an argument has padding and gaps between rows included."""
     buffer = Buffer((2, 20, 3), "float32")
     assert Argument(buffer, contiguous(buffer.shape)).span == 120
     assert Argument(buffer, Blocked(16)).span == 2 * 2 * 3 * 16
@@ -45,7 +45,7 @@ def test_memory_of_arguments() -> None:
 
 
 def test_work_of_products() -> None:
-    """Of typical sizes where they are known at run time only; none for other kernels."""
+    """The work of products is that of typical sizes where they are known at run time only; none for other kernels."""
     m, k = symbol("m", 30), symbol("k", 7)
     a, b, out = argument(2, m, k), argument(2, k, 5), argument(2, m, 5)
     domain = tuple(LoopVar(f"d{d}", n) for d, n in enumerate(out.buffer.shape))

@@ -49,13 +49,13 @@ def test_blocks_of_channels_lie_innermost(shape: tuple[int, ...], block: int) ->
 
 
 def test_contiguous_is_row_major() -> None:
-    """Of any rank, none included."""
+    """Contiguous is row-major for any rank, none included."""
     for shape in ((2, 3, 4), (5,), (), (2, 1, 3)):
         assert _places(contiguous(shape), shape) == list(range(torch.Size(shape).numel()))
 
 
 def test_offsets_of_loop_variables_stay_in_the_span() -> None:
-    """What bounds an access is known before it runs: the greatest offset of a whole domain is the last element of the span."""
+    """The bound of an access is known before it runs: the greatest offset of a whole domain is the last element of the span."""
     shape = (3, 10, 5)
     domain: tuple[Index, ...] = tuple(var(f"i{d}", n) for d, n in enumerate(shape))
     for layout in (contiguous(shape), Strided((1, 3, 40)), Blocked(5), Blocked(2)):

@@ -1,4 +1,4 @@
-"""Which scalars are elements of a small constant table."""
+"""Scalars that are elements of a small constant table."""
 
 from __future__ import annotations
 

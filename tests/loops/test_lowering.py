@@ -26,7 +26,7 @@ def _only_node(fn: Callable[..., object], *inputs: torch.Tensor) -> torch.fx.Nod
 
 
 def test_second_registration_is_an_error() -> None:
-    """One overload has one lowering."""
+    """An overload has one lowering."""
     assert aten.relu.default in table()
     with pytest.raises(ValueError, match="two lowerings"):
         lowers(aten.relu.default)(lambda ctx, x: x)
@@ -42,7 +42,7 @@ def test_second_registration_is_an_error() -> None:
     ],
 )
 def test_refusals_have_codes(fn: Callable[..., object], x: torch.Tensor, code: Reason) -> None:
-    """What is not taken is refused by a value with a stable code and a sentence."""
+    """A refusal is a value with a stable code and a sentence."""
     verdict = supports(_only_node(fn, x))
     assert not verdict
     assert verdict.code is code

@@ -131,7 +131,7 @@ def test_attention_reads_what_is_picked_and_computes_its_mask(gathers: bool, ope
 
 
 def test_a_mask_that_is_dear_gets_memory() -> None:
-    """It is computed once for all that read it, whatever the policy says of cheap ones."""
+    """A mask that is dear is computed once for all that read it, whatever the policy says of cheap ones."""
 
     def fn(q: torch.Tensor, distances: torch.Tensor) -> torch.Tensor:
         mask = _chain(_chain(distances))
@@ -145,7 +145,7 @@ def test_a_mask_that_is_dear_gets_memory() -> None:
 
 @pytest.mark.parametrize("takes", [True, False])
 def test_attention_writes_its_log_sum_exp(takes: bool) -> None:
-    """Where that is read and the policy takes it; else the operator is refused."""
+    """The log-sum-exp is written where that is read and the policy takes it; else the operator is refused."""
     policy = dataclasses.replace(GENEROUS, abilities=Abilities(attention_gradients=takes))
 
     def fn(q: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What a random operator takes of its device's generator, and which place of it an element is told."""
+"""Numbers that a random operator takes of its device's generator, and which place of it an element is told."""
 
 from __future__ import annotations
 

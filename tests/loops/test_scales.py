@@ -58,7 +58,7 @@ def rewritten(e: Expr, sums: Buffer = SUMS) -> Expr:
 
 
 def operations(e: Expr) -> list[str]:
-    """What is computed for every element: not from the column alone."""
+    """The operations computed for every element: not from the column alone."""
     return sorted(p.op for p in parts([e]) if isinstance(p, Call) and not depends_on_column_alone(p, COLUMN))
 
 

@@ -61,7 +61,7 @@ def _shared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def _composite(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
-    """As PyTorch decomposes it where it has no fused kernel: queries and keys are scaled, and rows that see nothing are 0."""
+    """Attention as PyTorch decomposes it where it has no fused kernel: queries and keys are scaled, and rows that see nothing are 0."""
     result: torch.Tensor = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=m)
     return result
 
@@ -145,7 +145,7 @@ def _moved(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     "fn", [_weights_read, _scores_read, _another_axis, _no_softmax, _moved], ids=lambda fn: fn.__name__
 )
 def test_not_found(fn: Callable[..., object]) -> None:
-    """Where what is between is read by others, and where it is no softmax over the keys of these scores."""
+    """Attention is not found where values between are read by others, and where it is no softmax over the keys of these scores."""
     graph = match_sdpa(_graph(fn, Q, K, V)[0], gathers=True)
     assert sum(isinstance(op, MatMulOp) for op in graph.ops) == 2
     assert not any(isinstance(op, AttentionOp) for op in graph.ops)
@@ -158,7 +158,7 @@ def test_wide_heads_are_left() -> None:
 
 
 def test_products_of_integers_are_left() -> None:
-    """They are exact, and have a zero point beside their operands."""
+    """Products of integers are exact, and have a zero point beside their operands."""
     rows, weight = (torch.randint(-128, 128, (32, 32), dtype=torch.int8) for _ in range(2))
 
     def fn(rows: torch.Tensor, weight: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,7 @@ class FakeClock:
 
 
 def test_median_and_spread_are_in_microseconds() -> None:
-    """One slow round moves the median little; the spread is the distance of the quartiles."""
+    """A slow round moves the median little; the spread is the distance of the quartiles."""
     clock = FakeClock()
     call = clock.taking(50, 10, 11, 12, 13, 1000)  # the first is the warm-up
     (timing,) = measure([call], 1e-9, min_rounds=5, timer=HostTimer(clock))
@@ -84,7 +84,7 @@ def test_the_budget_ends_the_rounds() -> None:
 
 
 def test_the_low_time_ignores_disturbed_rounds() -> None:
-    """Of few rounds it is the minimum, of many the lower quartile: a disturbed majority does not change it."""
+    """The low time of few rounds is the minimum, of many the lower quartile: a disturbed majority does not change it."""
     clock = FakeClock()
     (timing,) = measure(
         [clock.taking(10, 900, 10, 900, 900, 900)], 1e-3, min_rounds=5, max_rounds=5, timer=HostTimer(clock)
@@ -244,7 +244,7 @@ def test_what_events_cannot_tell_is_called_several_times(stream: Stream) -> None
 
 
 def test_twice_the_cache_is_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As large as the device says; nothing where it says nothing, or has no memory for it."""
+    """Twice the cache is as large as the device says; nothing where it says nothing, or has no memory for it."""
     sizes: list[int] = []
     told: dict[str, int] = {"L2_cache_size": 1 << 20}
     module = SimpleNamespace(get_device_properties=lambda device: SimpleNamespace(**told))

@@ -29,7 +29,7 @@ class _Threads:
 
 
 def test_all_threads_count_from_the_start() -> None:
-    """What threads waited before does not count, one that began meanwhile counts whole, one that ended not at all."""
+    """Waits of threads before the start do not count; one that began meanwhile counts whole, one that ended not at all."""
     threads = _Threads()
     load = threads.load()
     assert (load.share, load.is_felt()) == (0.0, False)

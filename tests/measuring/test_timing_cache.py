@@ -40,7 +40,7 @@ def test_disturbed_times_are_found_once_three_processes_took_them(tmp_path: Path
 
 
 def test_undisturbed_times_replace_disturbed_ones(tmp_path: Path) -> None:
-    """What a quiet machine tells stays; other load later on only adds what was not timed yet."""
+    """Times of a quiet machine stay; other load later on only adds what was not timed yet."""
     cache = _cache(tmp_path)
     cache.put("regions", "key", CPU, {"tvm": 1.0}, is_disturbed=True)
     cache.put("regions", "key", CPU, TIMES)

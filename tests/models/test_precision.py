@@ -58,7 +58,7 @@ _DEFAULT = ("resnet50", "bert_base", "gpt2", "lstm")
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in _DEFAULT else pytest.mark.full) for n in ZOO])
 def test_casts(name: str) -> None:
-    """One cast in front of the first layer and one behind the last; a few more where a mask's or a residual's values enter in float32."""
+    """A cast stands in front of the first layer and one behind the last; a few more where a mask's or a residual's values enter in float32."""
     counts = _conversion(name, "bf16")
     (converted,) = counts.converted
     assert converted[0] == "bfloat16"
@@ -74,7 +74,7 @@ def test_casts_to_integers(name: str, precision: str) -> None:
 
 
 def _conversion(name: str, precision: str) -> Conversion:
-    """What the passes make of a model's small form."""
+    """Convert a model's small form by the passes."""
     found: list[Conversion] = []
 
     def convert(graph: CapturedGraph) -> Any:

@@ -54,12 +54,9 @@ PASSED, WRONG, ERROR, SKIPPED, UPSTREAM = "passed", "wrong", "error", "skipped",
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one sample in one mode.
-
-    `status`: "passed"; "wrong" (the result differs from eager's); "error" (the compiled call raised, eager did not); "skipped" (eager itself
-    raised, or the sample cannot be compared); "upstream" (torch's own aot_eager backend fails as well). `taken` counts the operators that the
-    engine ran, `refused` tells those it did not: (operator, code, sentence).
-    """
+    """The outcome of a sample in one mode. `status`: "passed"; "wrong" (the result differs from eager's); "error" (the compiled call raised,
+    eager did not); "skipped" (eager itself raised, or the sample cannot be compared); "upstream" (torch's own aot_eager backend fails as well).
+    `taken` counts the operators that the engine ran, `refused` tells those it did not: (operator, code, sentence)."""
 
     status: str
     why: str = ""
@@ -69,7 +66,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is called. `state`: parameters and buffers of a module, which every call finds as they were made and whose gradients or
+    """The callable of a task. `state`: parameters and buffers of a module, which every call finds as they were made and whose gradients or
     final values count as results; `wide` makes the same in float64."""
 
     call: Call
@@ -90,7 +87,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One call. `is_random`: only the form of the results counts; `direct`: without Dynamo, where the call can be traced so; `brief`: in the
+    """A call. `is_random`: only the form of the results counts; `direct`: without Dynamo, where the call can be traced so; `brief`: in the
     first mode only."""
 
     subject: Subject
@@ -177,7 +174,7 @@ class Bench:
 
 
 class _Run:
-    """One sample: called in eager and captured when made, run in each mode by `outcomes`."""
+    """A sample that is called in eager and captured when made, run in each mode by `outcomes`."""
 
     def __init__(self, sample: Sample, bench: Bench) -> None:
         self._sample = sample
@@ -308,7 +305,7 @@ class Flat(torch.nn.Module):
 
 
 def _difference(actual: Any, expected: Any, sample: Sample) -> str:
-    """How a call's results differ from eager's, in words; "" where they do not."""
+    """The difference of a call's results from eager's, in words; "" where they do not."""
     if sample.is_random:
         return _forms(actual, expected)
     return difference(actual, expected, lambda: _exact(sample))
@@ -347,7 +344,7 @@ def _traced(sample: Sample, backend: Callable[..., Any]) -> Call:
 
 
 def _share(plans: Sequence[Plan], engine: str) -> tuple[int, tuple[tuple[str, str, str], ...]]:
-    """How many operators the engine runs, and which others it refused."""
+    """The number of operators that the engine runs, and which others it refused."""
     nodes = [node for plan in plans for node in plan.nodes]
     refused = {
         (node.operator, str(refusal.code), refusal.why)

@@ -1,4 +1,4 @@
-"""What fails, and why that is known: one table. Whatever fails and is not in it is a fault; so is what is in it and succeeds."""
+"""Known failures, and their reasons: one table. Whatever fails and is not in it is a fault; so is what is in it and succeeds."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class _Reading(torch.nn.Module):
 
 
 def differences(task: Task, limit: int) -> Iterator[str]:
-    """What `limit` samples of a task, spread over all of its samples, return that eager does not."""
+    """Samples of a task, `limit` at most and spread over all, whose results differ from eager's."""
     table = moduleinfos if task.is_module else opinfos
     if not table.supported(task):
         return

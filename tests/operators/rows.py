@@ -1,4 +1,4 @@
-"""What a task came to: its samples' outcomes in one mode, counted."""
+"""The results of a task: its samples' outcomes in one mode, counted."""
 
 from __future__ import annotations
 
@@ -35,9 +35,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One task in one mode.
-
-    available: how many samples the task has; `samples` of them were run.
+    """A task in one mode. Available: how many samples the task has; `samples` of them were run.
     statuses: status -> samples. shares: how the engine took the samples that passed, -> samples: "taken" (every operator of the graph),
     "partly", "refused" (it was offered operators and took none), "none" (nothing to compute: views, or no elements).
     failures: (sample, status, why) of the first.
@@ -89,7 +87,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """How the engine took the task: "wrong", "taken", "partly", "refused", "none", or "upstream" or "skipped" where nothing passed."""
+        """The way the engine took the task: "wrong", "taken", "partly", "refused", "none", or "upstream" or "skipped" where nothing passed."""
         if self.failure:
             return "wrong"
         shares = {share for share, samples in self.shares.items() if samples}

@@ -42,7 +42,7 @@ MAX_CRASHES = 4  # of one task; then the rest of its samples counts as crashed
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How tasks are run. `limit` samples each, or all of them where it is None; `silence_s` seconds make a worker a hanging one."""
+    """Settings of a run of tasks. `limit` samples each, or all of them where it is None; `silence_s` seconds make a worker a hanging one."""
 
     modes: tuple[str, ...]
     limit: int | None
@@ -61,7 +61,7 @@ class Worker:
         self._samples = 0
 
     def run(self, task: Task) -> tuple[int, dict[int, dict[str, Outcome]]]:
-        """How many samples a task has, and the outcomes of those that were run, by number and mode.
+        """The number of samples of a task, and the outcomes of those that were run, by number and mode.
 
         A sample at which the process died or was late is a failure in each mode.
         """

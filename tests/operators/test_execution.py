@@ -57,7 +57,7 @@ def test_a_planted_fault_is_found(bench: Bench, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_default_backend_is_saved_by_its_gate(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a lowering is far off, the default backend falls back, gives eager's result, and the refusal is written down."""
+    """The default backend falls back where a lowering is far off, gives eager's result, and the refusal is written down."""
 
     def far_off(ctx: Context, x: Value) -> Value:
         return ctx.pointwise(lambda a: add(call("exp", a), const(1, a.dtype)), x)
@@ -70,7 +70,7 @@ def test_the_default_backend_is_saved_by_its_gate(bench: Bench, monkeypatch: pyt
 
 
 def test_a_lowering_that_raises_is_an_error(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What raises on the forced engine is a failure, not a fallback."""
+    """A lowering that raises on the forced engine is a failure, not a fallback."""
 
     def refuses_late(ctx: Context, x: Value) -> Value:
         def at(_a: Expr) -> Expr:
@@ -117,7 +117,7 @@ def _row(*outcomes: Outcome, mode: str = "tvm") -> Row:
     ],
 )
 def test_verdict(outcomes: tuple[Outcome, ...], verdict: str) -> None:
-    """One word for a task: a single failure makes it wrong."""
+    """A word for a task: a single failure makes it wrong."""
     assert _row(*outcomes).verdict == verdict
 
 

@@ -20,7 +20,7 @@ def test_copies_keep_strides() -> None:
 
 
 def test_wrong_values_are_seen() -> None:
-    """One wrong element, a NaN where a number belongs, another dtype or shape: each is a difference."""
+    """A wrong element, a NaN where a number belongs, another dtype or shape: each is a difference."""
     want = torch.tensor([1.0, 2.0, math.nan])
     assert difference(want.clone(), want) == ""
     assert "Mismatched elements" in difference(torch.tensor([1.0, 2.1, math.nan]), want)
@@ -42,7 +42,7 @@ def test_float64_decides_where_eager_is_inexact() -> None:
 
 
 def test_an_exact_eager_leaves_a_few_units() -> None:
-    """Where eager is exact, a few units in the last place are granted, of the value and of the values' size, no more."""
+    """A few units in the last place are granted where eager is exact, of the value and of the values' size, no more."""
     exact = torch.tensor([1.0, 1000.0], dtype=torch.float64)
     eager = exact.float()
     unit = torch.finfo(torch.float32).eps

@@ -87,7 +87,7 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
 
 
 def difference(actual: Any, expected: Any, exact: Callable[[], Any] = lambda: None) -> str:
-    """What distinguishes the results, "" where nothing does.
+    """The difference of the results, "" where nothing does.
 
     Integers and booleans must be equal. A floating-point result that is not close to eager's must be about as near as eager's to
     `exact()`, the result of a float64 run (`_worse`).
@@ -120,7 +120,7 @@ def difference(actual: Any, expected: Any, exact: Callable[[], Any] = lambda: No
 
 
 def form_difference(actual: object, expected: torch.Tensor) -> str:
-    """How dtype, shape, layout or lazy bits differ, "" where they do not."""
+    """The difference in dtype, shape, layout or lazy bits; "" where they do not."""
     if not isinstance(actual, torch.Tensor):
         return f"is a {type(actual).__name__}"
     if (actual.dtype, actual.shape, actual.layout) != (expected.dtype, expected.shape, expected.layout):
@@ -143,7 +143,7 @@ def _unlike(actual: torch.Tensor, expected: torch.Tensor, tolerances: Mapping[to
 
 
 def _worse(actual: torch.Tensor, expected: torch.Tensor, exact: torch.Tensor) -> str:
-    """How much farther from the float64 result than eager's, "" where no element is materially so."""
+    """The excess of the error over eager's, from the float64 result; "" where no element is materially so."""
     rounded = exact.to(expected.dtype)
     got, want, true = actual.double(), expected.double(), exact.double()
     same = (actual == expected) | (actual.isnan() & expected.isnan()) | (actual == rounded)

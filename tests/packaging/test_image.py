@@ -117,7 +117,7 @@ class Image:
         return done.stdout
 
     def size_bytes(self) -> int:
-        """What the image's files take."""
+        """The bytes of the image's files."""
         self.unmount()
         told = subprocess.run(["du", "-sxB1", self.root], capture_output=True, text=True, check=True).stdout
         return int(told.split()[0])
@@ -147,7 +147,8 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Image]:
 
 
 def test_a_model_runs_in_the_image(image: Image) -> None:
-    """As a user who is not root, without a compiler: TVM takes it; the command of the image says that the engine can run."""
+    """A model runs in the image as a user who is not root, without a compiler: TVM takes it; the command of the image says that the engine can
+    run."""
     assert image.user != "root"
     assert image.run(["python", "-c", _PROGRAM]).splitlines() == ["{'tvm'}"]
     doctor = image.run(image.command)

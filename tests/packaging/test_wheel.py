@@ -58,7 +58,7 @@ def test_it_is_of_these_sources(wheel: Path) -> None:
 
 
 def test_its_metadata_is_complete(wheel: Path) -> None:
-    """What a registry shows, and what installers ask."""
+    """Metadata that a registry shows, and that installers ask for, are there."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = message_from_bytes(archive.read(name))
@@ -75,7 +75,7 @@ def test_its_metadata_is_complete(wheel: Path) -> None:
 
 @pytest.mark.skipif(not shutil.which("objdump"), reason="needs objdump")
 def test_its_tag_is_true(wheel: Path, tmp_path: Path) -> None:
-    """It needs no glibc later than 2.28, no C++ runtime library and no library of Python's, and is stripped."""
+    """The wheel needs no glibc later than 2.28, no C++ runtime library and no library of Python's, and is stripped."""
     assert wheel.name == f"torch_hybrid_backend-{torch_hybrid_backend.__version__}-py3-none-manylinux_2_28_x86_64.whl"
     with zipfile.ZipFile(wheel) as archive:
         library = archive.extract("torch_hybrid_backend/_runtime.so", tmp_path)

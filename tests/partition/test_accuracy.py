@@ -32,7 +32,7 @@ def _region(function: Callable[..., object], *inputs: torch.Tensor) -> Region:
 def _compare(
     function: Callable[..., torch.Tensor], x: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> str:
-    """What the gate says of an engine that returns `change(eager's output)`."""
+    """The gate's verdict on an engine that returns `change(eager's output)`."""
     expected = function(x)
     return compare(_region(function, x), [x], [expected], [change(expected.clone())]).why
 
@@ -118,7 +118,8 @@ def test_half_types_are_judged_against_float32(
 
 
 def test_what_rounds_as_half_types_do_does_not_judge_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the settings let float32 be multiplied with fewer bits, float64 judges; of convolutions where a region has any."""
+    """Rounded products do not judge half types: float64 judges where the settings let float32 be multiplied with fewer bits; of convolutions
+    where a region has any."""
     x = torch.randn(2, 3, 8, 8).bfloat16()
     w = torch.randn(4, 3, 3, 3).bfloat16()
     regions = {
@@ -209,7 +210,7 @@ def test_nan_where_eager_has_none_fails() -> None:
 
 
 def test_nan_and_infinity_do_not_hide_other_faults() -> None:
-    """Where both have NaN and infinities in the same places, the other elements are still compared."""
+    """Elements beside NaN and infinities in the same places are still compared."""
     x = torch.randn(2000)
     x[0] = 0.0
     expected = torch.log(x)
@@ -226,7 +227,7 @@ def test_infinity_where_eager_has_a_number_fails() -> None:
 
 @pytest.mark.parametrize("x", [torch.tensor([1, 2, 2**40]), torch.tensor([True, False])])
 def test_integers_and_booleans_are_exact(x: torch.Tensor) -> None:
-    """One off in a large integer is an error, though within any relative tolerance."""
+    """A large integer that is off by one is an error, though within any relative tolerance."""
 
     def spoil(y: torch.Tensor) -> torch.Tensor:
         y[-1] = ~y[-1] if y.dtype is torch.bool else y[-1] + 1
@@ -251,7 +252,7 @@ def test_the_form_must_be_eagers(change: Callable[[torch.Tensor], torch.Tensor],
 
 
 def test_strides_of_dimensions_of_size_one_do_not_matter() -> None:
-    """They address nothing."""
+    """Strides of dimensions of size one address nothing."""
     assert _compare(torch.sin, torch.randn(1, 3), lambda y: torch.as_strided(y, (1, 3), (77, 1))) == ""
 
 
@@ -359,7 +360,7 @@ def _written_out(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("quantize", [_quantize, _written_out])
 def test_quantised_integers_may_differ_by_one_step(quantize: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """One step is a rounding, also behind views and pooling; two are a fault. Integers that come about otherwise are exact, places of pooling
+    """A step is a rounding, also behind views and pooling; two are a fault. Integers that come about otherwise are exact, places of pooling
     among them."""
     x = torch.rand(2, 4, 8, 8) * 20
     pooled = lambda v: torch.nn.functional.max_pool2d(quantize(v), 2).flatten(1)  # noqa: E731
@@ -414,7 +415,7 @@ def test_a_step_at_a_tie_may_show_in_what_is_computed_from_it() -> None:
     ("bits", "legal", "wrong", "outlier"), [(16, 3e-4, 3e-3, 0.02), (8, 5e-3, 0.06, 0.3), (32, 1e-8, 3e-4, 1e-3)]
 )
 def test_rows_that_are_rounded(bits: int, legal: float, wrong: float, outlier: float) -> None:
-    """Where a product has the mark, outputs may be off by what so many bits of its rows make, in the mean; no element may stand out. 32
+    """Outputs of a marked product may be off by what so many bits of its rows make, in the mean; no element may stand out. 32
     bits are all."""
     w = torch.randn(64, 64)
 
@@ -533,7 +534,7 @@ def test_where_a_wider_run_takes_too_much_memory_eager_alone_judges(monkeypatch:
 
 
 def test_only_what_is_far_off_is_run_wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What leads to other outputs alone is not computed."""
+    """Values that lead to other outputs alone are not computed wide."""
 
     def function(v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return v.exp(), v.sin()

@@ -30,7 +30,7 @@ def test_every_element_is_in_one_block(shape: tuple[int, ...], reverse: bool) ->
 
 
 def test_blocks_share_memory_with_their_tensors() -> None:
-    """They are views."""
+    """Blocks are views."""
     x = torch.zeros(4, BLOCK_ELEMENTS)
     for (block,) in blocks(x):
         block.add_(1)

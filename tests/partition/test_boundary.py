@@ -1,4 +1,4 @@
-"""What boundaries between regions cost, by estimate."""
+"""The cost of boundaries between regions, by estimate."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def graph() -> PartitionedGraph:
 
 
 def test_eager_between_regions_is_a_call_of_python(graph: PartitionedGraph) -> None:
-    """One for each segment of eager's; none where eager runs it all."""
+    """A segment of eager's is one call of Python; none where eager runs it all."""
     names = [segment.region.name for segment in graph.segments]
     assert callbacks_us(graph, dict(zip(names, ["fake", "eager", "fake"], strict=True))) == CALLBACK_US
     assert callbacks_us(graph, dict(zip(names, ["eager", "eager", "fake"], strict=True))) == 2 * CALLBACK_US

@@ -58,7 +58,8 @@ def test_an_engine_may_compute_while_it_is_asked() -> None:
 
 
 def test_an_engine_that_raises_when_asked_about_a_region(caplog: pytest.LogCaptureFixture) -> None:
-    """It does not get that region: one warning, or RegionError under strict. While it is asked it may compute with tensors of its own."""
+    """An engine that raises about a region does not get that region: one warning, or RegionError under strict. While it is asked it may compute
+    with tensors of its own."""
 
     class Raising(FakeEngine):
         def accepts(self, region: Region) -> Verdict:

@@ -35,7 +35,7 @@ def test_a_write_waits_for_readers_through_views() -> None:
 
 
 def test_a_later_reader_waits_for_the_write() -> None:
-    """What reads the memory after the write, through a view taken before it, sees what was written."""
+    """A read of the memory after the write, through a view taken before it, sees what was written."""
 
     def update(cache: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         view = aten.view.default(cache, [2, 2])
@@ -92,7 +92,7 @@ def test_collectives_keep_their_order() -> None:
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 def test_readers_of_what_a_collective_wrote_wait() -> None:
-    """What reads a collective's memory after the wait, without a wire from it, runs after it."""
+    """A read of a collective's memory after the wait, without a wire from it, runs after it."""
 
     def program(x: torch.Tensor) -> torch.Tensor:
         reduced = c10d.all_reduce(x, "sum", "0")

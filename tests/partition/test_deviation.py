@@ -115,7 +115,7 @@ def test_values_that_tell_something_of_errors() -> None:
 
 
 def test_layers_that_saw_nothing() -> None:
-    """They are named once they have run: their inputs that calls change are looked at, not weights."""
+    """Layers that saw nothing are named once they have run: their inputs that calls change are looked at, not weights."""
     module = trace(lambda x, y, w: ((x @ w) + (y * 0) @ w,), torch.ones(4, 4), torch.ones(4, 4), torch.zeros(4, 4))
     x, _, w = (node.name for node in module.graph.find_nodes(op="placeholder"))
     first, second = (node.name for node in module.graph.nodes if node.target is torch.ops.aten.mm.default)

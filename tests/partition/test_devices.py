@@ -147,7 +147,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], torch.dtype]] 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_on_a_gpu_is_a_region_of_that_gpu(devices: FakeDevices, name: str) -> None:
-    """One region, of one device; each spec of the plan tells its index, and none is the CPU's."""
+    """A model on a GPU is one region, of one device; each spec of the plan tells its index, and none is the CPU's."""
     make, shape, dtype = MODELS[name]
     x = devices.tensor(*shape, device="cuda:1", dtype=dtype)
     found = planned(devices, [LoopsEngine(devices=["cuda"])], devices.move(make(), "cuda:1"), x)
@@ -178,7 +178,7 @@ def test_a_region_of_a_gpu_is_lowered_as_one_of_the_cpu(devices: FakeDevices, na
 
 @pytest.mark.parametrize("name", ["resnet", "transformer"])
 def test_tvm_refuses_what_is_on_a_gpu(devices: FakeDevices, name: str) -> None:
-    """It is asked about nothing: eager has the whole graph, and the plan says why."""
+    """TVM is asked about nothing on a GPU: eager has the whole graph, and the plan says why."""
     make, shape, dtype = MODELS[name]
     x = devices.tensor(*shape, device="cuda:0", dtype=dtype)
     engine = TvmEngine(Config(compile_threads=1), services())
@@ -213,7 +213,7 @@ def test_a_number_on_the_cpu_enters_by_value(devices: FakeDevices) -> None:
 
 
 def test_two_gpus_never_share_a_region(devices: FakeDevices) -> None:
-    """One engine, two regions; what goes from one GPU to the other is eager's."""
+    """Two GPUs have two regions of one engine; what goes from one GPU to the other is eager's."""
 
     def function(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
         z = functional.relu(x * 2).softmax(-1)

@@ -32,7 +32,7 @@ def test_eager_pays_for_each_operator_and_its_traffic() -> None:
 
 
 def test_an_engine_pays_for_inputs_outputs_and_products() -> None:
-    """What lies between is taken to be fused. The product's operands go through memory."""
+    """A value between is taken to be fused. The product's operands go through memory."""
     region = _region(lambda x: x.exp().sin(), torch.randn(1000))
     compiled = FakeRegion(region, lambda outputs: outputs)
     assert engine_us(region, compiled, ON) == pytest.approx(2.0 + 8.0)
@@ -81,5 +81,5 @@ def test_the_hosts_roofline_grows_with_pytorchs_threads() -> None:
 
 
 def test_nothing_is_estimated_where_nothing_is_known() -> None:
-    """Of other devices there are no numbers."""
+    """Nothing is estimated for devices without numbers."""
     assert roofline(Device("cuda", 0)) is None

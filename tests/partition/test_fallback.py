@@ -1,4 +1,4 @@
-"""Where an engine loses a region: which reason is given, what is logged, and what strict raises."""
+"""Regions that an engine loses: which reason is given, what is logged, and what strict raises."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ def test_what_stopped_a_run(error: Exception, code: Reason) -> None:
     ("text", "why"), [("a\n  b\tc ", "ValueError: a b c"), ("", "ValueError"), (" \n", "ValueError")]
 )
 def test_a_reason_is_one_line(text: str, why: str) -> None:
-    """It becomes part of a log line: line breaks and runs of spaces go, and an error without text is named alone."""
+    """A reason becomes part of a log line: line breaks and runs of spaces go, and an error without text is named alone."""
     assert compile_refusal(ValueError(text)).why == run_refusal(ValueError(text)).why == why
 
 
 def test_a_lost_region_is_warned_of_once(region: Region, caplog: pytest.LogCaptureFixture) -> None:
-    """One WARNING names the region, the user's line, the engine, code and sentence; the refusal for the plan says the same."""
+    """A warning names the region, the user's line, the engine, code and sentence; the refusal for the plan says the same."""
     refusal = demote(region, "tvm", Refused(Reason.DEADLINE, "DeadlineError: it took over 3 s"), strict=False)
     assert refusal == Refusal("tvm", Reason.DEADLINE, "DeadlineError: it took over 3 s")
     (record,) = caplog.records
@@ -93,7 +93,7 @@ def test_strict_raises_instead(region: Region, caplog: pytest.LogCaptureFixture,
 
 
 def test_an_unchecked_region_is_warned_of(region: Region, caplog: pytest.LogCaptureFixture) -> None:
-    """Where eager cannot run a region, the warning says who runs it, and why nothing checks the result; a region of no line is named alone."""
+    """The warning says who runs a region that eager cannot run, and why nothing checks the result; a region of no line is named alone."""
     unable = Refused(Reason.OUT_OF_MEMORY, "MemoryError")
     report_unchecked(region, "tvm", unable)
     report_unchecked(dataclasses.replace(region, source=""), "tvm", unable)

@@ -24,7 +24,7 @@ from torch_hybrid_backend.partition.regions import partition_graph
 
 
 class _Attention(nn.Module):
-    """One head over a sequence of 6 positions of width 8, with a residual connection and a normalisation."""
+    """A head over a sequence of 6 positions of width 8, with a residual connection and a normalisation."""
 
     def __init__(self) -> None:
         super().__init__()

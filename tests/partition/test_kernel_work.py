@@ -40,14 +40,14 @@ def test_what_is_computed_inside_a_kernel_is_its_readers(product: torch.fx.Graph
 
 
 def test_a_value_that_stays_inside_costs_no_bytes(product: torch.fx.Graph) -> None:
-    """One kernel for everything reads the graph's inputs and writes its outputs."""
+    """A kernel for everything reads the graph's inputs and writes its outputs."""
     (whole,) = kernel_work(product, [{"mm", "sum_1"}])
     assert whole.nodes == ("mm", "relu", "add", "sum_1")
     assert whole.bytes == FLOAT * (4 * 8 + 8 * 16 + 16 + 4)
 
 
 def test_eager_reads_and_writes_memory_in_each_operator(product: torch.fx.Graph) -> None:
-    """What is inside a kernel elsewhere goes through memory; views cost nothing."""
+    """Eager's operators read and write memory where a kernel elsewhere would not; views cost nothing."""
     work = eager_work(product)
     x, w, b, y, total = 4 * 8, 8 * 16, 16, 4 * 16, 4
     assert work.bytes == FLOAT * ((x + w + y) + (y + y) + (y + b + y) + (y + total))
@@ -57,7 +57,7 @@ def test_eager_reads_and_writes_memory_in_each_operator(product: torch.fx.Graph)
 
 
 def test_a_view_that_a_kernel_is_for_is_a_copy() -> None:
-    """It reads and writes what it shows."""
+    """A view that a kernel is for reads and writes what it shows."""
     graph = _graph(lambda x: aten.view.default(x, [2, 4]), torch.ones(8))
     (work,) = kernel_work(graph, [{"view"}])
     assert work.bytes == FLOAT * (8 + 8)
@@ -70,7 +70,7 @@ def test_what_several_kernels_compute_together_counts_once(product: torch.fx.Gra
 
 
 def test_a_view_counts_with_the_elements_that_it_shows() -> None:
-    """One row of a large table is read, not the table; an expanded row counts once."""
+    """A row of a large table is read, not the table; an expanded row counts once."""
 
     def function(table: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
         return aten.mul.Tensor(aten.select.int(table, 0, 3), aten.select.int(aten.expand.default(row, [5, 8]), 0, 1))

@@ -1,4 +1,4 @@
-"""What is known of each layer's time, from the times of kernels."""
+"""Times of layers, from the times of kernels."""
 
 from __future__ import annotations
 

@@ -55,8 +55,8 @@ def _plan(model: nn.Module, *, grad: bool) -> Plan:
 
 
 def test_modules_of_operators_survive_capture_and_passes() -> None:
-    """Of inference and of training, captured anew and read from the cache: every operator but the outermost's has its module, every module its
-    class and its caller; a module that is called twice is two calls."""
+    """Modules are known in graphs Of inference and of training, captured anew and read from the cache: every operator but the outermost's has
+    its module, every module its class and its caller; a module that is called twice is two calls."""
     model = _Model()
     blocks = [
         ModuleCall(path, "_Block", parent)

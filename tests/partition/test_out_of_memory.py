@@ -53,7 +53,7 @@ expected = region.eager([x])
 
 
 def _run(script: str) -> str:
-    """What the script prints, in a process of its own."""
+    """Run a script in a process of its own, and return what it prints."""
     done = subprocess.run(
         [sys.executable, "-c", _START + script],
         capture_output=True,

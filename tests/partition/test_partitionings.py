@@ -42,7 +42,7 @@ def _function(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_each_engine_comes_first_once() -> None:
-    """What both support goes to the one that is asked first; so there is a partition in which each has its best regions."""
+    """Operators that both engines support go to the one that is asked first; so there is a partition in which each has its best regions."""
     first, second = FakeEngine("first", refuses=["exp"]), FakeEngine("second", takes=["sin", "exp"])
     found = {cover.order: _regions(cover) for cover in _covers(trace(_function, torch.randn(64, 64)), [first, second])}
     assert found == {

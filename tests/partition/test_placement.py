@@ -101,7 +101,7 @@ def test_eager_wins_where_it_is_faster() -> None:
 
 
 def test_order_breaks_ties() -> None:
-    """Of equally fast ones the first wins, and eager comes last."""
+    """The first of equally fast engines wins, and eager comes last."""
     assert _choose(eager=10.0, first=10.0, second=10.0).decision.engine == "first"
 
 
@@ -115,7 +115,7 @@ def test_a_second_process_does_not_time_again(tmp_path: Path) -> None:
 
 
 def test_another_form_is_timed_by_itself(tmp_path: Path) -> None:
-    """What an engine's form of a region costs says nothing of another form."""
+    """The cost of an engine's form of a region says nothing of another form."""
     cache = TimingCache(Store(tmp_path), lambda device: "machine")
     for form, cost in (("", 40.0), ("constants", 10.0)):
         timed = Timed(region := _region(), 30.0, first=cost)
@@ -126,7 +126,8 @@ def test_another_form_is_timed_by_itself(tmp_path: Path) -> None:
 
 
 def test_costs_taken_beside_other_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They tell little: eager wins by a clear margin only, and later processes time again; after three the shortest of all are believed."""
+    """Costs taken beside other load tell little: eager wins by a clear margin only, and later processes time again; after three the shortest of
+    all are believed."""
 
     def cache() -> TimingCache:
         return TimingCache(Store(tmp_path), lambda device: "machine")
@@ -215,7 +216,7 @@ def test_the_warning_names_the_users_line(caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_a_region_that_is_too_far_off_is_made_exact() -> None:
-    """What its engine can compute more accurately is not lost to eager for rounding too much."""
+    """A region that its engine can compute more accurately is not lost to eager for rounding too much."""
     region = _region()
 
     class Rounding(FakeRegion):
@@ -355,7 +356,7 @@ class Refinable(FakeRegion):
 
 
 def test_a_region_is_refined_and_its_accuracy_taken_care_of(caplog: pytest.LogCaptureFixture) -> None:
-    """What an engine makes faster is used, unless it is too far from eager: then what the engine has for that case."""
+    """A faster form of the engine's is used, unless it is too far from eager: then what the engine has for that case."""
     region = _region()
     accurate = _fine(region)
     right, wrong = _fine(region), FakeRegion(region, lambda outputs: [output + 1 for output in outputs])
@@ -416,7 +417,8 @@ def test_an_engine_that_raises_while_timed_falls_back(caplog: pytest.LogCaptureF
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("when", ["compile", "run", "timed"])
 def test_what_leaves_a_device_unusable_is_raised(when: str, strict: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """As it is: eager cannot run there either, and who reports it may not be whose fault it is. Nobody falls back, nobody is warned of that."""
+    """An error that leaves a device unusable is raised as it is: eager cannot run there either, and who reports it may not be whose fault it
+    is. Nobody falls back, nobody is warned of that."""
     region = _region()
     error = accelerator_error("CUDA error: an illegal memory access was encountered", 700)
 
@@ -567,7 +569,7 @@ def test_candidates_draw_the_random_numbers_of_one_run(config: Config) -> None:
 
 
 def test_the_outputs_are_the_winners() -> None:
-    """They are what later calls return, to the bit, and not eager's, which only judge them."""
+    """The winner's outputs are what later calls return, to the bit, and not eager's, which only judge them."""
     region = _region()
     near = FakeRegion(region, lambda outputs: [output * (1 + 1e-6) for output in outputs])
     choice = choose(region, {"near": near}, [X], Config(placement="estimate"), Pricing())

@@ -86,7 +86,7 @@ class Fake(CompiledRegionBase):
 
 
 class Runner:
-    """What the step of a `Fake` calls."""
+    """A runner that the step of a `Fake` calls."""
 
     native = None
 
@@ -108,7 +108,7 @@ def _cut() -> PartitionedGraph:
 
 
 class Bench:
-    """One region, engines that take given times, and eager that takes `eager`."""
+    """A region, engines that take given times, and eager that takes `eager`."""
 
     def __init__(self, eager: float, **engines: float) -> None:
         self.graph = _cut()
@@ -137,7 +137,7 @@ class Bench:
         return choose(self.region, self.engines, self.inputs(rows), Config(measure_budget_s=1e-3, **options), pricing)
 
     def calls(self, run: Callable[[], object]) -> dict[str, int]:
-        """How often each engine is called in a run."""
+        """The number of calls of each engine in a run."""
         before = {name: made.calls for name, made in self.engines.items()}
         run()
         return {name: made.calls - before[name] for name, made in self.engines.items() if made.calls > before[name]}
@@ -179,7 +179,7 @@ def test_the_cheapest_that_serves_every_size_runs_the_others(
 
 
 def test_a_winner_that_serves_every_size_needs_no_other() -> None:
-    """It is what the engine made, alone."""
+    """The winner is what the engine made, alone."""
     bench = Bench(900.0, ranged=500.0, fast=300.0)
     assert bench.choose().compiled is bench.engines["fast"]
 
@@ -211,7 +211,7 @@ def test_errors_of_the_other_engine_are_told_from_the_users() -> None:
 
 
 def test_engines_are_not_tried_on_sizes_that_they_do_not_serve(caplog: pytest.LogCaptureFixture) -> None:
-    """That is no failure, and nobody is warned of it."""
+    """An engine is not tried on sizes it does not serve; nobody is warned of it."""
     bench = Bench(900.0, ranged=100.0, fast=300.0)
     with caplog.at_level(logging.WARNING):
         choice = bench.choose(rows=40)

@@ -16,7 +16,7 @@ from torch_hybrid_backend.partition.regions import partition_graph
 
 @pytest.fixture
 def region() -> Region:
-    """One product and a sum."""
+    """A product and a sum."""
     (segment,) = partition_graph(trace(lambda x: x @ x + 1, torch.ones(3, 3)), [FakeEngine()], Config()).graph.segments
     return segment.region
 
@@ -31,7 +31,7 @@ def test_outputs_are_eagers_and_record_nothing(region: Region) -> None:
 
 
 def test_a_fault_of_the_values_is_the_users() -> None:
-    """What PyTorch raises for a place outside of a tensor comes through as it is."""
+    """An error that PyTorch raises for a place outside of a tensor comes through as it is."""
     x, places = torch.randn(3, 3), torch.tensor([0, 7])
     module = trace(lambda x, i: torch.index_select(x, 0, i) + 1, x, torch.tensor([0, 1]))
     (segment,) = partition_graph(module, [FakeEngine()], Config()).graph.segments

@@ -29,7 +29,7 @@ def _base(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def test_constants_of_a_graph_are_read_while_others_are_fake() -> None:
-    """As when AOTAutograd is still tracing: the key is that of the constant's contents."""
+    """Constants are read as when AOTAutograd is still tracing: the key is that of the constant's contents."""
     table = torch.arange(4.0)
     module = torch.fx.symbolic_trace(lambda x: x)
     graph = torch.fx.Graph()

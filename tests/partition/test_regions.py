@@ -110,7 +110,7 @@ def test_each_engine_is_asked_once_per_operator() -> None:
 
 
 def test_an_island_of_cheap_operators_between_eager_ones_stays_eager() -> None:
-    """One pointwise operator is not worth splitting eager in two; the refusal says TOO_SMALL."""
+    """A pointwise operator is not worth splitting eager in two; the refusal says TOO_SMALL."""
     engine = FakeEngine(refuses=["sort"])
     found = _partition(lambda x: torch.sort(torch.sort(x)[0].sin())[0], torch.randn(4), engines=[engine])
     assert _engines(found) == ["eager"]
@@ -221,7 +221,7 @@ def test_literal_outputs_are_kept() -> None:
 
 
 def test_an_engine_that_raises_refuses(caplog: pytest.LogCaptureFixture) -> None:
-    """One warning for the engine, RUNTIME_ERROR for the operators; under strict a RegionError."""
+    """An engine that raises gets one warning, RUNTIME_ERROR for the operators; under strict a RegionError."""
 
     class Broken(FakeEngine):
         def supports(self, node: torch.fx.Node) -> Verdict:

@@ -73,7 +73,7 @@ class Race:
         return who
 
     def __call__(self, size: int = 1) -> str:
-        """Who runs a call."""
+        """Count the runner of a call."""
         result: str = self.installed(size)
         return result
 
@@ -153,7 +153,7 @@ def test_a_second_process_does_not_time_again(tmp_path: Path) -> None:
 
 
 def test_long_calls_are_repeated_little() -> None:
-    """Of calls that take longer than the budget one of each is timed, and the one that was chosen runs once more."""
+    """Calls longer than the budget are timed once each, and the one that was chosen runs once more."""
     race = _race(planned_us=200_000.0, eager_us=400_000.0)
     race()
     assert race.runs == ["plan", "plan", "eager", "plan"]
@@ -173,7 +173,7 @@ def test_sizes_that_vary() -> None:
 
 
 def test_a_plan_that_wins_runs_all_sizes() -> None:
-    """It is not priced again, whatever sizes come."""
+    """A plan that wins is not priced again, whatever sizes come."""
     race = Race(lambda size: 10.0, lambda size: 20.0 * size, sizes=(0,))
     assert [race(size) for size in (2, 1, 64, 0)] == ["plan"] * 4
     assert race.pricings == 1
@@ -181,7 +181,7 @@ def test_a_plan_that_wins_runs_all_sizes() -> None:
 
 @pytest.mark.parametrize("who", ["plan", "eager"])
 def test_a_call_that_fails_while_timed(who: str) -> None:
-    """What worked, the plan, goes on; the plan is told of all the same."""
+    """The plan that worked goes on; the plan is told of all the same."""
     race = _race(planned_us=100.0, eager_us=60.0)
     original = race.pricing
 

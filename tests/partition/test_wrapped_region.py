@@ -49,7 +49,7 @@ class Whole(FakeRegion):
 
 @pytest.mark.parametrize("kind", ["reported", "checked"])
 def test_a_wrapper_forwards_the_whole_protocol(kind: str, region: Region) -> None:
-    """What is asked of it is asked of the region inside; what becomes of that is wrapped again."""
+    """A question to the wrapper is asked of the region inside; what becomes of that is wrapped again."""
 
     def wrapped(compiled: CompiledRegion) -> CompiledRegion:
         return reported(compiled) if kind == "reported" else checked(region, "fake", compiled, strict=True)

@@ -17,7 +17,7 @@ from torch_hybrid_backend.passes.verify import Contract, verify
 
 
 class Subject:
-    """One captured graph, the inputs it was run on, and what it returned before any pass."""
+    """A captured graph, the inputs it was run on, and what it returned before any pass."""
 
     def __init__(self, captured: CapturedGraph, inputs: list[Any], before: list[Any]) -> None:
         self.captured, self.inputs, self.before = captured, inputs, before

@@ -1,4 +1,4 @@
-"""What passes are told of a captured graph."""
+"""Facts that passes are told of a captured graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What depends on parameters alone leaves the call, and follows the parameters."""
+"""Values that depend on parameters alone leave the call, and follow the parameters."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ class Quantised(nn.Module):
 
 @pytest.mark.parametrize("written_out", [False, True])
 def test_weights_are_quantised_once_and_dequantised_where_they_are_read(captured, written_out):
-    """What is kept of a quantised weight is 8 bits an element; batch norm is not folded into its dequantised form. A changed parameter is
+    """A quantized weight is kept with 8 bits an element; batch norm is not folded into its dequantised form. A changed parameter is
     quantised anew."""
     model = Quantised(written_out).eval()
     x = torch.randn(2, 3, 6, 6)
@@ -264,7 +264,7 @@ class Shared(nn.Module):
 
 
 def test_weights_of_products_are_looked_up_where_they_are_read(captured):
-    """What is kept of a linear layer's weight is places of 8 bits, which kernels pack in 4; of a convolution's the weight itself."""
+    """Weights of linear layers are kept as indices of 8 bits, which kernels pack in 4; of a convolution's the weight itself."""
     model = Shared().eval()
     subject = captured(model, torch.randn(3, 128), torch.randn(2, 8, 40))
     hoisted = hoisted_of(subject)
@@ -278,7 +278,7 @@ def test_weights_of_products_are_looked_up_where_they_are_read(captured):
 
 
 def test_tables_that_no_kernel_reads_in_place(captured):
-    """What is looked up by wide integers, and what others than products read, is made ahead."""
+    """Tables that are looked up by wide integers, or read by others than products, are made ahead."""
     table, places = nn.Parameter(torch.randn(16)), torch.randint(0, 16, (128 * 160,))
 
     class Wide(nn.Module):

@@ -77,7 +77,7 @@ def test_other_shapes_stay_calls() -> None:
 
 
 def test_graphs_without_calls_stay() -> None:
-    """Where there is nothing to inline the graph is left alone."""
+    """A graph without anything to inline is left alone."""
     gm = body(lambda x: (torch.relu(x),), torch.randn(3))
     before = str(gm.graph)
     inline_subgraphs(gm)

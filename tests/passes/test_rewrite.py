@@ -174,7 +174,7 @@ def test_what_may_be_replaced(program: Callable[..., object], node: str, by: str
 
 
 def test_a_constant_is_no_result() -> None:
-    """What is computed may be replaced by a constant of equal value, but a result may not: the caller would write to it."""
+    """A computed value may be replaced by a constant of equal value, but a result may not: the caller would write to it."""
     table = torch.arange(3.0)
     for returned in (True, False):
         gm = trace(lambda x: table.clone() if returned else table.clone() + x, torch.ones(3))  # noqa: B023
@@ -184,7 +184,7 @@ def test_a_constant_is_no_result() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_what_was_inserted_in_vain_is_erased(dtype: torch.dtype) -> None:
-    """Where the new form may not stand in, all of it goes and the graph is as before; else the old operator goes."""
+    """All of the new form is erased where it may not stand in, and the graph is as before; else the old operator goes."""
     gm = trace(lambda x: x.sin() + x.cos(), torch.ones(9))
     before = str(gm.graph)
     sine, cosine, added = _operators(gm)

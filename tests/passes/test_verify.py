@@ -124,7 +124,7 @@ def return_a_constant(gm: torch.fx.GraphModule) -> None:
     ],
 )
 def test_each_rule(break_it: Callable[[torch.fx.GraphModule], None], message: str) -> None:
-    """What breaks it is refused by an error that says where; the graph before was legal."""
+    """A graph that breaks the rule is refused by an error that says where; the graph before was legal."""
     # The outputs differ in their sizes, so that swapping them shows.
     gm = trace(_program, torch.ones(2, 3), torch.ones(2, 3) if break_it is not swap_outputs else torch.ones(4))
     contract = Contract.of(gm)

@@ -43,7 +43,8 @@ def main(lifeline):
 
 
 def test_a_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gets its arguments, empty ones too, its environment, a lower priority and orders; it answers; what it prints are its last words."""
+    """A child gets its arguments, empty ones too, its environment, a lower priority and orders; it answers; what it prints are its last
+    words."""
     (tmp_path / "child_of_tests.py").write_text(_MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     child = Child("child_of_tests", ["one", "", "three"], "the child", {"OF_TESTS": "set"})
@@ -70,7 +71,7 @@ def test_a_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_errors_of_a_child() -> None:
-    """They arrive as this package's errors, with what was at work and the child's traceback; whatever is no description too."""
+    """Errors of a child arrive as this package's errors, with what was at work and the child's traceback; whatever is no description too."""
     error = as_exception("the kernel", {"type": "ValueError", "message": "odd", "traceback": "in line 3"})
     assert (type(error), str(error), error.__notes__) == (CompileError, "the kernel: ValueError: odd", ["in line 3"])
     assert str(as_exception("the kernel", {"type": "CompileError", "message": "odd"})) == "the kernel: odd"
@@ -103,7 +104,7 @@ def test_ends_of_a_child() -> None:
 
 
 def test_a_crash_under_a_limit_of_memory() -> None:
-    """It says nothing of what was compiled: not every library looks whether it was given memory."""
+    """A crash under a limit of memory says nothing of what was compiled: not every library looks whether it was given memory."""
     assert End(-signal.SIGSEGV, "").recurs
     before = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (1 << 45, before[1]))
@@ -114,7 +115,7 @@ def test_a_crash_under_a_limit_of_memory() -> None:
 
 
 def test_a_child_that_cannot_be_started() -> None:
-    """It is no fault of what it would have done."""
+    """A child that cannot be started is no fault of what it would have done."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (4, before[1]))
     try:

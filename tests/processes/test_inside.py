@@ -1,4 +1,4 @@
-"""What a child process does to end in time. Its end with its parent is in tests/codegen/workers/ and tests/builds/."""
+"""The end of a child process in time. Its end with its parent is in tests/codegen/workers/ and tests/builds/."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch_hybrid_backend.processes.inside import described
 
 
 def test_a_time_limit() -> None:
-    """What is done in time is not disturbed; what is not ends the process, also while it hangs outside Python."""
+    """Work that is done in time is not disturbed; late work ends the process, also while it hangs outside Python."""
     script = """
 import time
 from torch_hybrid_backend.processes.inside import time_limit

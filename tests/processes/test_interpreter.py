@@ -1,4 +1,4 @@
-"""Which Python child processes run."""
+"""The Python that child processes run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ print(json.dumps(interpreter()))
 
 
 def found(**told: object) -> str | None:
-    """What a process finds that is told so."""
+    """The findings of a process with that environment."""
     command = [sys.executable, "-c", _ASK, json.dumps(told)]
     out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     path: str | None = json.loads(out)
@@ -59,7 +59,7 @@ def test_what_is_no_interpreter_is_passed_over(wrong: str | None) -> None:
 
 
 def test_a_python_of_another_version_is_passed_over(started: Path) -> None:
-    """One that is called so is asked what it is."""
+    """A program of that name is asked for its version."""
     assert found(executable=str(started), base=sys.executable) == sys.executable
     assert (started.parent / "started").exists()
 
@@ -74,7 +74,7 @@ def test_programs_are_not_started_to_see_what_they_are(started: Path) -> None:
 
 
 def test_a_program_that_may_not_be_run_is_passed_over(started: Path) -> None:
-    """As one that does not exist."""
+    """A program that may not be run is passed over, as one that does not exist."""
     started.chmod(0o644)
     assert found(executable=str(started), base=sys.executable) == sys.executable
     assert not os.access(started, os.X_OK)

@@ -115,7 +115,7 @@ def test_no_cut_costs_more_than_it_saves(kind: str) -> None:
 
 @pytest.mark.parametrize("levels", [15, 31])
 def test_the_least_threshold_is_where_squared_errors_are_equal(levels: int) -> None:
-    """It is the first whose error, summed value by value, is at most that of the full range."""
+    """The least threshold is the first whose error, summed value by value, is at most that of the full range."""
     generator = np.random.default_rng(levels)
     at = np.arange(-200, 201)
     counts = np.round(1e4 * np.exp(-np.abs(at) / 15)) + (generator.random(401) < 0.05)

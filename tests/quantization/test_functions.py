@@ -43,7 +43,7 @@ aten = torch.ops.aten
     ],
 )
 def test_names(function: Function, name: str) -> None:
-    """One name for all ways of calling an operator; none for what may write, and does not say so."""
+    """A name serves all ways of calling an operator; none for what may write, and does not say so."""
     assert name_of(function) == name
 
 
@@ -69,7 +69,7 @@ def test_writes(name: str, args: tuple[object, ...], kwargs: dict[str, object], 
 
 
 def test_dynamo_shows_what_is_expected() -> None:
-    """Of the functions that matter here: those whose results are never negative, and those that write."""
+    """Dynamo shows the functions that matter here: those whose results are never negative, and those that write."""
     shown = get_overridable_functions()
     functions = [
         getattr(module, name)

@@ -21,6 +21,8 @@ import torch_hybrid_backend
 from torch_hybrid_backend import Collector, quantize
 from torch_hybrid_backend.errors import QuantizationError
 from torch_hybrid_backend.graph.quantization import call, rows_now, tensor, tensor_now
+from torch_hybrid_backend.machine import default_weight_bits
+from torch_hybrid_backend.quantization import quantize as quantize_module
 from torch_hybrid_backend.quantization.call_sites import LayerCall
 
 load_digits = pytest.importorskip("sklearn.datasets").load_digits
@@ -146,8 +148,8 @@ def test_scales_of_every_call_are_unsigned_there_too(digits: Digits) -> None:
     ids=str,
 )
 def test_compiled_equals_eager(digits: Digits, options: Mapping[str, Any]) -> None:
-    """One graph without breaks; results are eager's, whose steps it takes, but for ties; a parameter of the original that changes in place, and
-    one that is loaded, is seen by both."""
+    """A compiled module is one graph without breaks; results are eager's, whose steps it takes, but for ties; a parameter of the original that
+    changes in place, and one that is loaded, is seen by both."""
     model = copy.deepcopy(digits.model)
     quantized = quantize(model, digits.calibration, **options)
     assert {id(p) for p in quantized.parameters()} == {id(p) for p in model.parameters()}
@@ -165,7 +167,7 @@ def test_compiled_equals_eager(digits: Digits, options: Mapping[str, Any]) -> No
 
 @pytest.mark.full
 def test_sizes_only_known_at_run_time(digits: Digits) -> None:
-    """One compilation serves batches of any size."""
+    """A compilation serves batches of any size."""
     for calibration in ("naive", "none"):
         quantized = quantize(digits.model, digits.calibration, calibration)
         torch._dynamo.reset()
@@ -268,7 +270,7 @@ def test_smoothing_is_left_out_where_it_does_harm() -> None:
 
 @pytest.mark.parametrize("calibration", ["none", "naive"])
 def test_each_layer_is_smoothed_as_suits_it_best(calibration: str) -> None:
-    """Of several strengths, in any order: what a layer takes is what it takes with that one alone."""
+    """Each layer takes the best of several strengths, in any order: what a layer takes is what it takes with that one alone."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(6)]).eval()
     with torch.no_grad():
@@ -311,6 +313,43 @@ def test_ranges_stand_in_for_calibration(digits: Digits, tmp_path: Path) -> None
         quantize(nn.Linear(3, 3).eval(), ranges=tmp_path / "ranges.json")
 
 
+def _on(monkeypatch: pytest.MonkeyPatch, root: Path, flags: str) -> None:
+    """A machine whose processor has these instructions."""
+    (root / "proc").mkdir(parents=True)
+    (root / "proc/cpuinfo").write_text(f"flags : {flags}\n")
+    monkeypatch.setattr(quantize_module, "default_weight_bits", lambda: default_weight_bits(root))
+
+
+def test_weights_are_the_same_on_every_machine(digits: Digits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine of `quantize` chooses the bits of weights; the module and its file of ranges keep them on another."""
+    x = digits.images[:32]
+    _on(monkeypatch, tmp_path / "old", "avx2")
+    old = quantize(digits.model, digits.calibration, "naive")
+    result = old(x)
+    old.save_ranges(tmp_path / "ranges.json")
+    pickled = pickle.dumps(old)
+    _on(monkeypatch, tmp_path / "new", "avx2 avx_vnni")
+    new = quantize(digits.model, digits.calibration, "naive")
+    assert (old.ranges.weight_bits, new.ranges.weight_bits) == (7, 8)
+    assert not torch.equal(new(x), result)
+    again = quantize(digits.model, ranges=tmp_path / "ranges.json")
+    for module in (old, pickle.loads(pickled), again):
+        assert torch.equal(module(x), result)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(again, backend="aot_eager", fullgraph=True)(x), result)
+
+
+def test_bits_of_weights_that_are_asked_for(digits: Digits, tmp_path: Path) -> None:
+    """An argument counts on every machine, and more than a file; models on other devices than the CPU have 8 by default."""
+    seven = quantize(digits.model, digits.calibration, "naive", weight_bits=7)
+    seven.save_ranges(tmp_path / "ranges.json")
+    eight = quantize(digits.model, ranges=tmp_path / "ranges.json", weight_bits=8)
+    assert (seven.ranges.weight_bits, eight.ranges.weight_bits) == (7, 8)
+    assert digits.deviation(eight) < digits.deviation(seven)
+    assert quantize(Small().eval().to("meta"), calibration="none").ranges.weight_bits == 8
+    assert "weight_bits must be 7, 8 or None; it is 4" in _refused(weight_bits=4, calibration="none")
+
+
 def test_exclusions(digits: Digits) -> None:
     """Names, patterns and kinds; a container takes along what is in it; the rest is quantised."""
     quantized = quantize(digits.model, digits.calibration, "naive", exclude=("features", "hid*"), exclude_kinds=())
@@ -328,7 +367,7 @@ class Attention(nn.Module):
 
 @pytest.mark.parametrize("calibration", ["naive", "none"])
 def test_products_of_activations(calibration: str) -> None:
-    """They stay in floating point unless asked for; then both operands are quantised."""
+    """Products of activations stay in floating point unless asked for; then both operands are quantised."""
     torch.manual_seed(0)
     x = torch.randn(2, 12, 16)
     model = Attention().eval()
@@ -484,7 +523,7 @@ def test_faults_get_one_clear_error() -> None:
 
 
 def _guards(module: nn.Module, x: torch.Tensor) -> int:
-    """How many guards Dynamo has on the modules in a module."""
+    """The number of guards that Dynamo has on the modules in a module."""
     counts: list[int] = []
 
     def keep_all(guards: Sequence[Any]) -> list[bool]:
@@ -497,7 +536,7 @@ def _guards(module: nn.Module, x: torch.Tensor) -> int:
 
 
 def test_a_layer_has_no_more_guards_than_before() -> None:
-    """What Dynamo checks in every call grows with a quantised model's layers as it does with the model's: one check for each, that the instance
+    """Guards grow with a quantized model's layers as they do with the model's: one check for each, that the instance
     has no forward of its own, comes on top."""
 
     def per_layer(make: Callable[[nn.Module], nn.Module]) -> float:

@@ -74,7 +74,7 @@ def test_stays_in_float(fusing: Fusing, project: nn.Module) -> None:
 
 
 def test_both_sides_know_the_same_growth() -> None:
-    """What `quantize` leaves is what the pass moves."""
+    """The convolutions that `quantize` leaves are those that the pass moves."""
     assert resampling.MIN_GROWTH == resample_last.MIN_GROWTH
 
 
@@ -94,7 +94,7 @@ def test_both_sides_know_the_same_growth() -> None:
     ids=["more channels", "stride", "3x3", "groups", "written", "padded", "little", "bicubic", "along lines"],
 )
 def test_is_quantised(fusing: Fusing, project: nn.Module) -> None:
-    """What would not go before the resampling, or would gain nothing there."""
+    """A convolution is quantized that would not go before the resampling, or would gain nothing there."""
     model = _quantised(Decoder(fusing, project))
     assert model.ranges.in_float == {}
     assert "project" in model.ranges.sites

@@ -78,7 +78,8 @@ def block() -> tuple[nn.Module, list[torch.Tensor]]:
 
 
 def test_operands_read_from_memory_are_quantised(block: tuple[nn.Module, list[torch.Tensor]]) -> None:
-    """Of two that convolutions make the one that is made first, in a range of its own; one that a convolution reads in that one's range."""
+    """The operand made first, of two that convolutions make, is quantized in a range of its own; one that a convolution reads in that one's
+    range."""
     model, data = block
     sites = quantize(model, data, "naive").ranges.sites
     made, added = sites["#add1"], sites["#add2"]
@@ -172,7 +173,8 @@ class Activated(nn.Module):
 
 
 def test_sums_behind_activations() -> None:
-    """They read integers, and nothing between the blocks is written in float32: one kernel for each convolution. The result is eager's."""
+    """Sums behind activations read integers, and nothing between the blocks is written in float32: one kernel for each convolution. The result
+    is eager's."""
     torch.manual_seed(0)
     data = [torch.randn(2, 3, 9, 8) for _ in range(2)]
     quantized = quantize(Activated().eval(), data, "naive")

@@ -75,7 +75,7 @@ def test_a_group_takes_one_way() -> None:
 
 
 def test_queries_keys_and_values_are_quantised_alike() -> None:
-    """One set of factors, kept once, and one range: kernels scale and quantise what the three read once."""
+    """Queries, keys and values have one set of factors, kept once, and one range: kernels scale and quantise what the three read once."""
     model, data = _projections()
     quantized = quantize(model, data, calibration="naive", smooth=(0.5, 0.8))
     sites = quantized.ranges.sites

@@ -66,7 +66,7 @@ def test_what_was_written_since(function: Function, wrote: bool) -> None:
     ],
 )
 def test_results(function: Function, known: bool) -> None:
-    """Of what no mode is told (`torch.relu` is not asked for here)."""
+    """Results of functions that no mode is told of (`torch.relu` is not asked for here)."""
 
     def run(x: torch.Tensor) -> torch.Tensor:
         y = function(x)

@@ -35,7 +35,8 @@ NOISY_RUNS = 6
 
 @dataclass(frozen=True)
 class Report:
-    """`why` tells what differs, "" where nothing does. `operators` counts those of all graphs, `taken` those that the engine ran."""
+    """The outcome of a check. `why` tells what differs, "" where nothing does. `operators` counts those of all graphs, `taken` those that the
+    engine ran."""
 
     why: str
     operators: int
@@ -108,7 +109,7 @@ def _forced(config: Config) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _warned() -> Iterator[list[str]]:
-    """What the backend warns of meanwhile, but for deadlines: those are the machine's."""
+    """Warnings of the backend meanwhile, but for deadlines: those are the machine's."""
     told: list[str] = []
 
     class Listener(logging.Handler):
@@ -134,7 +135,7 @@ class _Results:
 
 @dataclass(frozen=True)
 class _Truth:
-    """What eager says, and float64. `noisy` are float64 runs with errors added: made where no tolerance is known.
+    """The answers of eager, and float64. `noisy` are float64 runs with errors added: made where no tolerance is known.
 
     `sides`: float64 runs that take other sides at ties of what is quantised; none where only exact values are.
     """
@@ -219,7 +220,7 @@ def _written(program: Program) -> set[str]:
 
 
 def _gradients(outputs: Sequence[torch.Tensor], leaves: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Of a weighted sum of the outputs; zeros where they do not depend on a leaf."""
+    """Gradients of a weighted sum of the outputs; zeros where they do not depend on a leaf."""
     summed = [
         (output, Input("", tuple(output.shape), output.dtype, seed=k).tensor())
         for k, output in enumerate(outputs)
@@ -243,7 +244,7 @@ def _wide(program: Program, trained: bool, nudge: float = 0.0) -> _Results:
 
 
 def _noisy(program: Program, trained: bool, seed: int) -> _Results:
-    """As `_wide`, with an error in every value and every gradient that is not exact."""
+    """Run wide as `_wide` does, with an error in every value and every gradient that is not exact."""
     generator = torch.Generator().manual_seed(seed)
     eager, wide = namespace(False), namespace(True)
     eager.update({item.name: item.tensor() for item in program.inputs})
@@ -305,7 +306,8 @@ def _differences(truth: _Truth, actual: _Results) -> str:
 
 
 def _by_ties(truth: _Truth, output: int, centre: torch.Tensor) -> torch.Tensor:
-    """How far from `centre` each element of an output may lie as other sides were taken at ties: nowhere, but where some run has done so.
+    """The distance from `centre` at which each element of an output may lie, as other sides were taken at ties: nowhere, but where some run has
+    done so.
 
     One step for integers, as the accuracy gate allows, and what such steps make of what is computed from them.
     """
@@ -337,14 +339,14 @@ def _picked(noisy: Callable[[], list[_Results]], pick: Callable[[_Results], torc
 
 
 def _spread(want: torch.Tensor, true: torch.Tensor, noisy: Sequence[torch.Tensor]) -> float:
-    """How far an answer as careful as eager's may lie from float64's, judged by how far errors added on purpose have led."""
+    """The allowed distance between an answer as careful as eager's and float64's, judged by how far errors added on purpose have led."""
     largest = float(true.abs().max()) if true.numel() else 0.0
     spread = max((_largest(other, true) for other in noisy), default=0.0)
     return 1e-12 + 10 * spread + 8 * _largest(want, true) + 32 * torch.finfo(want.dtype).eps * largest
 
 
 def _told_strides(program: Program, name: str) -> list[int]:
-    """What PyTorch's own metadata say: where operands' strides contradict each other, they differ from what its kernels do (2.13)."""
+    """Strides that PyTorch's own metadata tell: where operands' strides contradict each other, they differ from what its kernels do (2.13)."""
     with FakeTensorMode() as mode, torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         outputs = program.function()(*map(mode.from_tensor, program.tensors()))

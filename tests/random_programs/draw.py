@@ -1,4 +1,4 @@
-"""Where a generator's choices come from: hypothesis, which shrinks them, or a seeded generator, which is fast and has no limit."""
+"""Choices of a generator: hypothesis, which shrinks them, or a seeded generator, which is fast and has no limit."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ SIZES = (1, 2, 3, 5, 7, 8, 13, 16, 17, 31, 33)
 
 @dataclass(frozen=True)
 class Profile:
-    """What a program is made of: weights of the groups of templates, dtypes, sizes of dimensions."""
+    """The make-up of a program: weights of the groups of templates, dtypes, sizes of dimensions."""
 
     weights: dict[str, int]
     dtypes: tuple[torch.dtype, ...] = (torch.float32,)
@@ -109,7 +109,7 @@ def generate(draw: Draw, length: int, profile: Profile) -> Program:
 
 
 def _finished(scope: Scope, draw: Draw) -> Program:
-    """What nothing reads is returned, and some of the rest."""
+    """Return the values that nothing reads, and some of the rest."""
     read = {name for line in scope.lines for name in line.reads}
     made = [name for line in scope.lines for name in line.targets]
     outputs = [name for name in made if name not in read]

@@ -1,4 +1,4 @@
-"""What a line does to its values' errors, and errors added on purpose: what an answer as careful as eager's may look like."""
+"""Errors of values along a program's lines, and errors added on purpose: what an answer as careful as eager's may look like."""
 
 from __future__ import annotations
 

@@ -168,7 +168,8 @@ class Module(nn.Module):
 
 
 def namespace(wide: bool, nudge: float = 0.0) -> dict[str, Any]:
-    """What a program's text may mention. nudge: what is quantised is moved by this share of its largest value (`quantised.functions`)."""
+    """The names that a program's text may mention. Nudge: what is quantised is moved by this share of its largest value
+    (`quantised.functions`)."""
     names: dict[str, Any] = {"torch": torch, "F": nn.functional, "math": math, **quantised.functions(wide, nudge)}
     for dtype in FLOATS:
         names[str(dtype).removeprefix("torch.")] = torch.float64 if wide else dtype
@@ -182,7 +183,7 @@ def dtype_text(dtype: torch.dtype) -> str:
 
 @contextlib.contextmanager
 def widths(wide: bool) -> Iterator[None]:
-    """Where integers become floats of the default dtype, that is float64 too."""
+    """The default dtype of floats that integers become is float64 too."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64 if wide else before)
     try:

@@ -25,22 +25,22 @@ def _scales(values: Sequence[object]) -> torch.Tensor:
 
 
 def quantize(x: torch.Tensor, *how: Any) -> torch.Tensor:
-    """`how`: scale, zero point, least and largest integer, dtype."""
+    """Quantize. `how`: scale, zero point, least and largest integer, dtype."""
     return _ops.quantize_per_tensor.default(x, *how)
 
 
 def dequantize(q: torch.Tensor, *how: Any) -> torch.Tensor:
-    """`how` as above."""
+    """Dequantize. `how` as above."""
     return _ops.dequantize_per_tensor.default(q, *how)
 
 
 def quantize_channels(x: torch.Tensor, scales: list[float], zeros: list[int], *how: Any) -> torch.Tensor:
-    """`how`: axis, least and largest integer, dtype. A scale and a zero point for each index along the axis."""
+    """Quantize by channel. `how`: axis, least and largest integer, dtype. A scale and a zero point for each index along the axis."""
     return _ops.quantize_per_channel.default(x, _scales(scales), torch.tensor(zeros), *how)
 
 
 def dequantize_channels(q: torch.Tensor, scales: list[float], zeros: list[int] | None, *how: Any) -> torch.Tensor:
-    """`how` as above; no zero points are zeros."""
+    """Dequantize by channel. `how` as above; no zero points are zeros."""
     return _ops.dequantize_per_channel.default(q, _scales(scales), None if zeros is None else torch.tensor(zeros), *how)
 
 
@@ -50,7 +50,7 @@ def quantize_rows(x: torch.Tensor, scales: list[float], zeros: list[int], *how: 
 
 
 def dequantize_rows(q: torch.Tensor, scales: list[float], zeros: list[int], *how: Any) -> torch.Tensor:
-    """`how` as above."""
+    """Dequantize by row. `how` as above."""
     return _ops.dequantize_per_token.default(
         q, _scales(scales)[:, None], torch.tensor(zeros)[:, None], *how, torch.float32
     )
@@ -64,7 +64,7 @@ def quantize_groups(x: torch.Tensor, scales: list[list[float]], zeros: list[list
 def dequantize_groups(
     q: torch.Tensor, scales: list[list[float]], zeros: list[list[int]] | None, *how: Any
 ) -> torch.Tensor:
-    """`how` as above; no zero points are zeros."""
+    """Dequantize by group. `how` as above; no zero points are zeros."""
     centre = None if zeros is None else torch.tensor(zeros)
     return _ops.dequantize_per_channel_group.default(q, _scales(scales), centre, *how, torch.float32)
 

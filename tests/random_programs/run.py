@@ -45,7 +45,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Row:
-    """One program's outcome. `small` is the failing program after minimising."""
+    """A program's outcome. `small` is the failing program after minimising."""
 
     task: Task
     why: str
@@ -90,7 +90,7 @@ def run(task: Task, engine: str, cache_dir: str, attempts: int) -> Row:
 
 
 def _kind(why: str) -> str:
-    """What a smaller program must share with the failure: the error's name, or being wrong."""
+    """The kind of a failure, which a smaller program must share: the error's name, or being wrong."""
     if why.startswith("call "):
         return "wrong"
     codes = [reason for reason in Reason if f": {reason}: " in why]

@@ -40,7 +40,7 @@ MAX_NOISE = {torch.float32: 1e-3, torch.float64: 1e-9, torch.float16: 0.04, torc
 
 @dataclass(frozen=True)
 class Step:
-    """What a template proposes. Names of the results are made up by the scope.
+    """A step that a template proposes. Names of the results are made up by the scope.
 
     `results`: 0 is a statement, which writes to the first value that it mentions. `writes`: further values that the line writes to.
     """
@@ -57,7 +57,7 @@ class TakenBackError(Exception):
 
 @dataclass(frozen=True)
 class Value:
-    """What templates see of a value."""
+    """A value as templates see it."""
 
     name: str
     shape: tuple[int, ...]
@@ -237,7 +237,7 @@ class Scope:
         return values
 
     def _differing(self, line: Line, target: str) -> torch.Tensor:
-        """Where the integers that a line makes are not the same in all runs, nor with what is quantised moved a little."""
+        """The places where integers that a line makes differ between runs, or with what is quantised moved a little."""
         eager, *others = (space[target] for space in self._spaces)
         for nudge in NUDGES:
             moved = self._wide | functions(True, nudge)

@@ -1,4 +1,4 @@
-"""What stands on top of a report."""
+"""The head of a report."""
 
 from __future__ import annotations
 

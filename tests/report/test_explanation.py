@@ -1,4 +1,4 @@
-"""What explain() returns."""
+"""The result of explain()."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Region(CompiledRegionBase):
 
 
 def test_kernels_are_written_in_the_order_of_the_plan(tmp_path: Path) -> None:
-    """One file for each, however often it is called; regions whose engine has no texts have none."""
+    """Kernels are one file for each, however often it is called; regions whose engine has no texts have none."""
     compiled = ({"r0": _Region("norm", "matmul", "norm"), "r1": _Region()}, {"r0": _Region("softmax")})
     written = Explanation((), compiled).write_kernels(tmp_path / "new" / "folder")
     assert [path.name for path in written] == ["000_r0_norm.py", "001_r0_matmul.py", "003_r0_softmax.py"]

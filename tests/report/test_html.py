@@ -81,7 +81,8 @@ def test_the_head_says_inputs_once_and_counts_views() -> None:
 
 
 def test_graph_breaks_and_ceilings_are_told() -> None:
-    """Where Dynamo leaves the model to Python, why, and what to change; what the machine can do where kernels were timed."""
+    """Graph breaks are told: where Dynamo leaves the model to Python, why, and what to change; what the machine can do where kernels were
+    timed."""
     found = GraphBreak("model.py:12: print(x)", "a call of <print>", "", ("use torch.compiler.disable",))
     plan = profiled(graph_of_blocks(1))
     assert plan.profile is not None
@@ -115,7 +116,7 @@ def test_a_text_of_the_users_ends_no_script() -> None:
 
 
 def test_a_plan_that_is_not_used_is_said_to_be() -> None:
-    """As in the text."""
+    """A plan that is not used is said to be unused, as in the text."""
     page = render_html([NOT_USED])
     for shown in (
         "a whole call: plan 70.0 us",

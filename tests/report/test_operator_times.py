@@ -49,7 +49,7 @@ def test_a_call_that_eager_runs_costs_what_eager_costs() -> None:
 
 
 def test_without_any_time_work_is_compared() -> None:
-    """It has no unit, which the kind says."""
+    """The kind of a time says that it has no unit."""
     untimed = tuple(dataclasses.replace(region, costs=()) for region in PLAN.regions)
     times = operator_times(dataclasses.replace(PLAN, regions=untimed))
     assert times.kind == "work"
@@ -70,7 +70,8 @@ def test_kernels_count_for_the_operator_with_most_work() -> None:
 
 
 def test_rows_of_dynamos_operators_are_found_by_module() -> None:
-    """Where eager won the whole call; rows of modules that the plan does not have are told apart."""
+    """Rows of Dynamo's operators are found by module where eager won the whole call; rows of modules that the plan does not have are told
+    apart."""
     rows = (
         KernelTime("", "eager", ("l_x_",), ("layers.0.linear",), "", 30.0, 0, 0),
         KernelTime("", "eager", ("l_y_",), ("elsewhere",), "", 7.0, 0, 0),

@@ -270,7 +270,7 @@ def _flat(count: int) -> Plan:
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", [graph_of_blocks(500), _flat(2000)], ids=["modules", "without modules"])
 def test_two_thousand_operators_begin_with_few_boxes(act: Act, plan: Plan) -> None:
-    """As many as can be read. Unfolded, all of them are drawn, and every edge between them has a way."""
+    """The boxes at first are as many as can be read. Unfolded, all of them are drawn, and every edge between them has a way."""
     script = """
     seen.first = ids().length;
     click(document.getElementById("unfold"));

@@ -27,7 +27,7 @@ def test_operators_with_their_values() -> None:
 
 
 def test_inputs_that_nothing_reads_are_left_out() -> None:
-    """As sizes that a call is given and no operator needs."""
+    """Inputs that nothing reads are left out, as sizes that a call is given and no operator needs."""
     plan = graph_of_blocks(1)
     unread = dataclasses.replace(plan.inputs[0], name="s0")
     drawn = picture(dataclasses.replace(plan, inputs=(*plan.inputs, unread)))
@@ -35,7 +35,7 @@ def test_inputs_that_nothing_reads_are_left_out() -> None:
 
 
 def test_refusals_and_regions_in_words() -> None:
-    """As in the text."""
+    """Refusals and regions are told in words, as in the text."""
     drawn = picture(PLAN)
     assert drawn["nodes"][2]["refused"] == ["tvm: unknown_operator: aten.sort.default has no lowering"]
     assert drawn["regions"]["r2"]["refused"] == ["tvm: deadline: DeadlineError: it took over 300 s"]

@@ -1,4 +1,4 @@
-"""Who has how much of a plan."""
+"""The shares of a plan's engines."""
 
 from __future__ import annotations
 

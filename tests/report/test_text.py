@@ -19,12 +19,12 @@ def test_text(golden: Golden) -> None:
 
 
 def test_whole_calls(golden: Golden) -> None:
-    """Who runs whole calls, at what cost; of a plan that is not used it is said why, and its regions are shown."""
+    """Whole calls are told with who runs them, at what cost; of a plan that is not used it is said why, and its regions are shown."""
     golden.check(render_text([USED, NOT_USED]))
 
 
 def test_cuda_graphs() -> None:
-    """Which kernels are launched together."""
+    """Kernels that are launched together as a CUDA graph."""
     _, *lines = render_text([GRAPHS]).splitlines()
     assert lines == [
         "  one CUDA graph of 3 kernels: 2 matmul_gelu, row_softmax",
@@ -33,12 +33,14 @@ def test_cuda_graphs() -> None:
 
 
 def test_reduced_precision(golden: Golden) -> None:
-    """How much was converted to what, by how many casts; what it costs in accuracy, by region; every layer that was not, with code and line."""
+    """Reduced precision is told: how much was converted to what, by how many casts; what it costs in accuracy, by region; every layer that was
+    not, with code and line."""
     golden.check(render_text([CONVERTED, NOT_COMPARED]))
 
 
 def test_ways_that_were_tried() -> None:
-    """How an engine computes a region that it had to compute more exactly, and what was wrong with the ways before."""
+    """Ways that were tried are told: how an engine computes a region that it had to compute more exactly, and what was wrong with the ways
+    before."""
     attempts = (
         Attempt("as written", "a relative error of 0.03"),
         Attempt("fp32 accumulation", "a relative error of 0.02"),
@@ -52,7 +54,7 @@ def test_ways_that_were_tried() -> None:
 
 
 def test_what_an_engine_has_to_say() -> None:
-    """Of a region: a line of its own."""
+    """An engine's words about a region are a line of their own."""
     note = "weights as inputs: they take 544 bytes"
     plan = dataclasses.replace(PLAN, regions=(dataclasses.replace(PLAN.regions[0], note=note),))
     assert f"      {note}" in render_text([plan]).splitlines()
@@ -66,7 +68,8 @@ def test_no_plans() -> None:
 
 
 def test_a_first_call_that_cannot_be_repeated() -> None:
-    """What draws random numbers is named, as the first answer may then differ from later ones by rounding; nothing is said of others."""
+    """A graph that draws random numbers is named, as the first answer may then differ from later ones by rounding; nothing is said of
+    others."""
 
     def noisy(x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.dropout(torch.relu(x @ x), 0.5)

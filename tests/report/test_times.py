@@ -60,7 +60,7 @@ def test_without_a_profile_nothing_is_told() -> None:
 
 
 def test_kernels_of_disturbed_calls_are_marked() -> None:
-    """Where they take longer than the call that is timed as a whole."""
+    """Kernels are marked where they take longer than the call that is timed as a whole."""
     slow = dataclasses.replace(PROFILE, call_us=1000.0, overhead_us=0.0)
     lines = list(profile_in_words(dataclasses.replace(PLAN, profile=slow)))
     (line,) = [line for line in lines if "more than a call" in line]

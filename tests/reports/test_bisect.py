@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 class Model(nn.Module):
-    """What capture takes apart, and what it does not."""
+    """A model that capture takes apart in part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def _planted(monkeypatch: pytest.MonkeyPatch, operator: Any, formula: Callable[.
 
 
 def test_a_wrong_decomposition(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is named, among all that are applied."""
+    """A wrong decomposition is named, among all that are applied."""
     _planted(monkeypatch, aten.glu.default, lambda x, dim=-1: x.chunk(2, dim)[0] + 0.5)
     with torch.no_grad():
         result = torch_hybrid_backend.bisect(Model(), torch.randn(4, 8))
@@ -90,7 +90,7 @@ def test_a_wrong_fix(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_wrong_pass_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What else was found before is found by a model and its arguments, too; a model that changes itself begins anew each time."""
+    """A wrong pass of a model is found by a model and its arguments, too; a model that changes itself begins anew each time."""
     from torch_hybrid_backend.driver import prepared
     from torch_hybrid_backend.passes import pipeline
 

@@ -28,7 +28,7 @@ def _tensors(result: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _gradients(function: Function, *arguments: torch.Tensor) -> list[torch.Tensor]:
-    """Of the squares of all results, with regard to the arguments."""
+    """Gradients of the squares of all results, with regard to the arguments."""
     own = [argument.detach().clone().requires_grad_() for argument in arguments]
     loss = torch.stack([result.abs().square().sum() for result in _tensors(function(*own))]).sum()
     return list(torch.autograd.grad(loss, own, allow_unused=True, materialize_grads=True))
@@ -67,7 +67,7 @@ def _beside_kernels(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("options", [{"engines": "eager"}, {}], ids=["eager", "all engines"])
 @pytest.mark.parametrize("function", [_power_spectrum, _of_conjugate, _solved, _beside_kernels])
 def test_gradients_of_complex_values(function: Function, options: dict[str, object]) -> None:
-    """What is saved for backward keeps its conjugate and negative bits, with and without kernels, in the first call and later ones."""
+    """A value saved for backward keeps its conjugate and negative bits, with and without kernels, in the first call and later ones."""
     compiled = _compiled(function, **options)
     for _ in range(2):
         x = torch.randn(6, 6)
@@ -130,7 +130,7 @@ def test_borders_between_graphs(between: str) -> None:
 
 @fault("the gradient that a compiled graph gets is a negated or conjugated view", WRONG_BEFORE)
 def test_gradients_that_come_in_as_views() -> None:
-    """What follows a compiled model in eager may hand back such a gradient of plain results: the graph gets its numbers, not its memory."""
+    """Eager code after a compiled model may hand back such a gradient of plain results: the graph gets its numbers, not its memory."""
 
     def part(x: torch.Tensor) -> torch.Tensor:
         return (torch.relu(x) * 2 + x.tanh())[..., 1]
@@ -227,7 +227,7 @@ def test_conjugated_inputs(dtype: torch.dtype) -> None:
     "a write to one is seen through the other, as in eager",
 )
 def test_results_that_are_conjugated_views() -> None:
-    """They have their bit and lie in the other's memory."""
+    """Results that are views have their bit and lie in the other's memory."""
 
     def function(z: torch.Tensor) -> list[torch.Tensor]:
         y = z * 2

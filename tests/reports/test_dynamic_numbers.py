@@ -171,7 +171,7 @@ def test_a_dropout_of_everything(training: bool) -> None:
     "dtypes", [(torch.float32, torch.float16), (torch.int64, torch.float32), (torch.int32, torch.int64)]
 )
 def test_a_linear_layer_of_several_dtypes(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-    """What eager refuses raises eager's error, and no region is compiled for it."""
+    """A linear layer that eager refuses raises eager's error, and no region is compiled for it."""
     x, weight = torch.ones(4, 8).to(dtypes[0]), torch.ones(3, 8).to(dtypes[1])
     with pytest.raises(RuntimeError) as eager:
         torch.nn.functional.linear(x, weight)

@@ -1,4 +1,4 @@
-"""What a program raises in the midst of our work, to limit the time of a job, say, is raised to the program.
+"""An error that a program raises in the midst of our work, to limit the time of a job, say, is raised to the program.
 
 The classes of such errors are the program's own (SoftTimeLimitExceeded of Celery, JobTimeoutException of RQ) or TimeoutError. They come at any
 moment: while kernels are compiled, results compared, regions or whole calls timed, and in calls of a plan.
@@ -34,7 +34,7 @@ class TimeUp(Exception):
 
 
 class TimeUpAtRunTime(RuntimeError):
-    """One that is a RuntimeError too, as what PyTorch's operators raise."""
+    """A time limit that is a RuntimeError too, as those of PyTorch's operators."""
 
 
 @pytest.fixture
@@ -57,8 +57,9 @@ def _model() -> nn.Module:
     return nn.Sequential(nn.Linear(24, 16), nn.GELU(), nn.Linear(16, 8)).eval()
 
 
-def _compiled(model: nn.Module, x: torch.Tensor) -> Callable[..., Any]:
-    """The model compiled as for Dynamo, without Dynamo's own work."""
+def _compiled(model: nn.Module | Callable[..., Any], x: torch.Tensor) -> Callable[..., Any]:
+    """The model compiled as for Dynamo, without Dynamo's own work, in calls too: its guards, which run before each call of a compiled function
+    whatever the backend is, lose what a signal's handler raises within them (PyErr_Clear), and compile anew."""
     graph = torch.fx.symbolic_trace(model)
     (output,) = graph.graph.find_nodes(op="output")
     output.args = ((output.args[0],),)  # a tuple, as Dynamo's graphs return
@@ -67,7 +68,7 @@ def _compiled(model: nn.Module, x: torch.Tensor) -> Callable[..., Any]:
 
 
 def _raised_by(call: Callable[[], object], kind: type[Exception], seconds: float = 0.0) -> Exception | None:
-    """What `call` raises, called again for so many seconds; None where that is nothing."""
+    """The error that `call` raises, called again for so many seconds; None where that is nothing."""
     until = time.monotonic() + seconds
     try:
         call()
@@ -176,7 +177,7 @@ def test_a_time_limit_in_later_calls(
         return x
 
     x = torch.randn(96, 96)
-    compiled = torch.compile(function, backend="hybrid")
+    compiled = _compiled(function, x)
     with torch.no_grad(), caplog.at_level(logging.WARNING, "torch_hybrid_backend"):
         for _ in range(3):
             expected = compiled(x)
@@ -194,7 +195,7 @@ def test_a_time_limit_in_later_calls(
     "the error itself; the next call is right",
 )
 def test_a_time_limit_of_another_thread(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """It is raised in the midst of what is timed, and comes out."""
+    """A time limit of another thread is raised in the midst of what is timed, and comes out."""
     monkeypatch.setenv("HYBRID_PLACEMENT", "measure")
     model, x = _model(), torch.randn(3, 24)
     expected = model(x)

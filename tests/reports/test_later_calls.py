@@ -1,4 +1,4 @@
-"""What serves later calls is what was checked in the first one, and the first call returns what every later call returns."""
+"""Later calls run what was checked in the first one, and the first call returns what every later call returns."""
 
 from __future__ import annotations
 

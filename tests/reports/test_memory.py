@@ -1,4 +1,4 @@
-"""What the backend takes of memory beside eager: in the first call, after a burst of calls, for further sizes.
+"""Memory that the backend takes beside eager: in the first call, after a burst of calls, for further sizes.
 
 Measured in a process of its own, in MiB, after everything was imported and loaded once.
 """
@@ -97,7 +97,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the process measured."""
+    """The figures that the process measured."""
     environment = {**os.environ, "HYBRID_CACHE_DIR": str(tmp_path_factory.mktemp("kernels"))}
     command = [sys.executable, "-c", _SCRIPT]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600, check=False, env=environment)

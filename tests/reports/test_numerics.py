@@ -21,7 +21,7 @@ def strict(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def later_call(functions: Mapping[str, Function], x: Tensor) -> list[Tensor]:
-    """What a later call returns; kernels are compared with eager on ordinary numbers, in the first one."""
+    """Run a later call; kernels are compared with eager on ordinary numbers, in the first one."""
     compiled = torch.compile(lambda x: [fn(x) for fn in functions.values()], backend="hybrid")
     ordinary = torch.rand(x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(x.dtype) + 1
     with torch.no_grad():
@@ -145,7 +145,7 @@ NORMS: dict[str, Function] = {
 
 @MEANS
 def test_norms_of_numbers_far_from_zero(mean: float, deviation: float) -> None:
-    """As near to float64 as eager is, which subtracts a mean of float32."""
+    """Norms are as near to float64 as eager is, which subtracts a mean of float32."""
     x = far_from_zero(mean, deviation)
     for (name, fn), got in zip(NORMS.items(), later_call(NORMS, x), strict=True):
         off, of_eager = ((result.double() - fn(x.double())).abs().max() for result in (got, fn(x)))

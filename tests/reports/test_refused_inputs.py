@@ -1,4 +1,4 @@
-"""What eager refuses is refused: by the same class of error, in the first call and in every call after it."""
+"""Programs that eager refuses are refused: by the same class of error, in the first call and in every call after it."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_first_call_that_nobody_checks_refuses_it(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["embedding", "gather", "index_put, added"])
 def test_sizes_of_any_call_are_those_that_count(name: str) -> None:
-    """Where sizes are known only at run time, an index is compared with those of its call."""
+    """An index is compared with the sizes of its call where sizes are known only at run time."""
     function, good, _ = INDICES[name]
     compiled = torch.compile(function, backend="hybrid", dynamic=True)
     for rows in (5, 7, 6):
@@ -208,7 +208,7 @@ def test_the_error_names_the_line_and_what_it_was_given() -> None:
 
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_one_flag_for_all_tables() -> None:
-    """What looks at the indices is one small kernel for all of one shape, beside the one that reads the tables."""
+    """A small kernel looks at the indices for all of one shape, beside the one that reads the tables."""
     users, items = nn.Embedding(50, 16), nn.Embedding(90, 16)
     with torch.no_grad():
         found = torch_hybrid_backend.explain(lambda u, i: users(u) * items(i), MANY, MANY, dynamic=False)
@@ -294,7 +294,7 @@ class Attending(nn.Module):
 
 @torch.no_grad()
 def test_a_flag_stays_in_a_graph_that_is_rewritten() -> None:
-    """Where written attention becomes one operation, what looks at the indices is still there, and the region is not lost."""
+    """A flag stays where written attention becomes one operation: what looks at the indices is still there, and the region is not lost."""
     model, words = Attending().eval(), torch.randint(20, (2, 12))
     plans = torch_hybrid_backend.explain(model, words, dynamic=False, options={"strict": True}).plans
     kernels = [kernel for plan in plans for region in plan.regions for kernel in region.kernels]

@@ -96,7 +96,7 @@ def test_a_chain_of_operators(dtype: torch.dtype) -> None:
 
 @HALF
 def test_a_function_that_rounds_once(dtype: torch.dtype) -> None:
-    """What eager computes inside in float32 is rounded at its end, not before."""
+    """A function that eager computes inside in float32 is rounded at its end, not before."""
     check(FUNCTIONS, whole_numbers(dtype, 48, 64), 0.05)
 
 

@@ -75,7 +75,7 @@ def test_a_worker_that_could_not_start_its_compiler(limits: str, nursery: Nurser
 
 
 def kernels(folder: Path) -> int:
-    """How many kernels the cache in a folder holds."""
+    """The number of kernels that the cache in a folder holds."""
     return len(list((folder / "cache").glob("kernels/*/*.so")))
 
 
@@ -158,7 +158,7 @@ system("capset", struct.pack("Ii", 0x20080522, 0), struct.pack("6I", 4, 4, 0, 0,
 )
 @pytest.mark.parametrize("how", [_READ_ONLY, _ANOTHER_USER], ids=["read-only", "of-root"])
 def test_a_cache_of_an_image(how: str, nursery: Nursery, filled: Path, tmp_path: Path) -> None:
-    """It is read, and nothing has to be written."""
+    """A cache of an image is read, and nothing has to be written."""
     script = f"{how}\ncheck(6)\nsay(len(workers()))"
     done = nursery.run(script, tmp_path, HYBRID_PLACEMENT="measure", HYBRID_CACHE_DIR=str(filled))
     assert (done.answers[1:], done.warnings, done.status) == (["0"], [], 0), done
@@ -166,7 +166,7 @@ def test_a_cache_of_an_image(how: str, nursery: Nursery, filled: Path, tmp_path:
 
 @fault("a read-only cache that lacks some kernels", "one warning; those are cached for this process only")
 def test_a_cache_of_an_image_that_lacks_a_kernel(nursery: Nursery, filled: Path, tmp_path: Path) -> None:
-    """What it holds is found all the same."""
+    """Kernels that the cache of an image has are found all the same."""
     script = f"{_READ_ONLY}\ncheck(6)\nsay(len(workers()))\ncheck(7)\ncheck(8)"
     done = nursery.run(script, tmp_path, HYBRID_CACHE_DIR=str(filled))
     assert (done.answers, done.status) == (["tvm", "0", "tvm", "tvm"], 0), done
@@ -222,7 +222,7 @@ if __name__ == "__main__":
 
 @fault("a program in C that embeds Python", "nothing: kernels are compiled by the Python that it embeds")
 def test_a_program_that_embeds_python(tmp_path: Path) -> None:
-    """It is not started again as if it were a Python."""
+    """A program that embeds Python is not started again as if it were a Python."""
     variable = sysconfig.get_config_var
     compiler, library = shutil.which("cc"), Path(variable("LIBDIR"), variable("LDLIBRARY"))
     if compiler is None or not library.exists() or library.suffix != ".so":

@@ -111,7 +111,7 @@ def test_a_layer_that_only_later_inputs_reach(precision: str, monkeypatch: pytes
 
 
 def test_explain_says_what_the_check_saw(model: nn.Module) -> None:
-    """It names the layers of which nothing is known yet."""
+    """`explain` names the layers of which nothing is known yet."""
     with torch.no_grad():
         explained = torch_hybrid_backend.explain(model, torch.zeros(32, 64), options={"precision": "int8"})
         (plan,) = explained.plans

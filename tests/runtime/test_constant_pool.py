@@ -1,4 +1,4 @@
-"""What is made of the same tensors is made once for all who keep it, and never of tensors that changed."""
+"""Constants made of the same tensors are made once for all who keep it, and never of tensors that changed."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
 def test_changed_tensors_are_not_the_same(change: Callable[[torch.Tensor], object]) -> None:
-    """What was made of a tensor before it changed is not used for it afterwards; what was made since is."""
+    """A constant made of a tensor before it changed is not used for it afterwards; what was made since is."""
     double = Doubling(torch.randn(5))
     before = double()
     change(double.source)
@@ -144,7 +144,7 @@ def test_letting_go(lasting: bool) -> None:
 
 
 def test_an_interrupt_at_the_end_leaves_nothing() -> None:
-    """Where the block's end never ran, nothing is held once nobody refers to it."""
+    """Nothing is held once nobody refers to it, where the block's end never ran."""
     double = Doubling(torch.randn(5))
     once = ConstantPool()
     once.__enter__()
@@ -171,7 +171,7 @@ def test_what_has_effects_is_shared_inside_a_block_only() -> None:
 
 
 def test_inference_tensors_have_no_versions() -> None:
-    """They are told apart by what they hold."""
+    """Inference tensors are told apart by what they hold."""
     with torch.inference_mode():
         double = Doubling(torch.randn(5))
         before = double()

@@ -75,7 +75,7 @@ def test_changes_are_seen(change: Callable[[torch.nn.Linear], object]) -> None:
 
 
 def test_unguarded_contents_do_not_matter() -> None:
-    """Where only the address matters, a change in place makes nothing anew, another address does."""
+    """A change in place makes nothing anew where only the address matters, another address does."""
     weight = torch.nn.Parameter(torch.randn(4))
     constants, made = doubling(guarded=False)
     constants.compared([weight])
@@ -249,7 +249,7 @@ def test_refresh(what: str, caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_refresh_while_constants_are_made() -> None:
-    """What was being made when `refresh` was called serves its own call, and none after it."""
+    """Constants that were being made when `refresh` was called serve their own call, and none after it."""
     weight = torch.zeros(4)
     made: list[int] = []
 
@@ -273,7 +273,7 @@ def test_refresh_takes_tensors_only() -> None:
 
 
 def test_of_what_is_copied_the_contents_matter() -> None:
-    """Of a constant whose address alone counts nothing is made again when it changes in place; unless, such as it is, it was copied."""
+    """Constants whose address alone counts are not made again when they change in place; unless they were copied."""
     made: list[int] = []
     constants: LiveConstants[None] = LiveConstants(
         [0],

@@ -35,7 +35,7 @@ FLAT = TensorSpec((4096,), "float32", (1,), CPU)
 
 @dataclass(frozen=True)
 class Compiled:
-    """What an engine would return."""
+    """A compiled region as an engine would return it."""
 
     program: Program | None
     runner: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]

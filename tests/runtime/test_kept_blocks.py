@@ -64,7 +64,7 @@ def test_memory_in_use_is_not_used_again(compiled: Function, keep: Callable[[tor
 
 
 def test_results_are_ordinary_tensors(compiled: Function) -> None:
-    """They can be changed, saved, shared between processes, and made smaller; growing them beyond their memory is refused by torch."""
+    """Results can be changed, saved, shared between processes, and made smaller; growing them beyond their memory is refused by torch."""
     result = compiled(torch.ones(LARGE))
     result.add_(1)
     buffer = io.BytesIO()

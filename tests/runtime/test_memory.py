@@ -59,7 +59,7 @@ def _random_plan(seed: int, longest: int) -> list[LiveRange]:
 
 @pytest.mark.parametrize(("longest", "worst"), [(5, 1.05), (20, 1.12)])
 def test_random_plans_are_near_the_bound(longest: int, worst: float) -> None:
-    """Of 40 random plans, none takes more than `worst` times what is alive at once, which no placement may reach."""
+    """Random plans, 40 of them, take at most `worst` times what is alive at once, which no placement may reach."""
     for seed in range(40):
         ranges = _random_plan(seed, longest)
         bound = max(
@@ -89,7 +89,7 @@ def test_a_chain_needs_two_buffers() -> None:
 
 
 def test_the_smallest_gap_that_fits_is_taken() -> None:
-    """Of two gaps the tighter one is filled, so that the wider one stays for others."""
+    """The tighter of two gaps is filled, so that the wider one stays for others."""
     ranges = [
         LiveRange(640, 0, 0),  # its end leaves a gap of 640 below the next
         LiveRange(576, 0, 9),

@@ -1,4 +1,4 @@
-"""How programs become the values, steps and arenas of a plan."""
+"""Programs as the values, steps and arenas of a plan."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_each_device_has_an_arena_of_its_own() -> None:
 
 
 def test_scratch_lives_as_long_as_its_launch() -> None:
-    """It is a buffer of the arena that later launches use again; a null pointer stays one."""
+    """A scratch buffer is part of the arena that later launches use again; a null pointer stays one."""
     program = Program(
         tuple(_row(n, CUDA) for n in (8, 64, 8, 64, 8)),
         (0,),
@@ -124,7 +124,7 @@ def test_launches_that_follow_one_another_are_graphs() -> None:
     """Across segments, and where there are enough that launch anything; memory is planned, and segments are shown, as without graphs."""
 
     def segment(first: int, launches: int, grid: tuple[int, int, int] = (1, 1, 1)) -> Piece:
-        """Of so many launches in a row, from value `v<first>` on."""
+        """A segment of so many launches in a row, from value `v<first>` on."""
         steps = tuple(replace(launch("a.cubin", (i, i + 1)), grid=grid) for i in range(launches))
         rows = tuple(_row(8, CUDA) for _ in range(launches + 1))
         piece = _piece(Program(rows, (0,), (launches,), (), steps, device=CUDA))
@@ -273,7 +273,8 @@ def test_only_inputs_that_are_read_are_passed() -> None:
 
 
 def test_values_that_callbacks_make_take_no_planned_memory() -> None:
-    """They are tensors of their own in each call: nothing lies in the arena, and one value has one place for all its readers."""
+    """Values that callbacks make are tensors of their own in each call: nothing lies in the arena, and one value has one place for all its
+    readers."""
     layout = _lay_out([_callback("x", "a b"), _callback("a", "c"), _callback("a b c", "d")], "d a d")
     assert layout.arena_bytes == 0
     assert len(layout.values) == 5  # x, a, b, c and d

@@ -219,7 +219,7 @@ def test_operators_take_parts_and_return_other_forms() -> None:
 
 
 def test_operators_in_python_read_packed_constants() -> None:
-    """What is packed once for an operator is there for one that only Python can call, too."""
+    """Constants that are packed once for an operator are there for one that only Python can call, too."""
     pack = PackedConstant(1, (1,), lambda y: 3 * y)
     program = Program(
         tuple(map(TensorSpec.of, (X, Y, X))),

@@ -93,7 +93,7 @@ def test_values_die_after_their_last_use() -> None:
 
 
 def _folded_graph() -> PartitionedGraph:
-    """Of x, w + 1 and w.t(); the last two are folded."""
+    """The graph of x, w + 1 and w.t(); the last two are folded."""
     return graph_of(lambda x, a, b: (x @ a, a, b, torch.sort(b)[0]), X, torch.ones(6, 6), torch.ones(6, 6))
 
 
@@ -166,7 +166,7 @@ def graph_size() -> Any:
 
 
 def test_any_sizes_and_numbers() -> None:
-    """One executor runs a graph of symbolic sizes at each of them; sizes are values like others."""
+    """An executor runs a graph of symbolic sizes at each of them; sizes are values like others."""
 
     def function(x: torch.Tensor) -> tuple[Any, ...]:
         y = torch.sort(x @ x.t())[0]

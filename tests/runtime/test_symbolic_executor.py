@@ -1,4 +1,4 @@
-"""One plan for each set of sizes: chosen by the call's inputs, kept while it is used, and the same results at every size."""
+"""A plan for each set of sizes: chosen by the call's inputs, kept while it is used, and the same results at every size."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_each_set_of_sizes_has_its_plan() -> None:
 
 
 def test_a_timed_call_is_one_of_its_sizes() -> None:
-    """It returns what a call returns, and tells the time of each segment."""
+    """A timed call returns what a call returns, and tells the time of each segment."""
     executor = _executor(_function, torch.randn(5, 3))
     for shape in SHAPES:
         x = torch.randn(shape)
@@ -116,7 +116,7 @@ def test_threads_meet_new_sizes_together() -> None:
 
 
 def test_folded_values_serve_every_size() -> None:
-    """What follows from parameters is folded once for all sizes, and again when the parameter changed."""
+    """Values that follow from parameters are folded once for all sizes, and again when the parameter changed."""
     graph = _graph(lambda x, a: (torch.sort(x @ a)[0], a), torch.randn(5, 3), torch.randn(3, 3))
     folds = 0
 

@@ -67,7 +67,7 @@ def test_bounds_are_met(size: Dim) -> None:
 
 @pytest.mark.parametrize("size", HELD, ids=str)
 def test_bounds_hold(size: Dim) -> None:
-    """Where a symbol is there more than once, or a divisor may be 0."""
+    """Bounds hold where a symbol is there more than once, or a divisor may be 0."""
     least, most = bounds(size, RANGES)
     values = _values(size)
     assert least <= min(values)

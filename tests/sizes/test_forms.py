@@ -32,7 +32,7 @@ def test_symbols_that_only_a_text_names_come_back() -> None:
 
 @pytest.mark.parametrize("text", ["s0 +", "print(s0)", "s0 ** 2", "1.5", "", "s0.real", "max(s0)", "s0 if s1 else 1"])
 def test_other_texts_are_refused(text: str) -> None:
-    """What is no size is a ValueError, and nothing of it is run."""
+    """A text that is no size is a ValueError, and nothing of it is run."""
     with pytest.raises(ValueError, match="is no size"):
         forms.parse(text)
 
@@ -65,7 +65,7 @@ def _expressions(draw: st.DrawFn, depth: int = 3) -> sympy.Expr:
 
 
 def _value(expression: sympy.Expr, s0: int, s1: int) -> object:
-    """As torch computes it."""
+    """The value as torch computes it."""
     return sympy_interp(PythonReferenceAnalysis, {_s0: s0, _s1: s1}, expression)
 
 
@@ -85,7 +85,7 @@ def test_sizes_of_sympy_have_its_values(expression: sympy.Expr) -> None:
     "expression", [_s0 / 2, sympy.sqrt(_s0), 2**_s0, 1 / _s0, sympy.log(_s0 + 1), sympy.Float(1.5)], ids=str
 )
 def test_other_expressions_have_no_size(expression: sympy.Expr) -> None:
-    """What is no whole number made by sums, products and divisions gives None, alone and inside of others."""
+    """An expression that is no whole number made by sums, products and divisions gives None, alone and inside of others."""
     for whole in (expression, expression + _s1, FloorDiv(_s1 * expression, 3)):
         assert forms.from_sympy(whole, {_s0: symbol("s0", 7), _s1: symbol("s1", 5)}.__getitem__) is None
 

@@ -31,7 +31,7 @@ def test_arithmetic_agrees_with_numbers(a: Dim, b: Dim) -> None:
 @settings(max_examples=150, derandomize=True, deadline=None)
 @given(expressions(), expressions())
 def test_comparisons_hold_at_every_value(a: Dim, b: Dim) -> None:
-    """What is said to be below, at most, equal or at least a bound is so at all values."""
+    """A comparison that is said to hold holds at all values: below, at most, equal or at least a bound."""
     for values in VALUES:
         x, y = evaluate(a, values), evaluate(b, values)
         assert x >= sizes.lower_bound(a)
@@ -103,7 +103,7 @@ def test_no_value_is_beyond_the_interval_and_the_magnitude(size: Dim) -> None:
 
 
 def test_integers_may_be_negative() -> None:
-    """What is known of a size follows from its symbols' ranges, which are no part of what it is."""
+    """Facts about a size follow from its symbols' ranges, which are no part of what it is."""
     any_, negative = symbol("n", 2, -(1 << 63), (1 << 63) - 1), symbol("n", 2, -8, -1)
     assert any_ == negative
     assert sizes.interval(any_ * 2 + 1) == (-(1 << 64) + 1, (1 << 64) - 1)

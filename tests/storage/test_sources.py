@@ -25,19 +25,17 @@ from torch_hybrid_backend.storage.sources import read_sources_version, sources_v
 # processor is in keys by its value.
 _DECIDE_NOTHING = {
     *(
+        "builds",
+        "cancellation",
         "config",
         "errors",
         "machine",
-        "measure",
-        "other_load",
+        "measuring",
+        "processes",
         "progress",
         "services",
-        "store",
-        "sources",
-        "temporary_folder",
-        "__version__",
-    ),
-    *("background", "builds", "processes", "cancellation", "fork_lock"),
+        "storage",
+    )
 }
 _PARTS = {"kernels": compiler.SOURCES, "kept graphs": aot_cache.SOURCES, "TensorRT": tensorrt.SOURCES}
 
@@ -62,12 +60,12 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (aot_cache.SOURCES, "core/hoisted_inputs.py"),
         (aot_cache.SOURCES, "capture/decompositions.py"),
         (session.TIMING_SOURCES, "runtime/plan_layout.py"),
-        (session.TIMING_SOURCES, "measure.py"),
+        (session.TIMING_SOURCES, "measuring/measure.py"),
         (session.TIMING_SOURCES, "_runtime.so"),
     ],
 )
 def test_an_edit_is_another_version(parts: Sequence[str], edited: str, package: Path) -> None:
-    """One byte more in a source, or in the built runtime, is enough; taken back, the version is the one before."""
+    """A byte more in a source, or in the built runtime, is enough; taken back, the version is the one before."""
     source = package / edited
     text, before = source.read_bytes(), read_sources_version(*parts)
     source.write_bytes(text + b"\n")
@@ -99,7 +97,7 @@ def test_a_file_added_removed_or_renamed_is_another_version(package: Path) -> No
 
 
 def test_an_edit_in_another_package_is_another_version(tmp_path: Path) -> None:
-    """Of a library that decides what is kept, all Python files count, whatever folder it lies in."""
+    """All Python files of a library that decides what is kept count, whatever folder it lies in."""
     for name in ("one/library", "two/library"):
         (tmp_path / name / "inner").mkdir(parents=True)
         (tmp_path / name / "inner" / "source.py").write_text("A = 1")
@@ -112,7 +110,7 @@ def test_an_edit_in_another_package_is_another_version(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("parts", _PARTS.values(), ids=_PARTS)
 def test_nothing_that_decides_is_left_out(parts: Sequence[str]) -> None:
-    """What the named parts import of the package is among them, or a utility that decides nothing."""
+    """Modules that the named parts import are among them, or a utility that decides nothing."""
     paths = [path for part in parts for path in (PACKAGE / part).rglob("*.py")]
     rooms = {room_of(path) for path in paths}
     beyond = {(path.name, *parts_) for path in paths for parts_ in imports_of(path) if parts_[0] not in rooms}

@@ -42,7 +42,7 @@ def test_everything_made_is_private(tmp_path: Path) -> None:
 
 
 def test_a_corrupt_entry_is_a_miss_and_is_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """One flipped bit: the entry is not handed out, is gone afterwards, and can be put anew."""
+    """A flipped bit makes a miss: the entry is not handed out, is gone afterwards, and can be put anew."""
     store = Store(tmp_path)
     path = store.put("kind", "key", b"data")
     path.write_bytes(b"dbta")
@@ -56,7 +56,7 @@ def test_a_corrupt_entry_is_a_miss_and_is_removed(tmp_path: Path, caplog: pytest
 
 
 def test_a_write_that_was_cut_short_is_not_seen(tmp_path: Path) -> None:
-    """What a killed writer leaves behind is a temporary file, which readers pass over."""
+    """A killed writer leaves a temporary file, which readers pass over."""
     store = Store(tmp_path)
     path = store.put("kind", "key", b"data")
     (path.parent / ".abc.part").write_bytes(b"da")
@@ -159,7 +159,7 @@ def test_an_entry_of_another_kind_is_a_miss(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", [0o606, 0o660])
 def test_an_entry_that_others_may_write_is_a_miss(tmp_path: Path, mode: int) -> None:
-    """It may change once it was checked."""
+    """An entry that others may write may change once it was checked, so it is a miss."""
     store = Store(tmp_path)
     store.put("kind", "key", b"data").chmod(mode)
     assert store.get("kind", "key") is None
@@ -204,7 +204,7 @@ def test_a_link_to_nowhere_and_a_loop_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_anybody_may_replace_is_refused(tmp_path: Path) -> None:
-    """One above it is writable for all; where that is sticky, as /tmp is, only its owner could."""
+    """A directory above that is writable for all; where that is sticky, as /tmp is, only its owner could."""
     above = tmp_path / "above"
     above.mkdir()
     for mode in (0o777, 0o1777):
@@ -246,7 +246,7 @@ def test_what_is_in_use_stays(tmp_path: Path) -> None:
 
 
 def test_a_writer_looks_again(tmp_path: Path) -> None:
-    """One process that writes long enough keeps the limit too."""
+    """A writer that writes long enough keeps the limit too."""
     limit = 1 << 20
     store = Store(tmp_path, limit)
     for i in range(200):
@@ -276,7 +276,7 @@ def test_usage_and_clear(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_leaves_the_temporary_directory() -> None:
-    """It is the parent's, whose kernels lie there; it goes when the parent ends."""
+    """The temporary directory is the parent's, whose kernels lie there; it goes when the parent ends."""
     code = """
 import os, sys
 from pathlib import Path
@@ -322,7 +322,7 @@ os.setuid(12345)
 
 
 def _as_another_user(script: str) -> str:
-    """What a script prints that runs as a user who owns nothing here; it finds `root` in `sys.argv[1]`."""
+    """The output of a script that runs as a user who owns nothing here; it finds `root` in `sys.argv[1]`."""
     if os.geteuid() != 0:
         pytest.skip("only root can be another user")
     command = [sys.executable, "-c", _AS_ANOTHER + script]
@@ -340,7 +340,8 @@ def shared() -> Iterator[Path]:
 
 
 def test_what_root_has_filled_is_read_by_others(shared: Path) -> None:
-    """As of a container's image: entries are found, nothing can be put, and what is removed is so for this process alone."""
+    """Entries that root has filled are found by others, as of a container's image: nothing can be put, and what is removed is so for this
+    process alone."""
     subprocess.run(["chmod", "-R", "a+rX", str(shared)], check=True)
     script = f"""
 store = Store(Path({str(shared)!r}))
@@ -361,7 +362,7 @@ except CacheError as error:
 
 
 def test_what_root_keeps_to_itself_is_refused(shared: Path) -> None:
-    """It says how others can be let read."""
+    """A message says how others can be let read."""
     shared.chmod(0o755)  # but for the folders in it
     script = f"""
 try:

@@ -17,7 +17,7 @@ from torch_hybrid_backend.storage.temporary_folder import TemporaryFolder
 
 @pytest.fixture(autouse=True)
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where temporary folders are made."""
+    """The folder where temporary folders are made."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(temporary_folder, "_tidied", set())
     return tmp_path
@@ -29,7 +29,7 @@ def age(path: Path) -> None:
 
 
 def in_process(script: str, directory: Path) -> str:
-    """What a process prints that imports TemporaryFolder and whose folders are made there."""
+    """The output of a process that imports TemporaryFolder and whose folders are made there."""
     code = f"import os, signal\nfrom torch_hybrid_backend.storage.temporary_folder import TemporaryFolder\n{script}"
     environment = {**os.environ, "TMPDIR": str(directory)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
@@ -38,7 +38,7 @@ def in_process(script: str, directory: Path) -> str:
 
 
 def test_a_folder_goes_with_its_block_and_with_its_object(directory: Path) -> None:
-    """It is private; two are apart."""
+    """A folder is private; two are apart."""
     with TemporaryFolder() as path, TemporaryFolder() as other:
         assert path != other
         assert path.parent == directory
@@ -73,7 +73,8 @@ def test_what_a_process_has_left_goes_with_the_next(end: str, directory: Path) -
 
 
 def test_what_another_process_uses_stays(directory: Path) -> None:
-    """As long as it lives, however old; so does what is about to be locked, and what has another name."""
+    """A folder that another process uses stays as long as it lives, however old; so does what is about to be locked, and what has another
+    name."""
     code = """
 from torch_hybrid_backend.storage.temporary_folder import TemporaryFolder
 kept = TemporaryFolder()

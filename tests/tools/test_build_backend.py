@@ -36,7 +36,7 @@ def _asked(before: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_what_cannot_be_built_is_refused(before: str, said: str) -> None:
-    """One line on standard error, which installers show, and a status that fails."""
+    """A refusal is one line on standard error, which installers show, and a status that fails."""
     done = _asked(before)
     assert done.returncode == 1
     assert said in done.stderr
@@ -45,7 +45,7 @@ def test_what_cannot_be_built_is_refused(before: str, said: str) -> None:
 
 @pytest.mark.parametrize("before", ["", _HIDDEN], ids=["visible", "hidden by build isolation"])
 def test_torch_is_not_downloaded_for_its_headers(before: str) -> None:
-    """They are those of the installed torch: nothing but setuptools is asked for."""
+    """The headers are those of the installed torch: nothing but setuptools is asked for."""
     done = _asked(before)
     assert done.returncode == 0, done.stderr
     assert "torch" not in done.stdout.splitlines()[-1]

@@ -48,7 +48,7 @@ def test_links_of_every_page(page: str) -> None:
 
 
 def test_a_folder_in_the_navigation() -> None:
-    """It becomes its pages, at any depth."""
+    """A folder in the navigation becomes its pages, at any depth."""
     nav = [{"Home": "index.md"}, {"More": [{"Decisions": "adr/"}]}]
     _expand(nav, ["adr/1.md", "adr/2.md", "index.md"])
     assert nav == [{"Home": "index.md"}, {"More": [{"Decisions": ["adr/1.md", "adr/2.md"]}]}]
@@ -69,7 +69,7 @@ def test_arguments_are_paragraphs() -> None:
 @pytest.mark.full
 @pytest.mark.skipif(not PYTHON.exists(), reason="MkDocs is not installed: make docs-site")
 def test_the_site(tmp_path: Path) -> None:
-    """It builds without a warning (a broken link is one), has every public name, and loads nothing from the network."""
+    """The site builds without a warning (a broken link is one), has every public name, and loads nothing from the network."""
     build = [str(PYTHON), "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path)]
     done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -45,7 +45,7 @@ def test_every_code_has_its_section() -> None:
 def test_examples_are_what_refusals_say(
     code: Reason, function: Callable[..., object], inputs: tuple[torch.Tensor, ...]
 ) -> None:
-    """Where a small graph shows them."""
+    """Examples are refused where a small graph shows them."""
     graph = make_fx(function, tracing_mode="fake")(*inputs).graph
     verdicts = [supports(node) for node in graph.nodes if node.op == "call_function"]
     said = [verdict.why for verdict in verdicts if isinstance(verdict, Refused) and verdict.code is code]

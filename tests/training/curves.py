@@ -36,7 +36,7 @@ MakeOptimiser = Callable[[nn.Module], torch.optim.Optimizer]
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How to train: everything that is the same for eager and for us.
+    """A recipe of training: everything that is the same for eager and for us.
 
     batches: drawn once, taken in turn. accumulate: backward passes for each step of the optimiser. step: how the
     optimiser's step is called. autocast: the dtype that the forward pass casts to, or None.
@@ -97,7 +97,7 @@ def in_float64(how: Recipe, model: nn.Module) -> Run:
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """How far a run is from the reference: the largest distance of their losses, and that of the trained models (parameters
+    """The distance of a run from the reference: the largest distance of their losses, and that of the trained models (parameters
     and statistics as one vector)."""
 
     loss: float
@@ -114,7 +114,7 @@ class Distance:
 
 
 def distance(run: Run, reference: Run) -> Distance:
-    """How far `run` is from `reference`."""
+    """The distance of `run` from `reference`."""
     loss = max(abs(mine - exact) for mine, exact in zip(run.losses, reference.losses, strict=True))
     squares = (
         (run.state[name].double() - exact).square().sum().item()
@@ -125,7 +125,7 @@ def distance(run: Run, reference: Run) -> Distance:
 
 
 def eager_distance(how: Recipe, model: nn.Module, reference: Run) -> Distance:
-    """How far rounding takes eager's float32 training of `model` from the reference, at most. `model` is left as it is."""
+    """The largest distance between eager's float32 training of `model` and the reference, by rounding. `model` is left as it is."""
     generator = torch.Generator().manual_seed(0)
     worst = Distance(0.0, 0.0)
     for number in range(1 + PERTURBED):

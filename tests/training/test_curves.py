@@ -22,7 +22,7 @@ def _wrong(model: nn.Module, factor: float) -> Callable[[torch.Tensor], object]:
 
 @pytest.mark.parametrize("name", ["torch_lstm", "encoder"])
 def test_a_wrong_gradient_is_told_from_rounding(name: str) -> None:
-    """One weight's gradient off by 1% fails the check; none off passes it."""
+    """A weight's gradient off by 1% fails the check; none off passes it."""
     torch.manual_seed(0)
     model = CASES[name].make("small").train()
     how = curves.recipe(CASES[name], "sgd", steps=10)

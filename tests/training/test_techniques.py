@@ -1,4 +1,4 @@
-"""What training loops do around the model: each follows eager's loss curve on a small model."""
+"""Techniques of training loops around the model: each follows eager's loss curve on a small model."""
 
 from __future__ import annotations
 

@@ -30,6 +30,7 @@ from torch_hybrid_backend.core.program import Program
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Supported, Verdict
+from torch_hybrid_backend.torch_private import OpOverload
 
 # The engine that is PyTorch itself: always there, last in order, and it takes everything.
 EAGER = "eager"
@@ -182,7 +183,7 @@ class Engine(Protocol):
         ...
 
     @property
-    def keep_ops(self) -> frozenset[torch._ops.OpOverload]:
+    def keep_ops(self) -> frozenset[OpOverload]:
         """ATen operators that it wants undecomposed."""
         ...
 
@@ -294,7 +295,7 @@ class EngineBase(ABC):
 
     name: str
     devices: frozenset[str] = frozenset({"cpu"})
-    keep_ops: frozenset[torch._ops.OpOverload] = frozenset()
+    keep_ops: frozenset[OpOverload] = frozenset()
     draws: bool = False
     keeps_deadline: bool = False
 

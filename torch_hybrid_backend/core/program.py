@@ -5,7 +5,7 @@ fresh outputs); the program only says how large they are and who reads and write
 
 This is the only place that lists the kinds of steps. A whole graph's plan has the same ones, over the plan's values in place of buffers
 (`Step.over`), and four more, which the runtime adds: `Callback`, `Copy`, `Check` and `LaunchGraph`. Each is a class of the same name in
-`csrc/src/steps/`, which reads what `Step.describe` returns. See docs/adr/0020-one-vocabulary-of-steps.md.
+`csrc/src/steps/`, which reads what `Step.describe` returns. See docs/adr/0020-plan-steps.md.
 """
 
 from __future__ import annotations

@@ -26,10 +26,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._dynamo.exc import BackendCompilerFailed
-from torch._dynamo.utils import same
 from torch.fx import Node
-from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.arguments import check_model
 from torch_hybrid_backend.core.deadline import Deadline
@@ -39,9 +36,10 @@ from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Reason, Refused, Verdict
 from torch_hybrid_backend.errors import failures
+from torch_hybrid_backend.torch_private import BackendCompilerFailed, reset_dynamo, same, tree_leaves
 
 if TYPE_CHECKING:
-    from torch._inductor.compiler_bisector import BisectionResult
+    from torch_hybrid_backend.torch_private import compiler_bisector
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +51,7 @@ CAPTURE = "capture"
 _TOLERANCE = 1e-3  # of PyTorch's own benchmarks in training
 
 
-def bisect(program: Callable[..., Any], *args: Any, **kwargs: Any) -> BisectionResult | None:
+def bisect(program: Callable[..., Any], *args: Any, **kwargs: Any) -> compiler_bisector.BisectionResult | None:
     """Find what makes a program wrong.
 
     With arguments `program` is a model, or any function: it is wrong where `torch.compile(program)(*args, **kwargs)` raises, or is not what
@@ -66,7 +64,7 @@ def bisect(program: Callable[..., Any], *args: Any, **kwargs: Any) -> BisectionR
     every subsystem switched off leaves the program wrong, the result names the backend alone.
     """
     check_model(program, "bisect")
-    from torch._inductor import compiler_bisector
+    from torch_hybrid_backend.torch_private import compiler_bisector
 
     # Ours before inductor: a program that only we break need not be compiled by inductor, nor would its faults hide ours. Capture last: without
     # decompositions other operators are run, which would hide the fault of one.
@@ -96,7 +94,7 @@ def bisect(program: Callable[..., Any], *args: Any, **kwargs: Any) -> BisectionR
 def _agrees(program: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """True if the program compiled does what it does in eager."""
     expected = _results(program, args, kwargs, lambda own: own)
-    torch._dynamo.reset()
+    reset_dynamo()
     try:
         found = _results(program, args, kwargs, torch.compile)
     except failures(Exception):  # whatever compiled programs raise: this one does not in eager
@@ -132,16 +130,16 @@ def applied_in_capture() -> Callable[[str], bool] | None:
 
 
 def _is_off(subsystem: str, what: Callable[[], str]) -> bool:
-    from torch._inductor.compiler_bisector import CompilerBisector
+    from torch_hybrid_backend.torch_private import compiler_bisector
 
-    return CompilerBisector.disable_subsystem(BACKEND, subsystem, what)
+    return compiler_bisector.CompilerBisector.disable_subsystem(BACKEND, subsystem, what)
 
 
 def is_running() -> bool:
     """True if a bisector runs the program."""
-    from torch._inductor.compiler_bisector import CompilerBisector
+    from torch_hybrid_backend.torch_private import compiler_bisector
 
-    return CompilerBisector.bisection_enabled
+    return compiler_bisector.CompilerBisector.bisection_enabled
 
 
 def bisected_passes(

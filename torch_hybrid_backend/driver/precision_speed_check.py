@@ -7,7 +7,7 @@ Three graphs are timed whole, so that all casts count: as its precision made it,
 kernels of the first two are compared one by one. The fastest stays. What was found is kept on disk: a later process compiles that alone.
 Nothing is compiled for a graph whose products take less time than float32's instructions need for them at their full rate. What the model gate
 leaves of a graph whose layers were off is timed once more.
-(docs/adr/0041-layers-that-gain-nothing.md)
+(docs/adr/0041-mixed-precision-by-timed-layers.md)
 """
 
 from __future__ import annotations

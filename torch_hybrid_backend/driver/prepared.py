@@ -25,6 +25,7 @@ from torch_hybrid_backend.graph.devices import is_on_host
 from torch_hybrid_backend.graph.eager_graph import EagerGraph
 from torch_hybrid_backend.graph.schema import only_draws
 from torch_hybrid_backend.graph.values import effects, holds_collectives, is_repeatable
+from torch_hybrid_backend.machine import default_weight_bits
 from torch_hybrid_backend.partition.region_key import region_key
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.control_flow import compile_bodies
@@ -76,7 +77,7 @@ def prepare(
     module = captured.graph_module
     inline_subgraphs(module)
     mark_sites(module)
-    context = PassContext.of(captured, config.precision, config.weight_form)
+    context = PassContext.of(captured, config.precision, config.weight_form, default_weight_bits())
     run_passes(module, context, bisected_passes(PASSES))
     reduced = None if context.precision == AS_WRITTEN else reduce_precision(module, context)
     # Sub-graphs are looked into, so before they are compiled.

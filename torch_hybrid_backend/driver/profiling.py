@@ -18,7 +18,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.fx
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from torch_hybrid_backend.core.device import CPU
@@ -35,6 +34,7 @@ from torch_hybrid_backend.partition.whole_call import PricedCall
 from torch_hybrid_backend.progress import Progress
 from torch_hybrid_backend.runtime.executor import StepTime
 from torch_hybrid_backend.runtime.plan_layout import StepOrigin
+from torch_hybrid_backend.torch_private import tree_leaves
 
 # Rounds of two calls: as many as the budget allows, between these.
 _BUDGET_S, _LEAST_ROUNDS, _MOST_ROUNDS = 2.0, 5, 100

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from torch_hybrid_backend.cancellation import check
 from torch_hybrid_backend.capture.decompositions import decomposed
@@ -56,6 +55,7 @@ from torch_hybrid_backend.runtime.executor import CompiledSegment, Executor, bui
 from torch_hybrid_backend.runtime.plan_layout import StaticLayoutError
 from torch_hybrid_backend.runtime.python_executor import PythonExecutor
 from torch_hybrid_backend.runtime.symbolic_executor import SizeRange, SymbolicExecutor
+from torch_hybrid_backend.torch_private import unset_fake_temporarily
 
 log = logging.getLogger(__name__)
 

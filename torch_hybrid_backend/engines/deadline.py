@@ -24,9 +24,9 @@ _GRACE_S = 1.0  # an engine that looks at the clock between two regions is a lit
 def compile_in_time(
     engine: Engine, regions: Sequence[Region], deadline: Deadline
 ) -> Sequence[CompiledRegion | PendingRegion | Exception]:
-    """What `engine.compile` returns, or for each region the exception that tells why it returned nothing of use; where it raises, it is asked
-    for each region alone, so that the others keep it. The deadline's clock runs meanwhile; where it is over already the engine is asked all the
-    same, for what it need not compile.
+    """Compile regions in time. Returns what `engine.compile` returns, or for each region the exception that tells why it returned nothing of
+    use; where it raises, it is asked for each region alone, so that the others keep it. The deadline's clock runs meanwhile; where it is over
+    already the engine is asked all the same, for what it need not compile.
 
     An engine that says `keeps_deadline = True` is called in this thread: Ctrl-C then reaches it. Any other runs in a thread of its own, which
     is left to itself when the deadline has passed: nothing can stop it, but nobody waits for it.

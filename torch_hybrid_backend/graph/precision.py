@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 from torch.fx import Node
-from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.graph.schema import is_item, is_view
+from torch_hybrid_backend.torch_private import OpOverload, tree_leaves
 
 _CASTS = frozenset({torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default})
 _QUANTISERS = "quantized_decomposed"
@@ -18,7 +18,7 @@ _QUANTISERS = "quantized_decomposed"
 def is_cast(node: Node) -> bool:
     """True if the node changes the precision of floating-point values: a cast between such dtypes, or a quantisation."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or not node.all_input_nodes:
+    if not isinstance(target, OpOverload) or not node.all_input_nodes:
         return False
     if target.namespace == _QUANTISERS:
         return target._schema.name.startswith(f"{_QUANTISERS}::quantize")
@@ -32,7 +32,7 @@ def computes(node: Node) -> bool:
     """True if the operator makes floating-point values of its own."""
     if node.op != "call_function" or is_item(node) or is_view(node) or is_cast(node):
         return False
-    if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == _QUANTISERS:
+    if isinstance(node.target, OpOverload) and node.target.namespace == _QUANTISERS:
         return False
     return bool(_floats(node))
 
@@ -55,7 +55,7 @@ def _is_dequantised(node: Node) -> bool:
     while is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target._schema.name.startswith(f"{_QUANTISERS}::dequantize")
+    return isinstance(target, OpOverload) and target._schema.name.startswith(f"{_QUANTISERS}::dequantize")
 
 
 def _floats(node: Node) -> list[torch.Tensor]:

@@ -14,14 +14,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.ao.quantization.fx._decomposed
 from torch.fx import Node
 
 from torch_hybrid_backend.core.precision import SEVEN_BITS
-from torch_hybrid_backend.machine import bits_of_weights
+from torch_hybrid_backend.torch_private import OpOverload, quantized_operators
 
 aten = torch.ops.aten
-quantized = torch.ops.quantized_decomposed
+quantized = quantized_operators()
 
 Apply = Callable[..., Any]
 
@@ -30,13 +29,11 @@ UNSIGNED = (0, 255, torch.uint8)
 # Without -128: the range is symmetric.
 WEIGHTS = (-127, 127, torch.int8)
 WEIGHTS_OF_7_BITS = (*SEVEN_BITS, torch.int8)
-# A number and no call: Dynamo, which traces `quantize`'s module, guards it.
-_HOST_BITS = bits_of_weights()
 # Of what is zero everywhere, or nearly: its scale stays a normal number whose reciprocal is one.
 _LEAST_SCALE = 1e-30
 
 
-def call(operator: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+def call(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """`Apply` for tensors."""
     return operator(*args, **kwargs)
 
@@ -46,16 +43,16 @@ def _tensor(x: Any) -> torch.Tensor:
     return value
 
 
-def weight(apply: Apply, w: Any, axis: int) -> Any:
-    """A weight, quantised with a scale for each index of dimension `axis`, and dequantised.
+def weight(apply: Apply, w: Any, axis: int, bits: int) -> Any:
+    """A weight, quantized to 7 or 8 bits with a scale for each index of dimension `axis`, and dequantized.
 
-    Of 7 bits on processors that multiply those faster (`machine.bits_of_weights`); of 8 elsewhere, and where an output channel reads one input
-    channel: the few products of a depthwise convolution are not added up in bytes, and their errors do not average out.
+    Weights of depthwise convolutions always have 8 bits. Their few products are not added up in bytes, and errors of few products do not
+    average out.
     """
     value = _tensor(w)
     others = [d for d in range(value.dim()) if d != axis]
-    is_narrow = _HOST_BITS == 7 and value.device.type == "cpu" and value.shape[1 - axis] != 1
-    bounds = WEIGHTS_OF_7_BITS if is_narrow else WEIGHTS
+    is_depthwise = value.shape[1 - axis] == 1
+    bounds = WEIGHTS_OF_7_BITS if bits == 7 and not is_depthwise else WEIGHTS
     scales = _scales(apply, value.dtype, apply(aten.amax.default, apply(aten.abs.default, w), others), bounds[1])
     # A fill of a known size: kernels see that it is zeros. (None would do for dequantising, but not for inductor.)
     zeros = apply(aten.full.default, [value.shape[axis]], 0, dtype=torch.int64, device=value.device)

@@ -18,6 +18,7 @@ from torch_hybrid_backend.graph.schema import (
     is_view,
     shared_arguments,
 )
+from torch_hybrid_backend.torch_private import OpOverload
 
 aten = torch.ops.aten
 
@@ -93,7 +94,7 @@ def is_dequantized(node: Node) -> bool:
     from engines that a product is one of integers.
     """
     target, value = node.target, node.meta.get("val")
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return False
     if target.namespace == QUANTIZED:
         return target._schema.name.startswith(f"{QUANTIZED}::dequantize")
@@ -175,7 +176,7 @@ def _all_readers(node: Node, accepts: Callable[[Node, Node], bool]) -> bool:
 
 def is_quantizing(target: object) -> bool:
     """True if an operator, a node's target, is one of torch.ao's on quantised tensors."""
-    return isinstance(target, torch._ops.OpOverload) and target.namespace == QUANTIZED
+    return isinstance(target, OpOverload) and target.namespace == QUANTIZED
 
 
 def is_quantized(value: object) -> bool:
@@ -228,7 +229,7 @@ def is_repeatable(gm: torch.fx.GraphModule) -> bool:
 
 
 def _only_computes(node: Node) -> bool:
-    is_known = not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace in _OF_PYTORCH
+    is_known = not isinstance(node.target, OpOverload) or node.target.namespace in _OF_PYTORCH
     return is_pure(node) and is_known
 
 

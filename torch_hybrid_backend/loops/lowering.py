@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch.utils._pytree import tree_map
 
 from torch_hybrid_backend.core.tensor_spec import TensorSpec, dim, is_computable
 from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdict
@@ -45,6 +44,7 @@ from torch_hybrid_backend.loops.ops import cast, const
 from torch_hybrid_backend.loops.policy import COMMON, Abilities
 from torch_hybrid_backend.loops.random_numbers import Generator
 from torch_hybrid_backend.sizes.size import Dim, Size, UndecidedSizeError, known_less, lower_bound, product
+from torch_hybrid_backend.torch_private import OpOverload, tree_map
 
 DTYPES = frozenset(
     "float32 float64 bfloat16 float16 int64 int32 int16 int8 uint8 bool".split()
@@ -60,8 +60,8 @@ class Refuse(Exception):
 
 
 Lowering = Callable[..., Any]
-_TABLE: dict[torch._ops.OpOverload, Lowering] = {}
-_UNREAD: dict[torch._ops.OpOverload, frozenset[str]] = {}
+_TABLE: dict[OpOverload, Lowering] = {}
+_UNREAD: dict[OpOverload, frozenset[str]] = {}
 # Imported on first use: the table is these modules' contents and nothing else.
 _MODULES = (
     "pointwise",
@@ -83,7 +83,7 @@ _MODULES = (
 _MODULES_OF_LIBRARIES = {"quantized_decomposed": "quantized"}
 
 
-def lowers(*targets: torch._ops.OpOverload, unread: tuple[str, ...] = ()) -> Callable[[Lowering], Lowering]:
+def lowers(*targets: OpOverload, unread: tuple[str, ...] = ()) -> Callable[[Lowering], Lowering]:
     """Register a lowering for ATen overloads; a second registration of one overload is an error.
 
     `unread`: tensor arguments, by their names in the schema, that the lowering never reads; None may stand for them.
@@ -101,7 +101,7 @@ def lowers(*targets: torch._ops.OpOverload, unread: tuple[str, ...] = ()) -> Cal
 
 
 @functools.cache
-def table() -> Mapping[torch._ops.OpOverload, Lowering]:
+def table() -> Mapping[OpOverload, Lowering]:
     """Every lowering, by ATen overload."""
     for module in _MODULES:
         importlib.import_module(f"torch_hybrid_backend.loops.lowerings.{module}")
@@ -109,7 +109,7 @@ def table() -> Mapping[torch._ops.OpOverload, Lowering]:
 
 
 def _lowering_of(target: object) -> Lowering | None:
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return None
     lowerings = table()
     if target not in lowerings and target.namespace in _MODULES_OF_LIBRARIES:
@@ -273,7 +273,7 @@ def _reads(node: torch.fx.Node, position: int) -> bool:
 
 def _unread_inputs(node: torch.fx.Node) -> frozenset[torch.fx.Node]:
     """The inputs that the lowering does not read (`unread` of `lowers`)."""
-    assert isinstance(node.target, torch._ops.OpOverload)
+    assert isinstance(node.target, OpOverload)
     names = _UNREAD[node.target]
     if not names:
         return frozenset()

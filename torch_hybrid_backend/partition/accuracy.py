@@ -26,7 +26,6 @@ from typing import Any
 import torch
 import torch.fx
 from torch.fx import Node
-from torch.utils._pytree import tree_map
 
 from torch_hybrid_backend.core.precision import ROW_BITS, ROW_GROUPS
 from torch_hybrid_backend.core.region import Region
@@ -40,6 +39,7 @@ from torch_hybrid_backend.graph.values import PRODUCTS, is_quantized, is_quantiz
 from torch_hybrid_backend.machine import EXACT_PRECISIONS, float32_precision
 from torch_hybrid_backend.partition.blocks import blocks, largest, mean_square
 from torch_hybrid_backend.sizes.size import size_hint
+from torch_hybrid_backend.torch_private import tree_map
 
 _log = logging.getLogger(__name__)
 

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 import torch.fx
 from torch.fx import Node
-from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.errors import failures
 from torch_hybrid_backend.graph.eager_graph import TracedRun
 from torch_hybrid_backend.partition.blocks import blocks, widened
+from torch_hybrid_backend.torch_private import tree_leaves
 
 # Of the values that a layer reads: with fewer that are not zero there is next to nothing to be off by. Behind a ReLU half of them are.
 _LEAST_SHARE = 0.01

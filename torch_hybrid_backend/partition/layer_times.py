@@ -26,7 +26,7 @@ Parts = Iterable[tuple[frozenset[str], float]]
 # Multiply-adds of a direct convolution over those of Winograd's algorithm with tiles of 2x2. (Larger tiles save more of them; what they gain
 # was less: docs/performance.md.)
 _WINOGRAD_GAIN = 2.25
-# A product of float32 by bfloat16 tiles of AMX takes at best that much less than one by float32's instructions (ADR 40).
+# A product of float32 by bfloat16 tiles of AMX takes at best that much less than one by float32's instructions (ADR 98).
 _TILES_GAIN = 2.25
 _PRODUCT_SIZE = 2048  # large enough for the processor's full rate, on a server's cores too
 

@@ -24,6 +24,8 @@ class PassContext:
 
     `weights`: how `int8-weights` and `int4-weights` keep them.
 
+    `weight_bits`: 7 or 8, of weights that `int8` multiplies by quantized activations on the CPU.
+
     `as_written`: layers, by their node's name, that stay as written whatever the precision, and why.
 
     `devices`: types of the devices whose operators the pass that gets this may rewrite, by its entry in the pipeline; empty: all.
@@ -36,14 +38,18 @@ class PassContext:
     devices: frozenset[str] = frozenset()
     precision: str = AS_WRITTEN
     weights: WeightForm = SYMMETRIC
+    weight_bits: int = 8
     as_written: Mapping[str, Refused] = field(default_factory=dict)
 
     @staticmethod
-    def of(captured: CapturedGraph, precision: str = AS_WRITTEN, weights: WeightForm = SYMMETRIC) -> PassContext:
+    def of(
+        captured: CapturedGraph, precision: str = AS_WRITTEN, weights: WeightForm = SYMMETRIC, weight_bits: int = 8
+    ) -> PassContext:
         """The context for a captured graph."""
         if captured.kind != "inference":
             return PassContext(captured.kind)
-        return PassContext(captured.kind, captured.static_inputs, precision=precision, weights=weights)
+        constants = captured.static_inputs
+        return PassContext(captured.kind, constants, precision=precision, weights=weights, weight_bits=weight_bits)
 
     def may_rewrite(self, node: torch.fx.Node) -> bool:
         """True if the operator runs on one of the `devices`, all its tensors with it."""

@@ -6,17 +6,17 @@ import bisect
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.core.precision import DEFAULT_TOLERANCES
 from torch_hybrid_backend.errors import QuantizationError
 from torch_hybrid_backend.quantization.call_sites import LayerCall
 from torch_hybrid_backend.quantization.loader import Loader
-from torch_hybrid_backend.quantization.ranges import Ranges
+from torch_hybrid_backend.torch_private import tree_leaves
 
 if TYPE_CHECKING:
     from torch_hybrid_backend.quantization.quantize import QuantizedModule
@@ -88,7 +88,7 @@ def return_to_float(result: QuantizedModule, data: Loader, metric: Metric, goal:
     def leave(count: int) -> None:
         gone = dict.fromkeys(worst[:count], "accuracy")
         kept = {site: how for site, how in before.sites.items() if site not in gone}
-        result.ranges = Ranges(before.model, kept, {**before.in_float, **gone})
+        result.ranges = replace(before, sites=kept, in_float={**before.in_float, **gone})
 
     def suffices(count: int) -> bool:
         leave(count)

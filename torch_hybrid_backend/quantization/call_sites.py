@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from torch_hybrid_backend.quantization.attention import arguments_of, is_taken, multi_head_attention
 from torch_hybrid_backend.quantization.signs import Signs
+from torch_hybrid_backend.torch_private import count_torch_function_modes, torch_function_mode_at
 
 KINDS = ("conv", "linear", "matmul", "attention", "add", "pool")
 
@@ -323,8 +324,8 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
 
 def _active() -> CallSites | None:
     """The innermost one of this thread."""
-    for position in reversed(range(torch._C._len_torch_function_stack())):
-        mode = torch._C._get_function_stack_at(position)
+    for position in reversed(range(count_torch_function_modes())):
+        mode = torch_function_mode_at(position)
         if isinstance(mode, CallSites):
             return mode
     return None

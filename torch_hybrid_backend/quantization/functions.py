@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from types import BuiltinFunctionType
 from typing import Any
 
-import torch
 from torch.nn import functional
+
+from torch_hybrid_backend.torch_private import DYNAMO, HigherOrderOperator, OpOverload, OpOverloadPacket, compiled_nn
 
 Function = Callable[..., Any]
 
@@ -29,7 +30,7 @@ _ASSIGNS = frozenset(
     "setitem __set__ __setitem__ __delitem__ iadd iand ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor iconcat".split()
 )
 # Without overrides, and with no "_" at their end.
-_FREE = (functional.hardsigmoid, functional.hardswish, functional.sigmoid, torch._C._nn.hardsigmoid, torch._C._nn.relu6)
+_FREE = (functional.hardsigmoid, functional.hardswish, functional.sigmoid, compiled_nn.hardsigmoid, compiled_nn.relu6)
 # Memory that these give away may be written to by anybody, at any time.
 SHARES_MEMORY = frozenset("numpy __array__ __dlpack__ data_ptr untyped_storage storage _typed_storage".split())
 
@@ -41,15 +42,13 @@ def name_of(function: Function) -> str:
     `torch.dropout_` and its like. (Dynamo shows modes no function that writes in place, but methods, and what these yield is followed for
     `NEVER_NEGATIVE` alone.)
     """
-    if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+    if isinstance(function, OpOverload | OpOverloadPacket):
         return _operator_name(function)
-    if isinstance(function, torch._ops.HigherOrderOperator):
+    if isinstance(function, HigherOrderOperator):
         return ""
     owner = getattr(function, "__objclass__", function)  # of a method written in C++: the class
     module = str(getattr(owner, "__module__", ""))
-    if module.split(".", maxsplit=1)[0] not in ("torch", "_operator", "builtins") or module.startswith(
-        "torch._dynamo."
-    ):
+    if module.split(".", maxsplit=1)[0] not in ("torch", "_operator", "builtins") or module.startswith(DYNAMO):
         return ""
     name = str(getattr(function, "__name__", ""))
     if is_in_place(name) and _is_free(function) and name[:-1] not in NEVER_NEGATIVE:
@@ -89,8 +88,8 @@ def _is_free(function: Function) -> bool:
     return isinstance(function, BuiltinFunctionType) and is_in_place(function.__name__)
 
 
-def _operator_name(operator: torch._ops.OpOverload | torch._ops.OpOverloadPacket) -> str:
-    if isinstance(operator, torch._ops.OpOverload):
+def _operator_name(operator: OpOverload | OpOverloadPacket) -> str:
+    if isinstance(operator, OpOverload):
         qualified, overloads = operator._schema.name, [operator]
     else:
         qualified = operator._qualified_op_name

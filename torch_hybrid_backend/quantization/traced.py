@@ -10,7 +10,6 @@ modes are told of all functions, there is no graph, and they say so.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from dataclasses import dataclass
 from itertools import takewhile
@@ -26,6 +25,7 @@ from torch_hybrid_backend.quantization.functions import (
     may_write,
     name_of,
 )
+from torch_hybrid_backend.torch_private import loaded_symbolic_convert
 
 
 @dataclass(slots=True)
@@ -94,7 +94,7 @@ def is_never_negative() -> bool:
 
 def _is_tracing() -> bool:
     """True if Dynamo traces in this thread; True where that cannot be told."""
-    convert = sys.modules.get("torch._dynamo.symbolic_convert")
+    convert = loaded_symbolic_convert()
     if convert is None:
         return False
     current = getattr(getattr(convert, "InstructionTranslator", None), "current_tx", None)
@@ -109,7 +109,7 @@ def _is_tracing() -> bool:
 def _graph() -> Graph | None:
     """The graph that Dynamo makes in this thread; None where it cannot be found: then nothing is known."""
     try:
-        graph = sys.modules["torch._dynamo.symbolic_convert"].InstructionTranslator.current_tx().output.graph
+        graph = loaded_symbolic_convert().InstructionTranslator.current_tx().output.graph
     except AttributeError:
         return None
     return graph if isinstance(graph, Graph) else None

@@ -3,7 +3,7 @@
 Parameters are recognised by their memory (data pointers), so that one compiled graph serves several instances of a module,
 and change is seen three ways, in this order of cost: another data pointer (`p.data = q`), another version counter
 (`optimizer.step`, `load_state_dict`, any in-place operator), other contents (`p.data.mul_(2)` and `p.numpy()[0] = 1` bump no
-counter; see `native.Guard` and docs/adr/0014-writes-watched-by-the-kernel.md). Shapes, strides and dtypes are not compared: whoever
+counter; see `native.Guard` and docs/adr/0014-weight-writes-by-userfaultfd.md). Shapes, strides and dtypes are not compared: whoever
 compiled the graph guards them.
 """
 

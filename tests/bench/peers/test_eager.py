@@ -1,4 +1,4 @@
-"""What eager makes of a precision."""
+"""The precision that the eager peer computes in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this package is asked for as a peer."""
+"""The settings of this package as a peer."""
 
 from __future__ import annotations
 

@@ -23,5 +23,5 @@ def test_a_quantised_model(tmp_path: Path) -> None:
 
 
 def test_half_precision_is_a_gap(tmp_path: Path) -> None:
-    """It has no kernels for it, and says so."""
+    """Half precision is a gap: ONNX Runtime has no kernels for it, and says so."""
     assert "it has no kernels in bf16" in measured("onnxruntime", tmp_path, "bf16")["gap"]

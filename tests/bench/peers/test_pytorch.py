@@ -1,4 +1,4 @@
-"""What PyTorch's compilers are given."""
+"""The settings of PyTorch's compilers as peers."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def test_second_compilation_does_not_trace(compiler, case):
 
 
 def test_kept_graph_knows_parameters(tmp_path):
-    """What may be packed ahead is known as in the traced graph: the parameters and buffers, by the same names."""
+    """Parameters and buffers are known by the same names as in the traced graph, so that they may be packed ahead."""
     static: list[frozenset[str]] = []
 
     def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -274,7 +274,7 @@ def test_symbolic_sizes_are_traced_anew(compiler):
 
 
 def test_operators_of_other_libraries_have_no_key(compiler):
-    """What a custom operator decomposes into, or returns, may change with the program."""
+    """A custom operator has no key: its decomposition, or its result, may change with the program."""
     with torch.library._scoped_library("hybrid_kept", "FRAGMENT") as library:
         library.define("twice(Tensor x) -> Tensor")
         library.impl("twice", lambda x: x * 2, "CompositeImplicitAutograd")
@@ -284,7 +284,7 @@ def test_operators_of_other_libraries_have_no_key(compiler):
 
 
 def test_graphs_on_a_gpu_have_no_key():
-    """Which attention operator they get depends on the GPU; so may they that only move a tensor there."""
+    """Graphs on a GPU have no key, as their attention operator depends on the GPU; so may they that only move a tensor there."""
     devices, keys = FakeDevices(), []
     x = devices.tensor(2, device="cpu")
     for function in (torch.relu, lambda x: torch.relu(x.to("cuda:1"))):

@@ -67,7 +67,8 @@ def tensors() -> list[torch.Tensor]:
     ],
 )
 def test_parts_are_in_the_order_of_aotautograd(compose):
-    """Of tensors of one part and of several, also of parts that are made of others, between plain ones; of other tensors than the first."""
+    """Parts are in order: of tensors of one part and of several, also of parts that are made of others, between plain ones; of other tensors
+    than the first."""
     apart = taking_apart(compose(*tensors()))
     later = compose(*tensors())
     expected = runtime_unwrap_tensor_subclasses(later, append_symints=False)
@@ -77,7 +78,7 @@ def test_parts_are_in_the_order_of_aotautograd(compose):
 
 
 def test_a_tensor_of_another_class_is_refused():
-    """Where guards were left out: its parts may have the same names."""
+    """A tensor of another class is refused where guards were left out: its parts may have the same names."""
     a, b, *_ = tensors()
     apart = taking_apart([a, One(b)])
     with pytest.raises(TypeError, match=r"input 1 is of .*Tensor.*compiled for .*One"):
@@ -92,7 +93,7 @@ def test_parts_have_their_names():
 
 
 def test_tensors_of_other_libraries_have_no_key(tmp_path):
-    """What their methods do may change from process to process: such graphs are traced, and compute what they should."""
+    """Methods of such tensors may change from process to process: such graphs are traced, and compute what they should."""
     keys = []
 
     def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:

@@ -35,7 +35,7 @@ _needs_torchao = pytest.mark.skipif(
 
 
 def _run(names: Iterable[str], cache: Path, torchao: Path = _APART) -> dict[str, Any]:
-    """What a process of its own finds."""
+    """Run a process of its own, and return what it finds."""
     settings = {name: value for name, value in os.environ.items() if not name.startswith("HYBRID_")} | {
         "PYTHONPATH": f"{_ROOT}{os.pathsep}{torchao}",
         "HYBRID_CACHE_DIR": str(cache),
@@ -72,13 +72,13 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def first(cache: Path) -> dict[str, Any]:
-    """What the first process finds, which fills the cache."""
+    """The first process's findings; the process fills the cache."""
     return _run(_OF_TORCHAO, cache)
 
 
 @pytest.fixture(scope="module")
 def second(cache: Path, first: dict[str, Any]) -> dict[str, Any]:
-    """What the second process finds: first of all subjects whose graphs are not there."""
+    """The second process's findings: first of all subjects whose graphs are not there."""
     assert first
     replaced = ("replaced by groups of 64", "replaced by another class")
     return _run((*_OTHERS, *replaced, *_OF_TORCHAO, *_NEVER_KEPT), cache)

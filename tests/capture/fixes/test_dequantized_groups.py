@@ -42,7 +42,7 @@ def test_rows_that_a_weight_multiplies_are_as_long_as_it(recorder: Any, has_zero
 
 
 def test_what_is_raised() -> None:
-    """As the operator raises it, and only meanwhile by another kernel than PyTorch's."""
+    """The error is raised as the operator raises it, and only meanwhile by another kernel than PyTorch's."""
     with FakeTensorMode(), enable_python_dispatcher(), plain_sizes_of_groups(), plain_sizes_of_groups():
         x = torch.empty(4, 16, dtype=torch.int8)
         assert _dequantized(x.t(), torch.empty(16, 1), None).stride() == (4, 1)

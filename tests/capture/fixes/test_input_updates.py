@@ -24,14 +24,14 @@ def _position(cache: torch.Tensor, other: torch.Tensor, new: torch.Tensor, at: t
 
 
 def _view(cache: torch.Tensor, other: torch.Tensor, new: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """What is written is a part of a larger value that is returned too, and positions count from the end."""
+    """A program that writes to a part of a larger value that is returned too, and positions count from the end."""
     both = torch.cat([new, new + 1], 2)
     cache[:, at - 3] = both[..., : new.shape[2]]
     return both * cache.mean()
 
 
 def _given(cache: torch.Tensor, other: torch.Tensor, new: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """What is written is an input as it is."""
+    """A program that writes an input as it is."""
     cache[:, at] = new
     return cache * 2
 
@@ -46,7 +46,7 @@ def _moved(cache: torch.Tensor, other: torch.Tensor, new: torch.Tensor, at: torc
 
 
 def _swapped(cache: torch.Tensor, other: torch.Tensor, new: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """What is written is a changed input, as it was."""
+    """A program that writes a changed input, as it was."""
     before = new.clone()
     new[:, :, at[0] : at[0] + 1] = 5.0
     cache[:, at] = before
@@ -94,7 +94,7 @@ def test_a_cache_is_not_copied(recorder, positions, is_small):
 
 
 def test_the_input_stands_for_its_new_value():
-    """What AOTAutograd's wrapper copies onto the input is the input itself: PyTorch then copies nothing."""
+    """The input itself is copied onto the input by AOTAutograd's wrapper: PyTorch then copies nothing."""
 
     def function(cache: torch.Tensor, new: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.ops.aten.index_put(cache, [None, at], new * 2), new + 1

@@ -51,7 +51,7 @@ def _dtypes(values: object) -> list[torch.dtype]:
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("norm", NORMS)
 def test_metadata_is_what_the_kernels_return(norm: Norm, half: torch.dtype) -> None:
-    """Where input and weights differ in dtype, each item says its true dtype, and readers and outputs get what they were traced with."""
+    """Each item says its true dtype where input and weights differ in dtype, and readers and outputs get what they were traced with."""
     values = _values(half, torch.float32)
     gm = _graph(norm, values)
     (node,) = (n for n in gm.graph.nodes if "norm" in str(n.target))
@@ -86,7 +86,7 @@ def test_one_dtype_needs_nothing(norm: Norm, dtype: torch.dtype, weights: torch.
 
 
 def test_unused_statistics_get_no_cast() -> None:
-    """Where nobody reads them, nothing is added to the graph."""
+    """Nothing is added to the graph where nobody reads the statistics."""
     values = _values(torch.bfloat16, torch.float32)
     gm = make_fx(lambda *given: _layer_norm(*given)[0], tracing_mode="fake")(*values)
     operators = len(gm.graph.nodes)

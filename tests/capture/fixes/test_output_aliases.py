@@ -67,7 +67,7 @@ def test_views_of_an_intermediate_value(function: Function, dynamic: bool, tmp_p
 @pytest.mark.parametrize("mutates", [False, True])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_views_of_an_input_that_begins_within_its_memory(dynamic: bool, mutates: bool) -> None:
-    """They lie in the input's memory, at their place in it, though the graph's own outputs have memory of their own; also where the new value
+    """Views lie in the input's memory, at their place in it, though the graph's own outputs have memory of their own; also where the new value
     of another input is one of those."""
 
     def function(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
@@ -123,7 +123,7 @@ def test_views_of_an_input_under_training(dynamic: bool, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_views_of_an_input_in_inference(dynamic: bool, tmp_path: Path) -> None:
-    """They begin where eager's do, also where that is known only at run time and the input itself begins inside of its memory."""
+    """Views begin where eager's do, also where that is known only at run time and the input itself begins inside of its memory."""
 
     def function(x: torch.Tensor) -> list[torch.Tensor]:
         half = x.shape[0] // 2
@@ -142,7 +142,7 @@ def test_views_of_an_input_in_inference(dynamic: bool, tmp_path: Path) -> None:
 
 
 def test_no_engine_copies_views_of_inputs(tmp_path: Path) -> None:
-    """What a region would compute of them nobody reads."""
+    """A region computes no views of inputs, as nobody would read them."""
     torch._dynamo.reset()
     options = {"placement": "estimate", "cache_dir": str(tmp_path)}
     with torch.no_grad():

@@ -88,12 +88,12 @@ def test_compiled_apart(counting: Counting, function: Callable[..., Any]) -> Non
 
 
 def test_neighbours_in_one_storage_do_not_overlap(counting: Counting) -> None:
-    """Where the first ends before the second begins, compiled code is right; an element more, and it may not be."""
+    """Compiled code is right where the first ends before the second begins; an element more, and it may not be."""
     assert _runs(counting, _write_first, _apart(), _overlapping(6), _overlapping(5), _overlapping(7)) == [1, 1, 0, 1]
 
 
 def test_interleaved_arguments_count_as_overlapping(counting: Counting) -> None:
-    """What lies between another's elements may be anything: eager runs it, which is always right."""
+    """Memory between another's elements may be anyone's: eager runs it, which is always right."""
     assert _runs(counting, _write_first, _every_second(False), _every_second(True)) == [1, 0]
 
 
@@ -109,7 +109,7 @@ def test_compiled_overlapping(counting: Counting) -> None:
 
 
 def test_parameters_do_not_count(counting: Counting) -> None:
-    """They are their module's own; an argument that is written to next to them changes nothing."""
+    """Parameters are their module's own; an argument that is written to next to them changes nothing."""
     layer = torch.nn.Linear(3, 3, bias=False)
 
     def function(x: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,7 @@ def test_places_of_ones_own_are_kept(recorder) -> None:
 
 
 def test_views_that_begin_where_an_input_does(recorder) -> None:
-    """Of an input the place stays open: the input may begin anywhere in its memory."""
+    """The place of a view of an input stays open: the input may begin anywhere in its memory."""
     memory = torch.arange(40.0)
     (node,) = _reads(recorder, lambda x: torch.as_strided(x[:, ::2], (3, 2), (2, 1)) + 1, memory[3:27].view(4, 6))
     assert node.args[0].op == "placeholder"

@@ -33,7 +33,7 @@ def _laid_out(shape: tuple[int, ...], *order: int, dtype: torch.dtype = torch.fl
 def _strides_in(
     recorder, function: Callable[..., torch.Tensor], *inputs: torch.Tensor, **options: object
 ) -> list[object]:
-    """What strides a call has, traced and run; its values are eager's."""
+    """The strides that a call has, traced and run; its values are eager's."""
     expected = function(*inputs)
     actual = recorder.compile(function, **options)(*inputs)
     torch.testing.assert_close(actual, expected)
@@ -78,7 +78,7 @@ def test_strides_are_eagers(recorder, name: str, dynamic: bool) -> None:
 
 @pytest.mark.parametrize("shape", [(40, 1, 50), (60, 1, 7000)])
 def test_large_tensors_are_tried_small(recorder, shape: tuple[int, ...]) -> None:
-    """Of tensors that are not small the order is found on smaller ones."""
+    """The order of large tensors is found on smaller ones."""
     x, y = _laid_out(shape, 2, 1, 0), _laid_out((shape[0], shape[2]), 1, 0)
     eager, *ours = _strides_in(recorder, torch.logical_xor, x, y)
     assert ours == [eager, eager]

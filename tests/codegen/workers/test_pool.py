@@ -116,7 +116,7 @@ def test_a_crash_costs_one_job(warm: tuple[KernelCompiler, int], job: Callable[.
 
 
 def test_the_deadline_kills_a_process_that_hangs(warm: tuple[KernelCompiler, int], job: Callable[..., Job]) -> None:
-    """What is not compiled at the deadline fails, the one at work as those that wait, and the process at work is gone."""
+    """Kernels that are not compiled at the deadline fail, the one at work as those that wait, and the process at work is gone."""
     compiler, process = warm
     os.kill(process, signal.SIGSTOP)
     made = compiler.compile([job(40), job(48)], 0.3)

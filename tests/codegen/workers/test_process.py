@@ -1,4 +1,4 @@
-"""One compiler process, as its parent sees it."""
+"""A compiler process, as its parent sees it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytest.importorskip("tvm")
 
 
 def test_an_order_may_arrive_during_another(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What arrives while a kernel is made waits for its turn: the signal that a parent's death sends is not sent for it."""
+    """An order that arrives while a kernel is made waits for its turn: the signal that a parent's death sends is not sent for it."""
     began = tmp_path / "began"
     (tmp_path / "ld").write_text(f"#!/bin/sh\n: > {began}\n/bin/sleep 0.3\nexit 1\n")
     (tmp_path / "ld").chmod(0o755)
@@ -63,7 +63,7 @@ def test_an_order_may_arrive_during_another(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_a_process_from_its_start_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says that it is ready and of which sources; it has one thread in each library; killed, it has no more answers."""
+    """A compiler process says that it is ready and of which sources; it has one thread in each library; killed, it has no more answers."""
     monkeypatch.delenv("HOME", raising=False)
     before = len(os.listdir("/dev/fd"))
     process = CompilerProcess(interpreter_compiler, idle_s=60)

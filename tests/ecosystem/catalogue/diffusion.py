@@ -121,7 +121,7 @@ def _flux() -> Inputs:
 
 
 def _video(name: str, channels: int, frames: int, side: int, text: tuple[int, int]) -> Callable[[], Inputs]:
-    """One clip; CogVideoX has frames before channels."""
+    """A clip; CogVideoX has frames before channels."""
     shape = (frames, channels) if name == "frames first" else (channels, frames)
     return lambda: {
         "hidden_states": torch.randn(1, *shape, side, side),

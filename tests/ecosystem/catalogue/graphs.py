@@ -69,7 +69,7 @@ def _literature() -> Inputs:
 
 
 def _stack(name: str, layers: int = 3, **settings: Any) -> Callable[[], nn.Module]:
-    """One of the library's ready models: `layers` convolutions of its kind with ReLUs between them."""
+    """A ready model of the library: `layers` convolutions of its kind with ReLUs between them."""
     return lambda: getattr(load("torch_geometric.nn"), name)(_FEATURES, _HIDDEN, layers, _CLASSES, **settings)
 
 

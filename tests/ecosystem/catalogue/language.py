@@ -119,7 +119,7 @@ def _waves(samples: int) -> Callable[[], Inputs]:
 
 
 def _pictures_and_text(side: int, words: int) -> Callable[[], Inputs]:
-    """One picture and two texts, which end with the token 2."""
+    """A picture and two texts, which end with the token 2."""
 
     def example() -> Inputs:
         numbers = torch.randint(5, _VOCABULARY, (2, words))

@@ -20,7 +20,7 @@ def _network(*widths: int) -> nn.Sequential:
 
 
 class Bags(nn.Module):
-    """One table for each categorical feature; each sample sums or averages a bag of its rows."""
+    """A table for each categorical feature; each sample sums or averages a bag of its rows."""
 
     def __init__(self, mode: str = "sum") -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""One function called many times, compiled and in eager, and everything a caller could notice compared.
+"""A function called many times, compiled and in eager, and everything a caller could notice compared.
 
 The TVM engine is forced and strict: a region it cannot compile, fails to run or gets wrong raises instead of falling back. Arguments
 are made by a function that is called anew for each run, so that a run may write to them.
@@ -36,7 +36,7 @@ class Compiled:
 
     @property
     def taken(self) -> int:
-        """How many operators the engine runs."""
+        """The number of operators that the engine runs."""
         return sum(node.engine == "tvm" for plan in self.plans for node in plan.nodes)
 
 
@@ -86,7 +86,8 @@ def check(
 
 @dataclass(frozen=True)
 class Observed:
-    """What a call gave and left behind: `leaves` are those of the result and of the arguments, in order. `gradients` may have any strides."""
+    """The results of a call and its effects: `leaves` are those of the result and of the arguments, in order. `gradients` may have any
+    strides."""
 
     leaves: list[Any]
     form: str
@@ -139,7 +140,7 @@ def _same_object(leaves: Sequence[Any]) -> list[int]:
 
 
 def assert_same(got: Observed, want: Observed) -> None:
-    """What the compiled call gave and left equals what the function gave and left."""
+    """Assert that the compiled call gave and left what the function gave and left."""
     assert got.form == want.form
     assert len(got.leaves) == len(want.leaves)
     for number, (a, b) in enumerate(zip(got.leaves, want.leaves, strict=True)):

@@ -34,7 +34,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
     [list(MODES), list(reversed(MODES)), ["inference_mode", "enable_grad", "inference_mode", "autocast", "no_grad"]],
 )
 def test_one_model_in_every_mode(order: list[str]) -> None:
-    """One compiled model called in one mode after another gives what eager gives in each, inference tensors and gradients included."""
+    """A compiled model that is called in one mode after another gives what eager gives in each, inference tensors and gradients included."""
     model = _model()
     fast = compiled(model)
     x = _numbers(7, 12)
@@ -141,7 +141,7 @@ def test_mixes_of_requires_grad(mix: tuple[bool, ...]) -> None:
 
 
 def test_mixes_in_turn() -> None:
-    """One compiled function called with and without gradients in turn."""
+    """A compiled function is called with and without gradients in turn."""
     makers = [
         (lambda k=k: (_numbers(6, 8).requires_grad_(k % 2 == 1), _numbers(8, 5).requires_grad_(k > 1)))
         for k in range(4)

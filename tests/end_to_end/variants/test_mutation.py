@@ -95,7 +95,7 @@ WRITES: dict[str, Callable[..., object]] = {
 
 @pytest.mark.parametrize("name", WRITES)
 def test_writes(name: str) -> None:
-    """What the function leaves in its arguments and what it returns are eager's, for several arrangements of the arguments."""
+    """The function's results, and its changes of its arguments, are eager's, for several arrangements of the arguments."""
     makers = [
         lambda: (_numbers(6, 8), _numbers(6, 8) + 1),
         lambda: (_numbers(8, 6).T, _numbers(6, 8)),

@@ -1,4 +1,4 @@
-"""What functions take besides tensors and what they return: numbers, strings, None, trees of them, subclasses of tensors."""
+"""Arguments besides tensors, and results: numbers, strings, None, trees of them, subclasses of tensors."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ import pytest
 from tvm import tirx
 
 from torch_hybrid_backend.engines.cpu.operands.amx_formats import LARGEST, SMALLEST
-from torch_hybrid_backend.engines.cpu.schedules.amx import instructions
 from torch_hybrid_backend.engines.cpu.target import Target
+from torch_hybrid_backend.engines.cpu.tir import x86
 from torch_hybrid_backend.engines.cpu.tir.builder import Stmt, TirExpr
 
 SAPPHIRE_RAPIDS = Target(
@@ -44,7 +44,7 @@ def emulation() -> ctypes.CDLL:
 
 
 def _emulated(name: str, *operands: TirExpr) -> Stmt:
-    """In place of `instructions.instruction`: a call of the emulation. C's promotions make ints of the numbers of tiles."""
+    """In place of `x86.amx`: a call of the emulation. C's promotions make ints of the numbers of tiles."""
     as_c = [
         tirx.IntImm("int32", int(x.value)) if isinstance(x, tirx.IntImm) and str(x.ty) == "int8" else x
         for x in operands
@@ -56,6 +56,6 @@ def _emulated(name: str, *operands: TirExpr) -> Stmt:
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL]:
     """Kernels that the test compiles in this process run on emulated tiles, which they have all released by its end."""
     library = emulation()
-    monkeypatch.setattr(instructions, "instruction", _emulated)
+    monkeypatch.setattr(x86, "amx", _emulated)
     yield library
     assert library.configured_threads_now() == 0

@@ -1,4 +1,4 @@
-"""One function as a region that the TVM engine has compiled."""
+"""A function as a region that the TVM engine has compiled."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def row_major(buffer: Buffer) -> Argument:
 
 
 def offsets(shape: tuple[int, ...], layout: Layout) -> torch.Tensor:
-    """Where each element of a logical tensor lies, computed without the code under test."""
+    """The offset of each element of a logical tensor, computed without the code under test."""
     if not isinstance(layout, Blocked):
         total = torch.zeros(shape, dtype=torch.int64)
         for dim, stride in enumerate(layout.strides):

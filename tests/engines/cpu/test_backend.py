@@ -92,7 +92,7 @@ def test_steps_call_the_kernel_with_its_sizes() -> None:
 
 
 def test_a_kernel_s_text_is_its_tir() -> None:
-    """Of the schedule that was compiled, under the name that the plan has."""
+    """The text is that of the schedule that was compiled, under the name that the plan has."""
     backend, artifact = TvmBackend(_AVX512), Artifact("a.so", "map_mul_0123", "key")
     text = backend.text(scale_kernel(), artifact, backend.step(scale_kernel(), artifact, (0, 1), _no_memory))
     assert (text.name, text.suffix) == ("map_mul_0123", ".tir.py")

@@ -22,7 +22,7 @@ from torch_hybrid_backend.partition.regions import partition_graph
 
 
 def joined(kernels: list[PackedConvKernel], outputs: list[Buffer], target: Target = SMALL) -> list[int]:
-    """How many convolutions each kernel holds."""
+    """The number of convolutions of each kernel."""
     found: tuple[Kernel, ...] = fuse_convolutions(kernels, outputs, target)
     return [len(kernel.stages) if isinstance(kernel, FusedConvKernel) else 1 for kernel in found]
 

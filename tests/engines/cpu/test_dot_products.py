@@ -1,4 +1,4 @@
-"""Which dot products a processor has."""
+"""The dot products of a processor."""
 
 from __future__ import annotations
 

@@ -33,12 +33,12 @@ from torch_hybrid_backend.codegen.variants import Variant, variants
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.program import KernelCall, Program
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.driver import prepared
 from torch_hybrid_backend.engines.cpu.backend import TvmBackend
 from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.engines.cpu.tir.emit import emit_kernel
 from torch_hybrid_backend.engines.cpu.variants.alternatives import alternatives
 from torch_hybrid_backend.errors import ScheduleError
-from torch_hybrid_backend.graph import quantization
 from torch_hybrid_backend.loops.kernels import Kernel
 from torch_hybrid_backend.partition.regions import Partition
 
@@ -65,7 +65,7 @@ def test_golden_kernels(
     model: str, precision: str, target: str, golden: Golden, golden_texts: Path | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model's programs and kernels are what they were."""
-    monkeypatch.setattr(quantization, "_HOST_BITS", 8)
+    monkeypatch.setattr(prepared, "default_weight_bits", lambda: 8)
     described = _Described(_TARGETS[target])
     for partition in _partitions(model, precision, target):
         described.add(partition)

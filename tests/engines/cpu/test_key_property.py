@@ -61,7 +61,7 @@ def check_regions(data: st.DataObject, most: int) -> None:
 
 
 def check_kernels(data: st.DataObject) -> None:
-    """One key, one code, over everything that was ever drawn."""
+    """Check that one key means one code, over everything that was ever drawn."""
     program = data.draw(programs())
     changed = changes(program)
     what = data.draw(st.sampled_from(sorted(changed)))

@@ -1,4 +1,4 @@
-"""Which buffers lie in blocks of channels."""
+"""Buffers that lie in blocks of channels."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _X, _W = torch.randn(1, 20, 9, 9), torch.randn(20, 20, 3, 3)
 
 
 def test_between_convolutions_channels_are_blocked() -> None:
-    """What goes out lies as the graph says."""
+    """Channels are blocked inside; outputs lie as the graph says."""
     inner, out = written(lambda x, w: convolution(convolution(x, w).relu(), w), _X, _W)
     assert inner == Blocked(16)
     assert out == Strided((20 * 81, 81, 9, 1))

@@ -84,7 +84,7 @@ def test_hyperthreads_are_one_core(tmp_path: Path) -> None:
 
 
 def test_without_proc_and_sys(tmp_path: Path) -> None:
-    """Where the operating system tells nothing, a usable target comes out all the same."""
+    """A usable target comes out where the operating system tells nothing."""
     target = Target.host(tmp_path)
     assert target.lanes in (4, 8, 16)
     assert target.cores >= 1
@@ -102,7 +102,7 @@ def test_host_does_not_import_tvm() -> None:
 
 
 def test_amx_takes_permission(tmp_path: Path) -> None:
-    """Where Linux refuses a process the tiles, its target has none, and so other keys; one without AMX does not ask."""
+    """A target has no tiles where Linux refuses them to the process, and so other keys; one without AMX does not ask."""
     has = Target.host(machine(tmp_path / "has", X86.format(more="avx512f amx_bf16 amx_int8 amx_tile")))
     assert {"amx_bf16", "amx_int8", "amx_tile"} <= set(has.features)
     assert has.permitted(lambda: True) is has
@@ -142,7 +142,7 @@ def test_a_hidden_extension_changes_the_fingerprint(tmp_path: Path) -> None:
 
 
 def test_tvm_target_has_no_hidden_extensions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What LLVM assumes of the model but the machine does not show is off; what it shows beyond that is on."""
+    """Extensions that LLVM assumes of the model but the machine does not show are off; what it shows beyond that is on."""
     pytest.importorskip("tvm")
     from tvm.target import codegen
 

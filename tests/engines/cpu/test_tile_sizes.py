@@ -75,7 +75,7 @@ def test_sizes_known_at_run_time_are_packed() -> None:
 
 @pytest.mark.parametrize(("total", "parts"), [(197, 15), (10, 3), (7, 7), (3, 5), (1, 1)])
 def test_parts_are_as_equal_as_can_be(total: int, parts: int) -> None:
-    """They cover everything in order, and differ by one at most, the larger ones first."""
+    """Parts cover everything in order, and differ by one at most, the larger ones first."""
     split = split_into(total, parts)
     sizes = [size for _, count, size in split.runs() for _ in range(count)]
     assert sizes == sorted(sizes, reverse=True)

@@ -128,13 +128,13 @@ class FakeEngine:
 def computing(
     region: Region, change: Callable[[torch.Tensor], torch.Tensor] = lambda result: result
 ) -> Callable[[FakeContext], None]:
-    """What an engine of the region would do, by PyTorch's operators, on the memory at the addresses that the context was told. `change`: what
-    becomes of its results."""
+    """Compute what an engine of the region would, by PyTorch's operators, on the memory at the addresses that the context was told. `change`:
+    what becomes of its results."""
     return _computing(Request.of(region, {}), region.graph_module, change)
 
 
 def computing_request(data: bytes) -> Callable[[FakeContext], None]:
-    """What the engine that a request asks for would do, likewise: with its constants, whatever the weights are now."""
+    """Compute what the engine that a request asks for would, likewise: with its constants, whatever the weights are now."""
     request = Request.from_bytes(data)
     graph = graph_from_text(request.graph, FakeTensorMode())
     make_constants(graph, request)

@@ -18,7 +18,7 @@ _ASKED, _MADE = b"hybrid trt request 1\n", b"hybrid trt engine 1\n"
 
 
 def build(request: bytes, going_on: Callable[[float], bool]) -> bytes:
-    """As `engines.tensorrt.build.build`."""
+    """Build as `engines.tensorrt.build.build` does."""
     if folder := os.environ.get(FOLDER):
         Path(folder, f"{os.getpid()}.begun").touch()
         while not Path(folder, "go").exists():

@@ -1,4 +1,4 @@
-"""What a TensorRT network computes, by PyTorch's operators on the host: there is no GPU to run engines on.
+"""The network of a TensorRT engine computed by PyTorch's operators on the host: there is no GPU to run engines on.
 
     network = network_of(region)                # as converters made it, before TensorRT's builder; a strongly typed one
     network.run([x, w])                         # the region's outputs for its tensors, of any sizes
@@ -104,7 +104,7 @@ def _random(spec: TensorSpec, sizes: Mapping[str, int], below: int, generator: t
 
 
 def network_of(region: Region) -> Network:
-    """Of a region, whose engine is built, too."""
+    """The network of a region, whose engine is built, too."""
     from torch_hybrid_backend.engines.tensorrt import adapter
 
     seen: list[Any] = []
@@ -119,7 +119,7 @@ def network_of(region: Region) -> Network:
 
 
 def _check(tensor: Any, value: torch.Tensor) -> None:
-    """That a value has the type and the sizes that TensorRT says."""
+    """Check that a value has the type and the sizes that TensorRT says."""
     assert value.dtype is _dtype(tensor.dtype), (tensor.name, value.dtype, tensor.dtype)
     told = _dims(tensor.shape)
     if told is not None:  # else TensorRT knows no rank

@@ -1,4 +1,5 @@
-"""What torch_tensorrt asks of torch.cuda as it is imported, answered where there is no GPU: engines can be built without one, not run.
+"""Answers to torch_tensorrt's questions to torch.cuda as it is imported, answered where there is no GPU: engines can be built without one, not
+run.
 
 Importing it answers. `build` is the builder for processes that build in tests.
 """

@@ -212,7 +212,7 @@ def _elements(sample: Any) -> int:
 
 
 def _failure(cuts: Sequence[Any]) -> str:
-    """Why an engine of these graphs cannot be built; "" where all can."""
+    """The reason why an engine of these graphs cannot be built; "" where all can."""
     from tests.engines.tensorrt.regions_for_tests import built, engine
     from torch_hybrid_backend.errors import CompileError
 
@@ -230,7 +230,7 @@ def _failure(cuts: Sequence[Any]) -> str:
 
 
 def _work() -> None:
-    """What a worker does: for each line with a task one line with its records."""
+    """Work off tasks in a worker: for each line with a task one line with its records."""
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -287,7 +287,7 @@ def _run_chunk(tasks: Sequence[Task], journal: Journal) -> None:
 
 
 def _answer(process: subprocess.Popen[str]) -> list[Record] | None:
-    """What a worker says of a task; None where it died, or was silent and is killed."""
+    """A worker's answer to a task; None where it died, or was silent and is killed."""
     assert process.stdout is not None
     late = threading.Timer(_SILENCE_S, process.kill)
     late.start()

@@ -49,7 +49,7 @@ Tests: {passed} passed, {failed} failed, {skipped} skipped, in {seconds:.0f} s
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a page says. `sources`: SHA-256 of what was tested."""
+    """The contents of a page. `sources`: SHA-256 of what was tested."""
 
     sources: str
     day: str

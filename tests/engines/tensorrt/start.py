@@ -1,4 +1,5 @@
-"""What a process pays for TensorRT before its first call: how long a model's graphs take to be cut into regions, and regions to get engines.
+"""The time that a process takes for TensorRT before its first call: how long a model's graphs take to be cut into regions, and regions to get
+engines.
 
     python -m tests.engines.tensorrt.start FOLDER gpt2        # twice: the second process finds what the first left in the store in FOLDER
 

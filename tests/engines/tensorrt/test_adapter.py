@@ -1,4 +1,4 @@
-"""What stands between this package and TensorRT: settings, lowering, the registry, networks that are exact, and logs."""
+"""Parts between this package and TensorRT: settings, lowering, the registry, networks that are exact, and logs."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_users_settings_stay_and_do_not_count() -> None:
 
 
 def test_converters_of_the_users_do_not_count() -> None:
-    """They are not there in the process that builds, nor in a later one that finds the verdict."""
+    """Converters of the user's are not there in the process that builds, nor in a later one that finds the verdict."""
     graph = make_fx(torch.special.bessel_j0, tracing_mode="fake")(torch.ones(3))
     (node,) = (node for node in graph.graph.nodes if node.op == "call_function")
     adapter.DYNAMO_ATEN_CONVERTERS[node.target] = [adapter.ConverterSupport(lambda *given: None)]

@@ -43,7 +43,7 @@ def test_the_probe_builds_runs_compares_and_times(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so() -> None:
-    """What is installed, and the one thing that is missing."""
+    """The message names what is installed, and the one thing that is missing."""
     answer = Probe("cpu").answer(State())
     assert "torch-tensorrt" in answer["installed"]
     assert answer["gap"] == NO_GPU.why

@@ -59,7 +59,7 @@ def test_dense_memory_of_any_order() -> None:
 
 
 def test_ranges_of_sizes() -> None:
-    """What follows from a size's symbols has its least and most value where these have theirs, also one that falls."""
+    """A value that follows from a size's symbols has its least and most value where these have theirs, also one that falls."""
     n, ranges = symbol("n"), {"n": Range(2, 8, 64)}
     assert [extreme(n * 3 + 1, ranges, which) for which in ("least", "typical", "most")] == [7, 25, 193]
     assert [extreme(100 - n, ranges, which) for which in ("least", "typical", "most")] == [36, 92, 98]
@@ -128,7 +128,7 @@ def test_a_block_in_every_type_is_fused(dtype: torch.dtype) -> None:
 
 @pytest.mark.tensorrt
 def test_weights_as_inputs_or_constants() -> None:
-    """As constants they are in the engine, and in its name; the layer that spreads a bias is gone then."""
+    """Weights as constants are in the engine, and in its name; the layer that spreads a bias is gone then."""
     inputs = block_inputs()
     made = region(block, *inputs)
     by_name = dict(zip(("x_1", "a_1", "b_1", "c_1", "d_1"), inputs, strict=True))
@@ -143,7 +143,7 @@ def test_weights_as_inputs_or_constants() -> None:
 @pytest.mark.tensorrt
 @pytest.mark.parametrize("dtype", FLOATS[:2], ids=str)
 def test_sizes_known_only_at_run_time(dtype: torch.dtype) -> None:
-    """One engine for a range of each; sizes that PyTorch reads of shapes are computed in the engine."""
+    """An engine serves a range of each; sizes that PyTorch reads of shapes are computed in the engine."""
 
     def pooled(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return F.gelu(x).reshape(x.shape[0], -1).mean(1), x.transpose(1, 2).contiguous()
@@ -211,7 +211,7 @@ def test_builds_are_cancelled() -> None:
 
 @pytest.mark.tensorrt
 def test_requests_that_no_engine_can_be_built_of() -> None:
-    """They end in CompileError, whatever is wrong with them."""
+    """Requests that no engine can be built of end in CompileError, whatever is wrong with them."""
     made = region(lambda x: x.relu(), torch.ones(3))
     good = Request.of(made, {})
     for graph in (b"", b"{}", good.graph.replace(b"aten.relu.default", b"aten.nosuch.default"), good.graph[:-9]):

@@ -1,4 +1,4 @@
-"""Which operators TensorRT takes, judged by what torch_tensorrt's lowering makes of them, and why not."""
+"""Operators that TensorRT takes, judged by what torch_tensorrt's lowering makes of them, and why not."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def verdicts(function: Callable[..., Any], *inputs: torch.Tensor, dynamic: bool 
 
 
 def last(function: Callable[..., Any], *inputs: torch.Tensor, dynamic: bool = False) -> Verdict:
-    """Of the last operator of the function's graph."""
+    """The answer about the last operator of the function's graph."""
     return list(verdicts(function, *inputs, dynamic=dynamic).values())[-1]
 
 
@@ -186,7 +186,7 @@ def test_what_is_known_of_sizes_counts() -> None:
 
 
 def test_judging_leaves_the_users_sizes_alone() -> None:
-    """What lowering decides by an example of a size is no guard of the user's graph."""
+    """Lowering decides by an example of a size, which is no guard of the user's graph."""
     graph = make_fx(lambda x: F.gelu(x).reshape(x.shape[0], -1), tracing_mode="symbolic")(X)
     x = next(node for node in graph.graph.nodes if node.op == "placeholder").meta["val"]
     environment = x.fake_mode.shape_env

@@ -36,7 +36,7 @@ def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 class Process:
-    """What one process has: an engine whose contexts are off by a factor on each rung, a graph, and the plans it told of. `built`: the rungs
+    """A process with an engine whose contexts are off by a factor on each rung, a graph, and the plans it told of. `built`: the rungs
     that were loaded, in order; `entry`: what builds."""
 
     def __init__(self, folder: Path, factors: Mapping[Rung, float], entry: str = BUILD) -> None:
@@ -119,8 +119,8 @@ def test_the_first_rung_that_is_near_enough_stays(tmp_path: Path) -> None:
 
 
 def test_demotion_is_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Where no rung is near enough that region alone goes to another engine, with one warning that names all errors. Another process builds and
-    runs nothing of it."""
+    """Demotion is the end where no rung is near enough: that region alone goes to another engine, with one warning that names all errors.
+    Another process builds and runs nothing of it."""
     process = Process(tmp_path, dict.fromkeys(Rung, 1.05))
     decision = process.settled()
     assert decision.engine == "eager"

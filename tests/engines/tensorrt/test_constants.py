@@ -130,7 +130,7 @@ class Bench:
 
     @property
     def steps(self) -> tuple[str, ...]:
-        """Of the plan that runs now."""
+        """The steps of the plan that runs now."""
         return self.plans[-1].regions[0].kernels
 
 
@@ -148,7 +148,7 @@ class Layer:
 
     @staticmethod
     def settled(bench: Bench) -> Layer:
-        """One for which engines have been chosen among all that is built for it."""
+        """A graph whose engines have been chosen among all that is built for it."""
         made = Layer(bench)
         bench.settle(made.check)
         return made
@@ -158,7 +158,7 @@ class Layer:
         torch.testing.assert_close(found, layer(self.x, self.weight, self.bias)[0])
 
     def constants(self) -> int:
-        """How many constants the engine has that runs a call now."""
+        """The number of constants of the engine that runs a call now."""
         self.check()
         return self.bench.ran[-1]
 
@@ -178,7 +178,7 @@ def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @contextlib.contextmanager
 def busy_builder() -> Iterator[None]:
-    """What is to be done off the call waits until the end."""
+    """A build thread that does nothing until the end."""
     begun, may_end = threading.Event(), threading.Event()
     build_thread().submit(Job(lambda: (begun.set(), may_end.wait(60), None)[-1]))
     assert begun.wait(60)
@@ -420,7 +420,8 @@ def test_a_build_that_ends_late_does_not_stop_another_of_the_same_values(
 
 
 def test_weights_that_are_packed_in_every_call_are_inputs(bench: Callable[..., Bench]) -> None:
-    """As those of a device that count no changes are: looking at them each time would be of no use."""
+    """Weights that are packed in every call are inputs, as those of a device that count no changes are: looking at them each time would be of
+    no use."""
     one = bench()
     made = Layer.settled(one)
     for _ in range(20):
@@ -485,7 +486,7 @@ def test_one_graph_of_two_sets_of_weights(bench: Callable[..., Bench]) -> None:
 
 
 def test_regions_that_gain_least_per_byte_give_their_constants_up(bench: Callable[..., Bench]) -> None:
-    """Of three the budget holds two, and the one that lost lets its engine go."""
+    """Regions that gain least give up: of three the budget holds two, and the one that lost lets its engine go."""
 
     def three(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tensor]:
         return ((((x @ a).relu().sin() @ b).relu().sin() @ c).relu(),)
@@ -604,7 +605,7 @@ def test_what_is_captured_reads_the_weights_of_its_replay(bench: Callable[..., B
 def test_a_dropped_graph_leaves_no_build_and_no_weights(
     bench: Callable[..., Bench], gate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What follows a change is for nobody then."""
+    """A dropped graph's builds and weights are for nobody, and end."""
     one = bench()
     made = Layer.settled(one)
     monkeypatch.setenv(fake_builder.FOLDER, str(gate))

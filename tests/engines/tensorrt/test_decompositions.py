@@ -74,7 +74,7 @@ COUNTS: list[Callable[[Any], torch.Tensor]] = [
 
 @pytest.mark.parametrize("function", COUNTS)
 def test_counted_numbers_are_of_64_bits(function: Callable[[Any], torch.Tensor]) -> None:
-    """Where a size says how many they are: from 0, by 1, and then what is asked for."""
+    """A size tells how many numbers are counted: from 0, by 1, and then what is asked for."""
     fakes = Fakes({"s": 5})
     given = fakes.tensor(TensorSpec((symbol("s"),), "float32", (1,), CPU))
     graph = fakes.traced(lambda x: function(x.shape[0]), [given], DECOMPOSITIONS)
@@ -124,7 +124,7 @@ def test_indices_below_0_are_counted_from_the_beginning() -> None:
 
 
 def test_kept_dimensions_are_added_and_not_expanded() -> None:
-    """Of sizes known only at run time, too, as norms keep them."""
+    """Dimensions are kept for sizes known only at run time, too, as norms keep them."""
     fakes = Fakes({"s": 5})
     x = fakes.tensor(TensorSpec((symbol("s"), 4), "float32", (4, 1), CPU))
 
@@ -140,7 +140,7 @@ def test_kept_dimensions_are_added_and_not_expanded() -> None:
 
 
 def test_other_running_sums_stay_what_they_are() -> None:
-    """Of floats, into another type, and of a tensor without dimensions."""
+    """Running sums of floats, into another type, and of a tensor without dimensions."""
     for function, x in (
         (lambda x: x.cumsum(0), torch.ones(3)),
         (lambda x: x.cumsum(0, dtype=torch.int32), BIG),
@@ -205,7 +205,7 @@ def test_resizes_by_other_factors_stay_what_they_are() -> None:
     ],
 )
 def test_they_are_taken_and_built(function: Callable[..., Any], x: torch.Tensor) -> None:
-    """One region of all operators; a network that cuts whole numbers to 32 bits has no engine."""
+    """A region has all operators; a network that cuts whole numbers to 32 bits has no engine."""
     assert built(region(function, x)).layers
 
 
@@ -239,7 +239,7 @@ X = torch.ones(5, 7)
     ],
 )
 def test_networks_of_any_length_compute_what_the_graph_does(function: Callable[..., Any], x: torch.Tensor) -> None:
-    """One region of all operators and one engine; the network's layers beside eager, at lengths from 1 on."""
+    """Networks compute what the graph does, compared layer by layer with eager, at lengths from 1 on."""
     network = network_of(region(function, x, dynamic=True))
     first, second = network.request.ranges
     for rows, columns in ((1, 1), (1, 8), (2, 2), (3, 4), (5, 7), (9, 2), (13, 16)):

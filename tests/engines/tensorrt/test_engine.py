@@ -62,7 +62,7 @@ def loading(*regions: Region, log: list[bytes] | None = None) -> Callable[..., F
 
 
 def compiled_by(made: TensorRTEngine, *regions: Region, limit_s: float = 120.0) -> list[CompiledRegion | Exception]:
-    """What the engine makes of the regions when all is built."""
+    """The engine's results for the regions when all is built."""
     results: list[CompiledRegion | Exception] = []
     for each in made.compile(regions, Deadline(limit_s)):
         if isinstance(each, PendingRegion):
@@ -134,7 +134,7 @@ def test_entries_that_are_cut_short_or_foreign_are_built_anew(tmp_path: Path) ->
 
 
 def test_an_engine_that_does_not_load_is_refused_and_built_once_more(tmp_path: Path) -> None:
-    """One of another TensorRT, say: the region's error says what TensorRT said."""
+    """An engine of another TensorRT, say: the region's error says what TensorRT said."""
     tried: list[bytes] = []
 
     def load(plan: bytes, device: object) -> FakeEngine:
@@ -150,7 +150,7 @@ def test_an_engine_that_does_not_load_is_refused_and_built_once_more(tmp_path: P
 
 
 def test_builds_end_with_the_deadline(tmp_path: Path) -> None:
-    """What is not built by then is given up: the other region's error is its own."""
+    """Builds that are not done by the deadline are given up: the other region's error is its own."""
     regions = [region(lambda x: x.relu(), torch.ones(4, 4)), region(lambda x: x.exp(), torch.ones(4, 4))]
     errors = compiled_by(engine(tmp_path, load=loading(*regions), streams=streams), *regions, limit_s=0.2)
     assert all(isinstance(error, DeadlineError) for error in errors), errors
@@ -288,7 +288,7 @@ def test_regions_it_cannot_serve_are_refused_before_anything_is_built() -> None:
 
 
 def test_the_session_has_it_where_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is no part of the default, and without a GPU it says so; nobody who did not ask is warned."""
+    """The engine is no part of the default, and without a GPU it says so; nobody who did not ask is warned."""
     made = dict(session.ENGINES)["tensorrt"](Config(), services())
     assert not made.available()
     named = dict(session.ENGINES)["tensorrt"](dataclasses.replace(Config(), engines=("tensorrt",)), services())

@@ -117,7 +117,7 @@ def _randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """Of a cache; sessions that use it end with the test."""
+    """The folder of a cache; sessions that use it end with the test."""
     made = tmp_path / "cache"
     made.mkdir(mode=0o700)
     torch.manual_seed(0)
@@ -138,7 +138,7 @@ def test_results(make: Callable[[], nn.Module], shape: tuple[int, ...], dtype: t
 
 
 def test_sizes_known_at_run_time(folder: Path) -> None:
-    """One engine for a range of them; PyTorch's operators serve what lies beyond."""
+    """An engine serves a range of sizes; PyTorch's operators serve what lies beyond."""
     subject = Subject(Block(), folder, dynamic=True)
     subject.settle(_randn(2, 30, _WIDTH))
     for rows in (30, 31, 2, 64, 32 * MAX_GROWTH, 32 * MAX_GROWTH + 5, 30):
@@ -163,7 +163,7 @@ def test_weights_that_change_between_calls(placement: str, folder: Path) -> None
 
 
 def test_threads_with_streams_of_their_own(folder: Path) -> None:
-    """They run one engine at once, each in a context of its own, and share no working memory."""
+    """Threads run one engine at once, each in a context of its own, and share no working memory."""
     subject = Subject(Block(), folder)
     inputs = [_randn(4, 64, _WIDTH, seed=seed) for seed in range(2)]
     subject.settle(inputs[0])
@@ -223,7 +223,7 @@ def test_a_call_is_captured_into_a_cuda_graph_or_refused(folder: Path) -> None:
 
 
 def test_the_default_stream_is_kept_in_order(folder: Path) -> None:
-    """What was enqueued before a call is done before it, and what comes after it later, without anybody waiting on the host."""
+    """Work that was enqueued before a call is done before it, and what comes after it later, without anybody waiting on the host."""
     subject = Subject(Block(), folder)
     x = _randn(2, 33, _WIDTH)
     subject.settle(x)
@@ -245,7 +245,7 @@ def test_the_default_stream_is_kept_in_order(folder: Path) -> None:
 
 
 def test_peak_memory_is_below_a_tenth_more_than_eagers(folder: Path) -> None:
-    """Of PyTorch's allocator, which holds weights and working memory too; while engines are chosen and in later calls."""
+    """The peak of PyTorch's allocator is measured, which holds weights and working memory too; while engines are chosen and in later calls."""
     layers = [layer for _ in range(6) for layer in (nn.Linear(4096, 4096), nn.ReLU())]
     subject = Subject(nn.Sequential(*layers), folder, placement="measure")
     x = _randn(512, 4096)

@@ -1,4 +1,4 @@
-"""What is told of TensorRT where it is not imported: each way of being installed wrongly is one sentence that says what to install."""
+"""Messages about TensorRT where it is not imported: each way of being installed wrongly is one sentence that says what to install."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_whole_installation(installs) -> None:
     ],
 )
 def test_what_is_missing_or_does_not_fit(installs, change: dict[str, str], says: str) -> None:
-    """One sentence each, with what to install; what an extra needs is not missed."""
+    """A part that is missing, or does not fit, is one sentence, with what to install; what an extra needs is not missed."""
     installs({name: version for name, version in {**_RTX, **change}.items() if version})
     assert says in _why()
     assert described() == (("GPU", "none"),)  # what is wrong is told already
@@ -126,7 +126,7 @@ assert not wrong, wrong
 
 
 def _doctor(folder: Path) -> list[str]:
-    """What `hybrid doctor` prints of this engine, as a user runs it."""
+    """The output of `hybrid doctor` about this engine, as a user runs it."""
     settings = {name: value for name, value in os.environ.items() if not name.startswith("HYBRID_")}
     told = subprocess.run(
         [sys.executable, "-m", "torch_hybrid_backend.cli", "doctor"],
@@ -161,7 +161,7 @@ def test_doctor_tells_what_is_installed(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not isinstance(installation(), Refused), reason="TensorRT is installed")
 def test_doctor_tells_what_to_install(tmp_path: Path) -> None:
-    """Where it is not there, or not whole: once."""
+    """The doctor tells once what to install, where TensorRT is missing or not whole."""
     state, *gpus = _doctor(tmp_path)
     assert state == f"tensorrt cannot run: {_why()}"
     assert "pip install" in state

@@ -28,7 +28,7 @@ FP8 = torch.float8_e4m3fn
 
 
 def weight(w: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-    """As `hoist` leaves a weight in a graph: integers and scales are inputs, zero points a fill."""
+    """A weight as `hoist` leaves a weight in a graph: integers and scales are inputs, zero points a fill."""
     zeros = torch.full([w.shape[0]], 0, dtype=torch.int64)
     dequantised: torch.Tensor = Q.dequantize_per_channel(w, s, zeros, 0, -127, 127, torch.int8)
     return dequantised
@@ -92,7 +92,7 @@ CONVOLUTION = (
 
 
 def lowered(function: Callable[..., torch.Tensor], given: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
-    """As torch_tensorrt's lowering leaves views."""
+    """Views as torch_tensorrt's lowering leaves views."""
     table = {
         aten.t.default: lambda x: x.permute(1, 0),
         aten.transpose.int: lambda x, a, b: x.permute([{a: b, b: a}.get(d - x.dim(), d) for d in range(x.dim())]),
@@ -174,7 +174,7 @@ def test_the_builder_makes_products_of_integers(name: str) -> None:
 @builds_bytes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_weights_alone_are_dequantised_within_the_product(dtype: torch.dtype) -> None:
-    """They come as they are, one byte each."""
+    """Weights alone come as they are, one byte each."""
     layers = built(region(lambda x, w, s, b: F.linear(x, weight(w, s).to(x.dtype), b), *inputs(8, dtype=dtype))).layers
     (product,) = (layer for layer in layers if "Fc" in layer)
     assert product.startswith("runtime_fusion")
@@ -211,7 +211,7 @@ def test_zero_points_of_another_region_are_known() -> None:
 @pytest.mark.tensorrt
 @builds_bytes
 def test_weights_as_constants_stay_bytes() -> None:
-    """They are not folded to floats by torch_tensorrt."""
+    """Weights as constants are not folded to floats by torch_tensorrt."""
     given = inputs(8)
     made = region(linear(fixed), *given)
     by_name = dict(zip(("x_1", "w_1", "s_1", "b_1"), given, strict=True))

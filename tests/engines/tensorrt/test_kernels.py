@@ -63,7 +63,7 @@ def test_of_many_shapes_not_all_are_kept(tmp_path: Path) -> None:
 
 
 def test_corrupt_and_foreign_kernels_are_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What the store finds corrupt, and what TensorRT does not take: the engine starts without, and its own are kept instead."""
+    """Kernels that the store finds corrupt, and what TensorRT does not take: the engine starts without, and its own are kept instead."""
     store = Store(tmp_path)
     path = store.put(KIND, "engine", b"whole")
     path.write_bytes(b"who")

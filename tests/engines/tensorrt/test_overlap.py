@@ -11,7 +11,7 @@ from torch_hybrid_backend.engines.tensorrt.overlap import Overlapping
 
 
 class State:
-    """What a change saves, sets and restores."""
+    """A state that a change saves, sets and restores."""
 
     def __init__(self) -> None:
         self.value = "as it was"

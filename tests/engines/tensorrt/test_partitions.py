@@ -82,7 +82,7 @@ def partition(name: str) -> Partition:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_regions_and_refusals_of_models(name: str, golden: Golden) -> None:
-    """What is one region, what is refused and why; and every region has its engine."""
+    """The regions and refusals of models; and every region has its engine."""
     cut = partition(name)
     lines = []
     for segment in cut.graph.segments:

@@ -1,4 +1,4 @@
-"""Which values of 8 bits TensorRT takes, each refusal with its code. No TensorRT is needed for that."""
+"""Values of 8 bits that TensorRT takes, each refusal with its code. No TensorRT is needed for that."""
 
 from __future__ import annotations
 

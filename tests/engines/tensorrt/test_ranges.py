@@ -88,7 +88,7 @@ class Chain:
 
     @property
     def ran(self) -> tuple[list[int], list[int]]:
-        """How often each engine has run, and each of the others."""
+        """The number of runs of each engine, and each of the others."""
         runs = [
             sum(call[0] == "execute_async_v3" for context in fake.contexts for call in context.calls)
             for fake in self.fakes
@@ -97,7 +97,7 @@ class Chain:
 
 
 def compiled_by(made: TensorRTEngine, *regions: Region) -> list[CompiledRegion]:
-    """What the engine makes of the regions when all is built."""
+    """The engine's results for the regions when all is built."""
     results: list[CompiledRegion] = []
     for each in made.compile(regions, Deadline(120.0)):
         assert not isinstance(each, Exception), each

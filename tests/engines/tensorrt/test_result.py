@@ -1,4 +1,4 @@
-"""What the tests that need TensorRT found in their environment, as it is committed."""
+"""The results of the tests that need TensorRT found in their environment, as it is committed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def test_a_page_says_what_passed_and_what_failed(tmp_path, monkeypatch: pytest.M
 
 
 def test_a_page_is_of_what_decides_its_result() -> None:
-    """How graphs are cut, what engines are made of and built by, tests, and what they expect: every folder is there, and holds something."""
+    """A page's files decide its result: how graphs are cut, what engines are made of and built by, tests, and what they expect: every folder is
+    there, and holds something."""
     for folder in ("core", "partition", "builds", "engines/tensorrt"):
         assert f"torch_hybrid_backend/{folder}" in result.SOURCES
     for folder in result.SOURCES:

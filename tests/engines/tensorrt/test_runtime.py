@@ -109,7 +109,7 @@ def test_every_thread_and_stream_has_a_context_of_its_own() -> None:
 
 
 def test_contexts_are_bounded() -> None:
-    """Of those that are kept the one unused longest goes, when its stream has done its work; only where none has is one waited for."""
+    """The context unused longest goes, when its stream has done its work; only where none has is one waited for."""
     engine = FakeEngine()
     log: list[tuple[object, ...]] = []
     made = [FakeStream(number, log, is_done=number != 1) for number in range(1, 5)]

@@ -1,4 +1,4 @@
-"""What a lowered graph computes of sizes, spelled in operators that there are converters for."""
+"""Size arithmetic of a lowered graph, spelled in operators that there are converters for."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_sums_of_several_sizes_are_added_one_by_one() -> None:
 
 
 def test_a_stride_that_no_size_tells_stays() -> None:
-    """As where memory has gaps whose size is no dimension of an input."""
+    """A stride stays where memory has gaps whose size is no dimension of an input."""
     gaps = TensorSpec((2, S), "float32", (T, 1), CPU)
     graph, sizes = spelled(lambda x: x.new_ones(x.stride(0)), gaps)
     assert aten.sym_stride.int in sizes

@@ -95,9 +95,9 @@ def test_transformers_are_one_engine(name: str) -> None:
 @pytest.mark.parametrize("unknown", [(1,), (0, 1)], ids=["length", "batch-and-length"])
 @pytest.mark.parametrize("name", ["bert_base", "gpt2", "llama_small"])
 def test_transformers_of_any_length_are_one_engine(name: str, unknown: tuple[int, ...]) -> None:
-    """One engine of all operators, for a range of lengths. What the network computes, layer by layer, is what the graph computes in eager: at
-    the least length, at odd ones, and at 1, which no call asks it for. Only sizes are left, which the host computes. Batches are of 16 at most
-    here, by their example."""
+    """A transformer is one engine of all operators, for a range of lengths. What the network computes, layer by layer, is what the graph
+    computes in eager: at the least length, at odd ones, and at 1, which no call asks it for. Only sizes are left, which the host computes.
+    Batches are of 16 at most here, by their example."""
     (cut,) = partitions(name, torch.float32, unknown)
     assert not [node.operator for node in cut.nodes if node.refusals and node.operator.startswith("aten")]
     (region,) = (segment.region for segment in cut.graph.segments if segment.engine_hint == "tensorrt")

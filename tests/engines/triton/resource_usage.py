@@ -1,4 +1,4 @@
-"""What a kernel takes of a multiprocessor, read from its machine code by NVIDIA's `cuobjdump`, which comes with Triton. No GPU is needed."""
+"""Resource usage of a kernel, read from its machine code by NVIDIA's `cuobjdump`, which comes with Triton. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Usage:
 
 
 def resource_usage(cubin: bytes, dynamic_shared_bytes: int = 0) -> Usage:
-    """What the one kernel of a cubin takes. Triton's kernels get their shared memory when they are launched: a cubin does not know of it.
+    """The resources of the one kernel of a cubin. Triton's kernels get their shared memory when they are launched: a cubin does not know of it.
     `dynamic_shared_bytes`: an artifact's `Header.shared_bytes`."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -39,7 +39,7 @@ def resource_usage(cubin: bytes, dynamic_shared_bytes: int = 0) -> Usage:
 
 
 def nvidia_tool(name: str) -> str:
-    """One of the tools that come with Triton, found without importing it: it reads its settings when it is imported."""
+    """A tool that comes with Triton, found without importing it: it reads its settings when it is imported."""
     spec = importlib.util.find_spec("triton")
     assert spec is not None
     assert spec.origin is not None

@@ -35,7 +35,7 @@ Function = Callable[..., torch.Tensor]
 def _results(
     folder: Path, function: Function, inputs: tuple[torch.Tensor, ...], tilings: tuple[Tiling, ...] = ()
 ) -> dict[str, torch.Tensor]:
-    """What every alternative of the function's one kernel gives, by name, and what it gives with `tilings`."""
+    """The results of every alternative of the function's one kernel gives, by name, and what it gives with `tilings`."""
     region, taken = compiled(folder, function, *inputs)
     (kernel,) = region.kernels.kernels
     assert isinstance(kernel, MatMulKernel | ConvKernel)
@@ -157,7 +157,7 @@ def test_kernels_of_shares_in_a_plan(tmp_path: Path) -> None:
 
 
 def test_few_with_keys_of_their_own(tmp_path: Path) -> None:
-    """What is kept of one is never taken for another."""
+    """Results kept of one kernel are never taken for another's."""
     region, _ = compiled(tmp_path, torch.mm, torch.empty(64, 4096), torch.empty(4096, 96))
     (kernel,) = region.kernels.kernels
     found = alternatives(kernel, Target(90, 132))
@@ -169,7 +169,7 @@ def test_few_with_keys_of_their_own(tmp_path: Path) -> None:
 
 
 def test_none_where_there_is_nothing_to_choose() -> None:
-    """Of other kernels, and for the interpreter's large tiles."""
+    """Other kernels have no alternatives, nor have the interpreter's large tiles."""
     for kernel in (row_sum_kernel(), attention_kernel()):
         assert alternatives(kernel, HOPPER) == []
 

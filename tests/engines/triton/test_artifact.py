@@ -33,7 +33,7 @@ def test_damaged_files_are_refused(damage, tmp_path: Path) -> None:  # type: ign
 
 
 def test_without_machine_code_an_image_begins_with_the_header(tmp_path: Path) -> None:
-    """As a driver sees it, which is told where an image begins: as far as the first zero."""
+    """An image begins with the header for a driver, which is told where an image begins: as far as the first zero."""
     path = tmp_path / "a.kernel"
     write(path, _HEADER)
     assert header_at(path.read_bytes().split(b"\0")[0]) == _HEADER

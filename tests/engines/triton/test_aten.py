@@ -190,7 +190,7 @@ def test_convolutions(case: str, tmp_path: Path) -> None:
 
 
 def test_float32_convolutions_follow_their_setting(tmp_path: Path) -> None:
-    """Where they may round to TF32 tensor cores compute them too."""
+    """Tensor cores compute convolutions in float32 where they may round to TF32."""
     target = dataclasses.replace(HOPPER, convolution_tf32=True)
     check(tmp_path, conv(), (IMAGE.float(), FILTERS.float()), ["kernel", "convolution", "kernel"], target=target)
 
@@ -301,7 +301,7 @@ def test_what_only_a_gpu_has(case: str) -> None:
 
 @pytest.mark.parametrize("aten_us", [10.0, 1000.0])
 def test_the_faster_one_is_taken_and_kept(aten_us: float, tmp_path: Path) -> None:
-    """Where nothing was timed ATen is; by the clock the kernel may win. A later process knows, one on another GPU finds out by itself."""
+    """ATen is taken where nothing was timed; by the clock the kernel may win. A later process knows, one on another GPU finds out by itself."""
     timed: list[str] = []
 
     class Timed(ProgramRunner):
@@ -336,7 +336,7 @@ def test_the_faster_one_is_taken_and_kept(aten_us: float, tmp_path: Path) -> Non
 
 
 def test_an_operator_that_cannot_run_costs_itself_only(tmp_path: Path) -> None:
-    """What was timed in the same run as it is timed again, without it."""
+    """Operators that were timed in the same run as one that cannot run are timed again, without it."""
     us = {"linear": 10.0, "mm": 200.0, "kernel": 100.0}
 
     class Timed(ProgramRunner):

@@ -33,7 +33,7 @@ from torch_hybrid_backend.sizes.size import Dim
 
 
 class Gpus:
-    """What torch.cuda tells of GPUs that are not there, by their compute capabilities."""
+    """Answers of torch.cuda of GPUs that are not there, by their compute capabilities."""
 
     def __init__(self) -> None:
         self.capabilities = [80, 90]
@@ -79,7 +79,7 @@ def test_without_a_gpu_it_is_not_there() -> None:
     ],
 )
 def test_only_versions_of_triton_that_it_knows(version: str, is_taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a launch hands to a kernel is Triton's to change: another version is refused, with what to install."""
+    """Triton may change what a launch hands to a kernel: another version is refused, with what to install."""
     monkeypatch.setattr(compiler, "version", lambda: version)
     verdict = TritonBackend(Target(90, 132)).available()
     assert isinstance(verdict, Supported if is_taken else Refused)
@@ -91,7 +91,7 @@ def test_only_versions_of_triton_that_it_knows(version: str, is_taken: bool, mon
 
 @pytest.mark.parametrize("others", [[], [80]])
 def test_a_gpu_that_is_too_old(others: list[int], gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is named. Beside another the engine is there, and refuses what is on the old one."""
+    """An old GPU is named. Beside another the engine is there, and refuses what is on the old one."""
     gpus.capabilities[:] = [75, *others]
     monkeypatch.setattr(compiler, "version", lambda: "3.7.1")
     backend = TritonBackend()
@@ -137,8 +137,8 @@ def test_where_kernels_run() -> None:
 
 @pytest.mark.parametrize("target", [Target(90, 132), Target(90, 132, is_interpreted=True)])
 def test_a_kernel_is_a_launch(target: Target, tmp_path: Path) -> None:
-    """As many programs as there are blocks, with what the compiler says that they need. Of Triton's two scratch addresses the second one is
-    null; the first one is memory for all programs where they need some."""
+    """A launch has as many programs as there are blocks, with what the compiler says that they need. Of Triton's two scratch addresses the
+    second one is null; the first one is memory for all programs where they need some."""
     asked: list[Dim] = []
 
     def working(size: Dim) -> int:

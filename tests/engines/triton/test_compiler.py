@@ -124,8 +124,8 @@ def test_what_stands_in_the_way_of_16_bytes(workers: KernelCompiler, tmp_path: P
 
 
 def test_sizes_known_at_run_time_have_both_ways(workers: KernelCompiler, tmp_path: Path) -> None:
-    """One program: rows that are whole multiples of 16 elements are read 16 bytes at once, others are not. A size that stands in front of the
-    rows decides nothing."""
+    """A program has both ways: rows that are whole multiples of 16 elements are read 16 bytes at once, others are not. A size that stands in
+    front of the rows decides nothing."""
     n, m = symbol("s0", 512), symbol("s1", 1024)
     kernels = {"flat": scale_kernel(n), "rows": row_sum_kernel(n, m), "batch": row_sum_kernel(n, 1024)}
     found = _accesses(kernels, 90, workers, tmp_path)
@@ -137,7 +137,7 @@ def test_sizes_known_at_run_time_have_both_ways(workers: KernelCompiler, tmp_pat
 def _accesses(
     kernels: Mapping[str, Kernel], capability: int, workers: KernelCompiler, folder: Path
 ) -> dict[str, set[tuple[str, int]]]:
-    """What each kernel's machine code has of loads and stores of global memory, and how many bytes of a thread each is."""
+    """The loads and stores of global memory in each kernel's machine code, and how many bytes of a thread each is."""
     pytest.importorskip("triton")
     target = Target(capability, 132)
     jobs = [

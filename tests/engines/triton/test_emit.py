@@ -78,7 +78,7 @@ def rows(in0, out0, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 def test_numbers_from_the_host_are_parameters() -> None:
-    """They are no pointers, and nothing is loaded."""
+    """Numbers from the host are no pointers, and nothing is loaded."""
     x, out = argument(8), argument(8)
     factor = Buffer((), "float32", "factor", by_value=True)
     i = var("i", 8)
@@ -97,7 +97,7 @@ def test_kernels_of_other_backends_are_refused() -> None:
 
 
 def test_both_ways_where_a_size_decides() -> None:
-    """Where rows begin is known at run time: the program tests it. Only the size of the dimension that runs through memory counts."""
+    """The program tests at run time where rows begin. Only the size of the dimension that runs through memory counts."""
     n, m = symbol("s0"), symbol("s1")
     kernels = scale_kernel(n), scale_kernel(16 * n), row_sum_kernel(n, m), row_sum_kernel(n, 9)
     assert [[size.name for size in row_sizes(kernel)] for kernel in kernels] == [["s0"], [], ["s1"], []]

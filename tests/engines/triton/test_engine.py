@@ -1,4 +1,4 @@
-"""When the engine is there, and for which device."""
+"""The conditions under which the engine is there, and for which device."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def workers() -> KernelCompiler:
 @pytest.mark.full
 @pytest.mark.parametrize(("model", "chip"), list(itertools.product(_MODELS, _TARGETS)))
 def test_what_kernels_take(model: str, chip: str, workers: KernelCompiler, tmp_path: Path, golden: Golden) -> None:
-    """It is what it was; pointwise kernels and rows spill no register."""
+    """Kernels take what they took; pointwise kernels and rows spill no register."""
     found = partitions(model, LoopsEngine(), torch.bfloat16)
     target = _TARGETS[chip]
     kernels: dict[str, Kernel] = {}

@@ -170,7 +170,7 @@ def _softmax(x: torch.Tensor) -> torch.Tensor:
 def _warnings_of_two_calls(
     compiled: Callable[[torch.Tensor], torch.Tensor], caplog: pytest.LogCaptureFixture
 ) -> list[str]:
-    """What is logged while a compiled `_softmax` gives eager's results."""
+    """The warnings of two calls in which a compiled `_softmax` gives eager's results."""
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             x = torch.randn(5, 7)
@@ -192,7 +192,7 @@ def _warnings_of_two_calls(
 def test_a_kernel_that_fails_costs_its_region(
     function: str, status: Status, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One that cannot be loaded or launched in the first call: one warning; eager gives the results of that call and the next."""
+    """A kernel that cannot be loaded or launched in the first call: one warning; eager gives the results of that call and the next."""
     monkeypatch.setattr(HostDriver, function, _failing(status))
     (warning,) = _warnings_of_two_calls(torch.compile(_softmax, backend="hybrid"), caplog)
     assert f"CUDA_ERROR_{status.name} ({status:d})" in warning
@@ -281,7 +281,8 @@ def test_threads_launch_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kernels_of_a_graph(tmp_path: Path) -> None:
-    """One runs when those that it waits for have run, and else in any order, on the parameters it was given when it was added or changed."""
+    """A kernel runs when those that it waits for have run, and else in any order, on the parameters it was given when it was added or
+    changed."""
     path = tmp_path / "scaled.kernel"
     artifact.write(path, artifact.Header(_TEXT, "scaled", _SIGNATURE, {"ROW": 8}, 128))
     driver = HostDriver()

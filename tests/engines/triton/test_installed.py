@@ -1,4 +1,4 @@
-"""What is told of Triton where its engine is not imported."""
+"""Messages about Triton where its engine is not imported."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_built_off_the_call(interpreted: None) -> None:
 
 
 def test_sizes_known_at_run_time(interpreted: None) -> None:
-    """One compilation for all of them, rows of multiples of 16 elements and others; the grid of each call's own; size 0 launches nothing."""
+    """A compilation serves all sizes, rows of multiples of 16 elements and others; the grid of each call's own; size 0 launches nothing."""
     compiled = torch.compile(lambda x: (x.softmax(-1), x.sum(0)), backend="hybrid", dynamic=True)
     for shape in ((5, 7), (34, 32), (3, 300), (2, 11)):
         x = torch.randn(shape)

@@ -1,4 +1,4 @@
-"""Which buffers of a region have their channels innermost."""
+"""Buffers of a region that have their channels innermost."""
 
 from __future__ import annotations
 

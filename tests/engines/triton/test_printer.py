@@ -1,4 +1,4 @@
-"""How expressions become lines."""
+"""Expressions as lines."""
 
 from __future__ import annotations
 

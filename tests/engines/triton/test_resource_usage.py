@@ -74,7 +74,7 @@ def workers() -> KernelCompiler:
 
 @pytest.mark.full
 def test_no_register_is_spilled(workers: KernelCompiler, tmp_path: Path, golden: Golden) -> None:
-    """What each kernel takes is what it took; the numbers are those of the Triton in constraints.txt."""
+    """Kernels take what they took; the numbers are those of the Triton in constraints.txt."""
     jobs: dict[str, Job] = {}
     for (name, case), capability in itertools.product(_CASES.items(), _ARCHITECTURES):
         target = Target(capability, 132, random_blocks=132 * 8)

@@ -47,7 +47,8 @@ _COLUMNS = ("sum", "argmax", "var", "softmax")
     "name", sampled(_FUNCTIONS, ("prod", "amin", "all", "argmax", "logsumexp", "layer_norm", "twice"))
 )
 def test_parts_of_rows(name: str, tmp_path: Path) -> None:
-    """Of every combiner, of what is found in one pass, and of several passes; the last part is short, and its last chunk not full."""
+    """Parts of rows are computed for every combiner, of what is found in one pass, and of several passes; the last part is short, and its last
+    chunk not full."""
     torch.manual_seed(0)
     function, kinds = _FUNCTIONS[name]
     x = torch.randn(2, 40001) + 0.5
@@ -142,7 +143,7 @@ def test_equal_inputs_give_equal_bits(tmp_path: Path) -> None:
 
 
 def test_a_variance_beside_a_large_mean(tmp_path: Path) -> None:
-    """One pass is as exact as float32 can tell such elements apart: a mean of 10^4, a deviation of 1, 300,000 of them."""
+    """A pass is as exact as float32 can tell such elements apart: a mean of 10^4, a deviation of 1, 300,000 of them."""
     torch.manual_seed(0)
     check(tmp_path, lambda x: x.var(-1), 1e4 + torch.randn(1, 300_001), tolerance=2e-4)
 
@@ -179,7 +180,7 @@ def test_what_a_pass_stores_is_stored_by_its_parts(tmp_path: Path) -> None:
 
 
 def test_sizes_known_at_run_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One compilation, made for long rows, serves shorter ones, of one element even; the length of the parts is each call's own."""
+    """A compilation, made for long rows, serves shorter ones, of one element even; the length of the parts is each call's own."""
     interpret_for(HOPPER, monkeypatch)
     made: list[int] = []
     monkeypatch.setattr(backend, "split", lambda kernel, target: made.append(1) or split(kernel, target))  # type: ignore[func-returns-value]

@@ -1,4 +1,4 @@
-"""What tells one target from another."""
+"""Differences of targets."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_every_quotient_of_small_integers(name: str, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("name", ["trunc_div", "floor_div", "remainder", "fmod"])
 @pytest.mark.parametrize("divisor", [0, -1, 1, 3, -4])
 def test_literal_divisors_need_no_test_of_them(name: str, divisor: int) -> None:
-    """Such code has no condition in it, and divides neither by 0 nor by -1."""
+    """Code of literal divisors has no condition, and divides neither by 0 nor by -1."""
     a, _ = _pairs(torch.int8)
 
     def formula(x: Expr) -> Expr:
@@ -104,7 +104,7 @@ def test_every_shift(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("exponent", [0, 1, 2, 3, 4, -1, -2, 0.5, -0.5, 1.7])
 def test_powers_of_floats(exponent: float) -> None:
-    """As eager, special values too: 0 to a negative power is infinite, NaN to the power of 0 is 1."""
+    """Powers are eager's, special values too: 0 to a negative power is infinite, NaN to the power of 0 is 1."""
     found = _computed(lambda x: arithmetic.power(x, exponent), SPECIAL)
     torch.testing.assert_close(found, SPECIAL**exponent, equal_nan=True)
 
@@ -150,7 +150,7 @@ def test_signs_and_limits() -> None:
 
 
 def test_truth_is_added_by_or_and_multiplied_by_and() -> None:
-    """Of booleans a sum is "either" and a product "both"; a factor of 1 costs nothing."""
+    """A sum of booleans is "either" and a product "both"; a factor of 1 costs nothing."""
     yes_no = torch.tensor([False, True])
     assert torch.equal(_computed(arithmetic.plus, yes_no[:, None], yes_no), yes_no[:, None] | yes_no)
     assert torch.equal(_computed(arithmetic.times, yes_no[:, None], yes_no), yes_no[:, None] & yes_no)

@@ -52,7 +52,7 @@ def test_bool_mask_through_the_composite() -> None:
 
 
 def test_log_sum_exp_is_refused() -> None:
-    """Where the graph reads the log-sum-exp (training), eager's operator runs."""
+    """Eager's operator runs where the graph reads the log-sum-exp (training)."""
     q = sample(1, 2, 4, 8)
     graph = trace(lambda q: flash(q, q, q), [q]).graph
     (node,) = (n for n in graph.nodes if n.target is flash)
@@ -244,7 +244,7 @@ def test_training_on_the_cpu(dtype: torch.dtype) -> None:
 
 
 def test_gradients_that_eager_computes() -> None:
-    """That of a bias, those with dropout, and all where the engine has no kernels for them."""
+    """Eager computes the gradient of a bias, gradients with dropout, and all where the engine has no kernels for them."""
     q, bias = sample(1, 2, 4, 8), sample(1, 2, 4, 4)
 
     def step(dropout: float, of_bias: bool) -> Callable[..., object]:

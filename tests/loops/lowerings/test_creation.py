@@ -54,7 +54,7 @@ def test_progressions(dtype: torch.dtype) -> None:
 
 
 def test_uninitialised_is_refused() -> None:
-    """What has no value has no description."""
+    """An uninitialised tensor is refused: it has no value to describe."""
     graph = trace(aten.empty_like.default, [sample(3)]).graph
     (node,) = (n for n in graph.nodes if n.op == "call_function")
     assert not supports(node)

@@ -69,7 +69,7 @@ def test_index_by_positions_of_a_range() -> None:
 
 
 def test_out_of_range_reads_stay_inside() -> None:
-    """What eager raises on reads some element of the tensor, never memory outside of it."""
+    """An index that eager raises on reads some element of the tensor, never memory outside of it."""
     x, wild = sample(5, 2), torch.tensor([-100, 3, 100])
     graph = trace(lambda a, i: aten.index.Tensor(a, [i]), [x, torch.tensor([0, 3, 4])])
     (result,) = run_graph(graph, [x, wild])

@@ -229,7 +229,7 @@ def test_comparison_promotes(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", EVERYTHING, ids=str)
 def test_choices(dtype: torch.dtype) -> None:
-    """where and masked_fill choose between tensors and numbers of every dtype, with broadcasting."""
+    """Choices by where and masked_fill are between tensors and numbers of every dtype, with broadcasting."""
     mask, x, y = sample(3, 1, dtype=torch.bool), sample(3, 4, dtype=dtype), sample(4, dtype=dtype, seed=1)
     check(aten.where.self, mask, x, y)
     check(lambda m, a: aten.where.ScalarOther(m, a, 1), mask, x)
@@ -239,7 +239,7 @@ def test_choices(dtype: torch.dtype) -> None:
 
 
 def test_choices_promote() -> None:
-    """where takes the wider dtype; the branch not taken may be NaN."""
+    """The wider dtype of `where` is taken; the branch not taken may be NaN."""
     mask = torch.tensor([True, False, True])
     check(aten.where.self, mask, torch.tensor([1, 2, 3]), torch.tensor([0.5, float("nan"), float("nan")]))
     check(lambda m: aten.where.Scalar(m, 1.0, float("-inf")), mask)

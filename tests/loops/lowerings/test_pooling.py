@@ -76,7 +76,7 @@ def test_average_pool_larger_than_the_image() -> None:
 
 
 def test_average_pool_of_other_ranks() -> None:
-    """One and three spatial dimensions."""
+    """Average pooling in one and three spatial dimensions."""
     check(lambda a: aten.avg_pool1d.default(a, [3], [2], [1], True, False), sample(2, 3, 8))
     check(lambda a: aten.avg_pool3d.default(a, [2, 3, 2], [2], [1], False, False), sample(1, 2, 4, 5, 6))
 
@@ -91,7 +91,7 @@ def test_adaptive_pool(size: list[int], dtype: torch.dtype) -> None:
 
 
 def test_adaptive_pool_of_other_ranks() -> None:
-    """One and three spatial dimensions."""
+    """Adaptive pooling in one and three spatial dimensions."""
     check(lambda a: aten._adaptive_avg_pool3d.default(a, [2, 3, 1]), sample(1, 2, 5, 6, 4))
     check(lambda a: aten._adaptive_avg_pool2d.default(a, [1, 3]), sample(2, 5, 6))
 
@@ -126,7 +126,7 @@ def test_bilinear(dtype: torch.dtype, align: bool, size: list[int]) -> None:
 
 
 def test_resampling_of_other_ranks() -> None:
-    """One and three spatial dimensions."""
+    """Resampling in one and three spatial dimensions."""
     check(lambda a: aten.upsample_nearest1d.default(a, [11]), sample(1, 2, 5))
     check(lambda a: aten.upsample_linear1d.default(a, [11], False), sample(1, 2, 5))
     check(lambda a: aten.upsample_nearest3d.default(a, [4, 5, 6]), sample(1, 2, 2, 3, 4))
@@ -136,7 +136,7 @@ def test_resampling_of_other_ranks() -> None:
 @pytest.mark.parametrize("align", [True, False])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_bicubic(dtype: torch.dtype, align: bool) -> None:
-    """Of 16 neighbours, for kernels that read so many; up, down and by scales."""
+    """Bicubic resampling reads 16 neighbours, for kernels that read so many; up, down and by scales."""
     abilities = Abilities(max_taps=16)
     x = sample(1, 2, 5, 7, dtype=dtype)
     for size in ([9, 4], [5, 15], [1, 1]):

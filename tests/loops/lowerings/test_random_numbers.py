@@ -53,7 +53,7 @@ def _narrowed(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _reversed(numbers: np.ndarray, dtype: torch.dtype, low: float = 0.0, high: float = 1.0) -> np.ndarray:
-    """What `uniform_kernel` makes of numbers in (0, 1]."""
+    """The results of `uniform_kernel` for numbers in (0, 1]."""
     start, stop = torch.tensor(low, dtype=dtype), torch.tensor(high, dtype=dtype)
     compute = torch.float64 if dtype == torch.float64 else torch.float32
     values = torch.from_numpy(numbers).to(compute) * (stop - start).to(compute) + start.to(compute)
@@ -83,7 +83,7 @@ def test_uniform_numbers_are_those_of_eager(numel: int, tmp_path: Path, monkeypa
 
 
 def test_what_rounds_to_the_upper_bound_becomes_the_lower_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of float16 one number in 4096 rounds to 1, of which there is none in [0, 1)."""
+    """A number in 4096 of float16 rounds to 1, which [0, 1) does not have."""
     (result,), eager, check = _run(tmp_path, monkeypatch, lambda: torch.rand(30_000, dtype=torch.float16))
     numbers = eager.uniform(30_000)
     assert (numbers.astype(np.float16) == 1).any()
@@ -92,7 +92,8 @@ def test_what_rounds_to_the_upper_bound_becomes_the_lower_one(tmp_path: Path, mo
 
 
 def test_normal_numbers_are_those_of_eager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As near as functions of the CPU are to those of a GPU, sines before cosines; with a mean and a standard deviation too."""
+    """Normal numbers are as near as functions of the CPU are to those of a GPU, sines before cosines; with a mean and a standard deviation
+    too."""
     numel = 4 * 512 + 3
 
     def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -1,4 +1,4 @@
-"""What reductions share: dimensions, shapes and statistics."""
+"""Parts that reductions share: dimensions, shapes and statistics."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _Lowering:
     ],
 )
 def test_dimensions_are_named_in_every_way_that_eager_takes(dim: object, rank: int, axes: tuple[int, ...]) -> None:
-    """One or several, from either end, in any order, and none for all; a tensor without dimensions has none to reduce."""
+    """Dimensions are one or several, from either end, in any order, and none for all; a tensor without dimensions has none to reduce."""
     assert axes_of(dim, rank) == axes  # type: ignore[arg-type]
 
 

@@ -154,7 +154,7 @@ def test_softmax_backward(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("affine", [True, False])
 def test_layer_norm(dtype: torch.dtype, affine: bool) -> None:
-    """One and two normalised dimensions, with statistics."""
+    """Layer norm over one and two normalised dimensions, with statistics."""
     x, w, b = (sample(*s, dtype=dtype, seed=n) for n, s in enumerate([(2, 3, 4), (4,), (4,)]))
     if affine:
         check(lambda x, w, b: aten.native_layer_norm.default(x, [4], w, b, 1e-5), x, w, b)

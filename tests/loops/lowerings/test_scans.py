@@ -75,7 +75,7 @@ _SCANS = {
 @pytest.mark.parametrize("name", _SCANS)
 @pytest.mark.parametrize("dtype", EVERYTHING, ids=str)
 def test_scans(name: str, dtype: torch.dtype) -> None:
-    """As one operation, for a backend that has kernels for it: extrema with the last of equal positions."""
+    """Scans are one operation, for a backend that has kernels for it: extrema with the last of equal positions."""
     check(_SCANS[name], sample(4, 7, dtype=dtype), abilities=SCANS)
 
 

@@ -24,7 +24,7 @@ def _positions(*shape: int, below: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
 def test_sums(dtype: torch.dtype) -> None:
-    """What meets at one element adds up, with one rounding for half types: slices, elements, several indices at once, flat positions."""
+    """Values that meet at one element add up, with one rounding for half types: slices, elements, several indices at once, flat positions."""
     x, source = sample(5, 4, dtype=dtype), sample(11, 4, dtype=dtype, seed=5)
     index = _positions(11, below=5)
     check(lambda a, i, s: aten.index_add.default(a, 0, i, s, alpha=2), x, index, source, abilities=ANY)
@@ -81,7 +81,7 @@ def test_nan_wins() -> None:
 
 
 def test_writes() -> None:
-    """Where no two meet. A mask takes one number."""
+    """Writes are taken where no two meet. A mask takes one number."""
     x, source, index = sample(20, 3), sample(11, 3, seed=5), torch.randperm(20)[:11]
     check(lambda a, i, s: aten.index_put.default(a, [i], s), x, index, source, abilities=ANY)
     check(lambda a, i, s: aten.scatter.src(a, 0, i[:, None], s), x, index, source, abilities=ANY)

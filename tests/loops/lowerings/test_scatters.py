@@ -30,7 +30,7 @@ def test_scatter(dtype: torch.dtype, dim: int) -> None:
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int64], ids=str)
 def test_scatter_add(dtype: torch.dtype) -> None:
-    """What meets at one position adds up."""
+    """Values that meet at one position add up."""
     x, source = sample(4, 6, dtype=dtype), sample(4, 3, dtype=dtype, seed=5)
     check(lambda a, i, s: aten.scatter_add.default(a, 1, i, s), x, _positions(4, 3, below=2), source)
 

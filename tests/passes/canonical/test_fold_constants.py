@@ -1,4 +1,4 @@
-"""What depends on no input is computed once."""
+"""Values that depend on no input are computed once."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def test_becomes_views(captured, function, shape, slices):
     ],
 )
 def test_left_alone(captured, function, shape):
-    """What slices and a view cannot say stays a gather."""
+    """A gather that slices and a view cannot express stays."""
     subject = captured(lambda x: function(x).sin(), torch.randn(shape))
     subject.apply(*PASSES, exact=True)
     assert "index.Tensor" in subject.operators()

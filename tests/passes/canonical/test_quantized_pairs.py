@@ -93,7 +93,7 @@ def test_saturation_does_what_a_clamp_did(captured) -> None:
 
 
 def test_integers_are_pooled(captured) -> None:
-    """What is quantised behind max pooling is quantised before it, the ReLU before that dropped; not where the maxima are read otherwise."""
+    """Values quantized behind max pooling are quantised before it, the ReLU before that dropped; not where the maxima are read otherwise."""
     x = torch.randn(2, 3, 9, 9)
 
     def pooled(v: torch.Tensor) -> torch.Tensor:
@@ -175,7 +175,7 @@ def test_what_is_concatenated_is_quantised_first(captured) -> None:
 
 
 def test_parts_of_other_numbers_are_quantised_anew(captured) -> None:
-    """What was dequantised by the same numbers is taken as it is, the other part is not."""
+    """Parts dequantized by the same numbers are taken as they are; the other part is not."""
     other = (0.03, *UNSIGNED[1:])
     subject = captured(lambda q: _q(torch.cat([_dq(q), _dq(q, other)])), _everything(UNSIGNED))
     assert subject.apply(quantized_pairs, exact=True)
@@ -192,7 +192,7 @@ def test_parts_of_other_numbers_are_quantised_anew(captured) -> None:
     ],
 )
 def test_views_in_concatenations_are_of_integers(captured, view: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """What is only moved there is quantised before, in the kernel that makes it; where it is not joined, it stays as it is."""
+    """Views in concatenations are quantized before, in the kernel that makes them; where they are not joined, they stay as they are."""
     x = torch.randn(2, 4, 8, 8)
     subject = captured(lambda x: _q(torch.cat([view(torch.tanh(x)), view(x * 2)]), SIGNED).clone(), x)
     assert subject.apply(quantized_pairs, exact=True)

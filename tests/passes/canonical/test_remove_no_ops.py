@@ -30,7 +30,7 @@ def twice(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     ],
 )
 def test_removed(captured, function):
-    """What returns its input is dropped."""
+    """Operators that return their input are dropped."""
     subject = captured(function, torch.randn(4, 6))
     subject.apply(remove_no_ops, remove_no_ops, exact=True)
     assert subject.operators() == {"relu.default": 1}
@@ -70,7 +70,7 @@ def test_kept(captured, function, kept):
     ],
 )
 def test_casts_to_a_wider_dtype_and_back(captured, dtypes, left):
-    """They cancel where not a bit can change, NaN, infinities and -0.0 included; and no others do."""
+    """Casts cancel where not a bit can change, NaN, infinities and -0.0 included; and no others do."""
     before, between, after = dtypes
     x = torch.tensor([1.0, -0.0, 3.1415926, 65504.0, 1e-8])
     if before.is_floating_point:
@@ -128,7 +128,7 @@ def test_as_strided_reshape_becomes_view(captured):
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_nothing_is_joined(captured, dynamic, transposed):
-    """What has no elements is not joined; a concatenation of one tensor is that tensor, or keeps the strides it had."""
+    """Tensors without elements are not joined; a concatenation of one tensor is that tensor, or keeps the strides it had."""
 
     def rotated(x):
         y = x.cos().transpose(0, 1) if transposed else x.cos()
@@ -144,7 +144,7 @@ def test_nothing_is_joined(captured, dynamic, transposed):
 
 
 def test_one_tensor_joined_with_nothing_is_a_new_one(captured):
-    """What is returned shares no memory with an input."""
+    """The result shares no memory with an input."""
     subject = captured(lambda x: torch.cat([x, x[:0]]), torch.randn(4, 6), dynamic=False)
     subject.apply(remove_no_ops, exact=True)
     (result,) = subject.run()

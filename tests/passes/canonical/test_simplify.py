@@ -61,7 +61,7 @@ def test_rewritten_exactly(captured, dtype):
     ],
 )
 def test_left_alone(captured, function):
-    """What is not exact, or would alias an output, is not touched."""
+    """Rewrites that are not exact, or would alias an output, are not made."""
     subject = captured(function, torch.randn(3))
     assert not subject.apply(simplify, exact=True)
 
@@ -75,7 +75,7 @@ def test_integers(captured):
 
 @pytest.mark.parametrize("p", [1, 1.0])
 def test_dropout_of_everything(captured, p):
-    """It draws nothing, as in eager; of infinities and NaN it makes NaN. What keeps some elements stays."""
+    """Dropout of everything draws nothing, as in eager; of infinities and NaN it makes NaN. What keeps some elements stays."""
     x = torch.tensor(SPECIAL)
     subject = captured(lambda x: aten.native_dropout(x, p, True), x)
     state = torch.get_rng_state()

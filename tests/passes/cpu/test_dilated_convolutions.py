@@ -38,7 +38,7 @@ def test_phases(captured, dilation, size, batch, bias):
     ids=["dense", "stride", "size", "groups", "small phases", "symbolic batch"],
 )
 def test_left_alone(captured, options, size, dynamic):
-    """What this formula does not cover, and what the copies would cost more than they save."""
+    """Convolutions that this formula does not cover are left alone, and those whose copies would cost more than they save."""
     model = nn.Conv2d(96, 96, 3, **options)
     subject = captured(model, torch.randn(2, 96, size, size), dynamic=dynamic)
     assert not subject.apply(dilated_convolutions, exact=True)

@@ -110,7 +110,7 @@ def test_unlike_convolutions_stay_apart(captured, other):
     ids=["returned", "view returned", "gate", "other activation", "other slope", "square"],
 )
 def test_readers_that_forbid_it(captured, model):
-    """What is returned keeps its own memory; epilogues that differ, or that another operator continues, stay where they are."""
+    """A returned value keeps its own memory; epilogues that differ, or that another operator continues, stay where they are."""
     a, b = nn.Conv2d(7, 16, 1), nn.Conv2d(7, 16, 1)
     subject = captured(lambda x: model(a(x), b(x)), torch.randn(2, 7, 5, 3))
     assert not subject.apply(merge_convolutions, exact=True)

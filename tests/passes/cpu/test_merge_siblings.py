@@ -70,7 +70,7 @@ def test_a_product_with_its_activation_stays(captured):
 
 
 def test_outputs_keep_their_own_memory(captured):
-    """What is returned is not a slice of something larger, directly or through a view."""
+    """A returned value is not a slice of something larger, directly or through a view."""
     a, b, c = nn.Linear(7, 8), nn.Linear(7, 8), nn.Linear(7, 8)
     subject = captured(lambda x: (a(x), b(x).view(-1), c(x).cumsum(0)), torch.randn(5, 7))
     subject.apply(cse)
@@ -105,7 +105,7 @@ def test_no_rows(captured):
 
 
 def test_large_products_stay_apart(captured):
-    """They take so long that what merging saves is nothing."""
+    """Large products take so long that what merging saves is nothing."""
     a, b = nn.Linear(256, 256), nn.Linear(256, 256)
     subject = captured(lambda x: a(x).cumsum(0) + b(x).cumsum(0), torch.randn(1024, 256))
     assert not subject.apply(merge_siblings, exact=True)

@@ -77,7 +77,7 @@ def test_layers_are_quantised_and_others_are_told(captured):
     ],
 )
 def test_rows_that_cannot_be_negative_are_unsigned(captured, made, dtype):
-    """Of linear layers too, through what keeps signs; errors against float stay those of 8 bits."""
+    """Unsigned rows are those of linear layers too, through what keeps signs; errors against float stay those of 8 bits."""
     torch.manual_seed(0)
     x = torch.randn(40, 64)
     layer = nn.Linear(made(x).shape[-1], 256).eval()
@@ -87,6 +87,14 @@ def test_rows_that_cannot_be_negative_are_unsigned(captured, made, dtype):
     ]
     assert node.args[-1] is dtype
     assert 0 < _relative(subject.run()[0], subject.before[0]) < 0.03
+
+
+@pytest.mark.parametrize(("bits", "bounds"), [(7, (-64, 64)), (8, (-127, 127))])
+def test_weights_have_the_bits_of_the_context(captured, bits, bounds):
+    """The machine that runs the pass does not count."""
+    subject = _quantized(captured, Net().eval(), torch.randn(2, 3, 12, 12), weight_bits=bits)
+    nodes = [n for n in subject.gm.graph.nodes if "quantize_per_channel" in str(n.target)]
+    assert {tuple(n.args[4:6]) for n in nodes} == {bounds}
 
 
 def test_one_quantised_tensor_serves_all_that_read_it(captured):

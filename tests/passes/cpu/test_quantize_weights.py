@@ -44,7 +44,7 @@ def by_hand(weight: torch.Tensor, precision: str, form: WeightForm = SYMMETRIC) 
     """A weight (N, K) by way of 8 or 4 bits, in float64, element by element as the pass's document says."""
 
     def kept(scale: torch.Tensor) -> torch.Tensor:
-        """Of groups, as bfloat16, rounded up."""
+        """Scales of groups that are kept as bfloat16, rounded up."""
         return (scale * (1 + 2**-9 + 2**-17)).bfloat16().double() if form.group_size or bits == 4 else scale
 
     bits = int(precision.removeprefix("int").removesuffix("-weights"))
@@ -104,7 +104,8 @@ def test_how_far_weights_are_off(captured, precision):
 
 @pytest.mark.parametrize("precision", FORMS)
 def test_integers_are_made_outside_the_call(captured, precision):
-    """Of the parameter, and anew when it changes; what the call keeps has a quarter of its bytes, and the rest stays in the call."""
+    """Integers are made of the parameter outside the call, and anew when it changes; what the call keeps has a quarter of its bytes, and the
+    rest stays in the call."""
     layer = nn.Linear(256, 128, bias=False).eval()
     subject = captured(layer, torch.randn(3, 256))
     want = quantized(subject, precision)
@@ -124,7 +125,7 @@ def test_integers_are_made_outside_the_call(captured, precision):
 @pytest.mark.parametrize("precision", FORMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_weights(captured, dtype, precision):
-    """They are quantised as float32 is, and what is dequantised is rounded to their type again: in the call, which keeps integers."""
+    """Half weights are quantized as float32 is, and what is dequantised is rounded to their type again: in the call, which keeps integers."""
     layer = nn.Linear(256, 128, bias=False, dtype=dtype).eval()
     subject = captured(layer, torch.randn(3, 256, dtype=dtype))
     (got,) = quantized(subject, precision)
@@ -206,7 +207,7 @@ def test_what_stays_as_written(captured):
 
 
 def test_layers_that_must_stay(captured):
-    """One that the context names is left alone; others are not."""
+    """A layer that the context names is left alone; others are not."""
     first, second = nn.Linear(128, 128).eval(), nn.Linear(128, 128).eval()
     subject = captured(lambda x: second(first(x)), torch.randn(3, 128))
     name = next(node.name for node in subject.gm.graph.nodes if node.target is torch.ops.aten.addmm.default)
@@ -245,7 +246,7 @@ def test_forms_of_weights(captured, precision, form):
 
 
 def test_rows_that_are_no_whole_groups(captured):
-    """They stay as written, under 8 bits too where groups are asked for; the code says of what size."""
+    """Rows that are no whole groups stay as written, under 8 bits too where groups are asked for; the code says of what size."""
     subject = captured(nn.Linear(160, 128), torch.randn(3, 160))
     ctx = replace(subject.ctx, precision="int8-weights", weights=WeightForm(128))
     assert not quantize_weights(subject.gm, ctx)
@@ -267,7 +268,7 @@ def test_nan_stays_in_its_channel(captured, precision, zero_points):
 
 
 def test_other_settings_and_training_change_nothing(captured):
-    """As written, in half, and in graphs whose weights change in every step."""
+    """Graphs stay as written under other settings, in half, and in graphs whose weights change in every step."""
     layer = nn.Linear(256, 256)
     subject = captured(layer, torch.randn(3, 256))
     for precision in ("as-written", "bf16", "int8"):

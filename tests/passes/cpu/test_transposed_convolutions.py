@@ -51,7 +51,7 @@ def test_images(captured, kernel, stride, padding, extra, channels, outputs, siz
 @pytest.mark.parametrize(("kernel", "stride", "padding"), [(16, 8, 4), (7, 3, 0), (5, 1, 2)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_signals(captured, kernel, stride, padding, bias):
-    """One dimension, as vocoders upsample."""
+    """Signals of one dimension, as vocoders upsample."""
     model = nn.ConvTranspose1d(6, 3, kernel, stride, padding, bias=bias)
     subject = captured(model, torch.randn(1, 6, 13), dynamic=False)
     assert subject.apply(transposed_convolutions)
@@ -111,7 +111,7 @@ def test_quantised_weights_stay_so(captured, kernel, stride, padding):
     ids=["groups", "dilation", "volumes", "not transposed"],
 )
 def test_left_alone(captured, model):
-    """What this formula does not cover."""
+    """Convolutions that this formula does not cover are left alone."""
     x = torch.randn(2, 4, *([5] * (model.weight.dim() - 2)))
     assert not captured(model, x, dynamic=False).apply(transposed_convolutions, exact=True)
 

@@ -69,6 +69,6 @@ def test_groups_and_windows(captured, model, batch):
     ids=["overlapping windows", "windows of groups", "images", "symbolic batch"],
 )
 def test_left_alone(captured, model, batch, dynamic):
-    """What this formula does not cover."""
+    """Convolutions that this formula does not cover are left alone."""
     x = torch.randn(batch, 4, *([5] * (model.weight.dim() - 2)))
     assert not captured(model, x, dynamic=dynamic).apply(volume_convolutions, exact=True)

@@ -1,4 +1,4 @@
-"""What was converted, counted."""
+"""Counts of what was converted."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def test_sites_are_named_as_their_modules(captured) -> None:
 
 
 def test_graphs_that_quantise_themselves(captured) -> None:
-    """What they leave in floating point has a code; attention is not quantised at all. Others have no counts."""
+    """Layers that they leave in floating point have a code; attention is not quantised at all. Others have no counts."""
     from torch_hybrid_backend.graph.quantization import call, tensor, weight
 
     first, second = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def function(x: torch.Tensor) -> torch.Tensor:
-        y = nn.functional.linear(tensor(call, x, -1.0, 1.0), weight(call, first.weight, 0), first.bias)
+        y = nn.functional.linear(tensor(call, x, -1.0, 1.0), weight(call, first.weight, 0, 8), first.bias)
         y = second(y)[None, None]
         return nn.functional.scaled_dot_product_attention(y, y, y)
 
@@ -133,7 +133,7 @@ def test_each_layer_is_converted_or_has_a_code(captured, precision: str, dtype: 
 
 
 def test_products_of_activations_are_told(captured) -> None:
-    """Of a matrix product of two activations, and of one whose weight is the left operand, `int8` says why it is as written."""
+    """A matrix product of two activations, or of one whose weight is the left operand, is told: `int8` says why it is as written."""
     weight = nn.Parameter(torch.randn(16, 16))
     subject = captured(lambda x: (x @ x.neg(), weight @ x), torch.randn(16, 16))
     context = dataclasses.replace(subject.ctx, precision="int8")

@@ -116,7 +116,7 @@ def test_as_written_and_integer_precisions_are_not_for_this_pass(captured):
 
 
 def test_quantised_layers_stay_so(captured):
-    """What reads dequantised values is not cast: engines multiply integers there. The layers around it are converted."""
+    """A reader of dequantized values is not cast: engines multiply integers there. The layers around it are converted."""
     quantized = torch.ops.quantized_decomposed
 
     def function(x: torch.Tensor) -> torch.Tensor:
@@ -134,7 +134,7 @@ def test_quantised_layers_stay_so(captured):
 
 
 def test_training_graphs_are_as_written(captured):
-    """They have no precision to begin with."""
+    """Training graphs have no precision to begin with."""
     subject = captured(nn.Linear(6, 6), torch.rand(6, 6), grad=True)
     assert subject.ctx.of(subject.captured, "bf16").precision == "as-written"
 
@@ -152,7 +152,7 @@ def test_who_reads_a_form_alone_needs_no_cast(captured):
 
 
 def test_layers_that_are_to_stay(captured):
-    """They compute in float32, and are told with the reason that was given for them."""
+    """Layers that are to stay compute in float32, and are told with the reason that was given for them."""
     linear = nn.Linear(6, 6)
     subject = captured(lambda x: linear(linear(x).relu()), torch.rand(4, 6))
     why = Refused(Reason.ACCURACY, "its results are off")

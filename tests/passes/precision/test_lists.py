@@ -74,7 +74,7 @@ def _cast(value: object, dtype: torch.dtype) -> object:
 
 
 def test_no_operator_is_on_two_lists() -> None:
-    """What an operator is treated as does not depend on an order; only float16 denies what else infers."""
+    """An operator's treatment does not depend on an order; only float16 denies what else infers."""
     everything = [*lists.ALLOW, *lists.INFER, *lists.CLEAR, *lists.DENY]
     assert len(everything) == len(set(everything)) > 100
     assert lists.DENY_FLOAT16 <= lists.INFER

@@ -1,4 +1,4 @@
-"""Which operators compute in half precision: each rule on a graph small enough to read."""
+"""Operators that compute in half precision: each rule on a graph small enough to read."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_what_is_not_free_is_not_painted_nor_joins() -> None:
 
 
 def test_items_go_with_their_operator() -> None:
-    """What picks one of several results has the colour of what makes them."""
+    """An operator that picks one of several results has the colour of what makes them."""
 
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         first, second = (x @ w).split(3, 1)

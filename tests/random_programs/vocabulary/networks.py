@@ -101,7 +101,7 @@ def normalised(scope: Scope) -> None:
 
 
 def neighbours(scope: Scope) -> None:
-    """What the neighbours say, reduced, beside what the node has itself."""
+    """Reduce what the neighbours say, beside what the node has itself."""
     x = nodes(scope)
     e = edges(scope, x)
     y = _reduced(scope, _at(scope, x, e.source), e.target, x.shape[0])
@@ -190,7 +190,7 @@ def best_nodes(scope: Scope) -> None:
 
 
 def sorted_runs(scope: Scope) -> None:
-    """What is equal numbered, without a result whose size depends on the values; places found in what is sorted."""
+    """Number what is equal, without a result whose size depends on the values; places found in what is sorted."""
     n = scope.draw.choose([1, 5, 12])
     keys = scope.let(f"{scope.fresh([n], torch.int64)}.abs() % 5", STEP)
     ordered, back = scope.several(f"torch.sort({keys}, stable=True)", STEP, 2)

@@ -1,4 +1,4 @@
-"""What the idioms are made of: weights of a fitting size, layers with their norms and activations, views of views."""
+"""Parts of the idioms: weights of a fitting size, layers with their norms and activations, views of views."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def linear(scope: Scope, x: Value, outputs: int, *, bias: bool | None = None) ->
 
 
 def activation(scope: Scope, x: Value) -> Value:
-    """Of a value that the idiom has made: it may be written to."""
+    """An activation of a value that the idiom has made: it may be written to."""
     if scope.draw.chance(4) and scope.is_writable(x):
         scope.several(scope.draw.choose(IN_PLACE).format(x), SMOOTH, 0)
         return x

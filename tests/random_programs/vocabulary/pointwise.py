@@ -170,7 +170,7 @@ def booleans(scope: Scope) -> Step | None:
 
 
 def choice(scope: Scope) -> Step | None:
-    """where and masked_fill."""
+    """A choice by where and masked_fill."""
     a = scope.pick(_is_float)
     if a is None:
         return None

@@ -18,7 +18,7 @@ _SCALES = (0.0625, 0.125, 0.25, 0.5)
 
 @dataclass(frozen=True)
 class _Form:
-    """How values are quantised; as the text of arguments."""
+    """A form of quantized values, as the text of arguments."""
 
     scale: float
     zero: int
@@ -46,7 +46,7 @@ def _exact(scope: Scope, *ranks: int) -> Value | None:
 
 
 def _given(scope: Scope, rank: int) -> Value:
-    """Such a value of that rank, or a new one."""
+    """Take such a value of that rank, or a new one."""
     found = _exact(scope, rank)
     if found is not None and not scope.draw.chance(4):
         return found

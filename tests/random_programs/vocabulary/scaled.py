@@ -103,7 +103,7 @@ def pair(scope: Scope) -> None:
 
 
 def _moved(scope: Scope, x: Value) -> Value:
-    """What stands between quantised values in models: activations, sums, concatenations, views, poolings."""
+    """Put between quantized values what stands there in models: activations, sums, concatenations, views, poolings."""
     texts = [
         f"torch.relu({x})",
         f"F.relu6({x})",
@@ -129,7 +129,7 @@ def _added(scope: Scope, x: Value) -> Value:
 
 
 def _followed(scope: Scope, y: Value) -> None:
-    """What follows a layer, and requantisation: each may be missing."""
+    """Put behind a layer what follows it, and requantisation: each may be missing."""
     draw = scope.draw
     if draw.chance(2):
         y = _added(scope, y) if draw.chance(3) else _moved(scope, y)

@@ -116,7 +116,7 @@ def test_libraries_are_unloaded_with_their_last_plan(kernels: str, tmp_path: Pat
 
 
 def test_without_memory_files(entry: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where memory cannot be opened as a library, the verified file itself is."""
+    """A verified file itself is opened where memory cannot be opened as a library."""
     monkeypatch.setattr(libraries, "_unique", lambda descriptor: "/nonexistent/fd")
     check(doubling(entry))
     assert str(entry) not in libraries._open

@@ -46,7 +46,7 @@ def test_the_layout_is_learned_in_any_mode(mode: Callable[[], contextlib.Abstrac
 
 
 def test_a_torch_of_another_layout_is_read_from_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the C++ tensor is not found in its Python object, constants follow their parameters as before."""
+    """Constants follow their parameters as before where the C++ tensor is not found in its Python object."""
     monkeypatch.setattr(module, "_payload_offset", lambda: None)
     monkeypatch.setattr(tensor_states, "native_module", module.native_module.__wrapped__)
     weight = torch.randn(4)
@@ -135,7 +135,7 @@ def test_references_are_given_back(kernels: str) -> None:
 
 
 class Interruption(BaseException):
-    """What a user's Ctrl-C might raise."""
+    """An interruption that a user's Ctrl-C might raise."""
 
 
 def test_what_a_callback_raises_is_raised() -> None:

@@ -232,7 +232,7 @@ def test_operators_read_borrowed_constants_where_they_lie() -> None:
 
 
 def test_operators_that_fail_say_so() -> None:
-    """What could never run is refused while building; what the operator raises, and another result than expected, by the run."""
+    """Operators that could never run are refused while building; what the operator raises, and another result than expected, by the run."""
 
     def plan_of(name: str, *others: OperatorArgument, tensors: int = 1) -> Plan:
         draft = Draft()
@@ -443,7 +443,7 @@ class IdleLaunch(DeviceLaunch):
 
 
 def test_modules_are_verified(tmp_path: Path) -> None:
-    """As libraries are: what is opened is what was put into the store."""
+    """Modules are verified as libraries are: the opened one is the one that was put into the store."""
     module = Store(tmp_path / "cache").put("kernels", "key", b"a cubin", ".cubin")
 
     def build(path: str) -> Plan:
@@ -632,7 +632,7 @@ def test_a_guard_of_a_forked_child() -> None:
 
 
 def test_tensors_of_other_devices_are_not_read() -> None:
-    """What lies on another device is guarded by address and version alone, which others compare."""
+    """Tensors on another device are guarded by address and version alone, which others compare."""
     assert not sees(Guard([torch.empty(1000, device="meta"), torch.ones(3)]))
 
 
@@ -682,7 +682,7 @@ def test_handles_are_freed() -> None:
 
 
 def test_finalizers_leave_no_trace() -> None:
-    """What is collected while a graph is traced is freed, and is no part of that graph."""
+    """Objects that are collected while a graph is traced are freed, and are no part of that graph."""
     plan, guard = Draft().seal(0, 0, 0, []), Guard([torch.ones(3)])
     garbage = [plan, guard, Binding(plan, guard, {}, {})]
     handle, guard_handle = plan.handle, guard.handle
@@ -702,7 +702,7 @@ def test_finalizers_leave_no_trace() -> None:
 
 
 def test_a_missing_runtime_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Where _runtime.so is absent or broken the error tells how to build it."""
+    """The error tells how to build _runtime.so where it is absent or broken."""
     monkeypatch.setattr(ops, "_ops", ops._ops.__wrapped__)
     monkeypatch.setattr(ops, "_LIBRARY", tmp_path / "_runtime.so")
     with pytest.raises(HybridError, match=r"missing.*pip install \."):

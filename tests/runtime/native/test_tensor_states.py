@@ -110,7 +110,7 @@ def test_wrong_arguments_raise() -> None:
 
 
 def test_no_tensor_is_kept_alive() -> None:
-    """What was made dies with its parameters, which a snapshot does not hold."""
+    """Tensors that were made die with their parameters, which a snapshot does not hold."""
     weight = torch.nn.Parameter(torch.randn(4))
     constants: LiveConstants[torch.Tensor] = LiveConstants([0], [0], lambda inputs, _: inputs[0].detach() * 2)
     made, storage = weakref.ref(constants.get([weight])), weakref.ref(weight.untyped_storage())

@@ -118,7 +118,7 @@ class _Compiled:
 
 def _fma(run: RunProgram, threads: int, lanes: int, chains: int) -> _Compiled:
     """Each thread: `_FMA_STEPS` times acc[c] = acc[c] * x + y for every chain c."""
-    from tvm import tirx
+    from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 
     def emit(b: Any, arrays: list[Any]) -> Any:
         operands, result = arrays
@@ -138,7 +138,7 @@ def _fma(run: RunProgram, threads: int, lanes: int, chains: int) -> _Compiled:
                 *(b.alloc(buffer) for buffer in (accumulators, factor, term)),
                 b.loop(lanes, lambda lane: b.store(factor, lane, b.load(operands, lane)), "vectorized"),
                 b.loop(lanes, lambda lane: b.store(term, lane, b.load(operands, lane + lanes)), "vectorized"),
-                over(lambda lane, c: b.store(accumulators, lane + c * lanes, tirx.const(0.5, "float32"))),
+                over(lambda lane, c: b.store(accumulators, lane + c * lanes, tir.const(0.5, "float32"))),
                 b.loop(_FMA_STEPS, lambda _: over(step)),
                 over(
                     lambda lane, c: b.store(
@@ -158,8 +158,7 @@ def _vector_products(run: RunProgram, instruction: str, threads: int, chains: in
     x and y are in registers, or y is read for every product, from another place in every step, where sums are another instruction: LLVM must
     not multiply once for all.
     """
-    from tvm import tirx
-
+    from torch_hybrid_backend.engines.cpu.tir import expressions as tir
     from torch_hybrid_backend.engines.cpu.tir.dot import dot_product
 
     dot, lanes = _DOTS[instruction], _target().lanes
@@ -180,19 +179,19 @@ def _vector_products(run: RunProgram, instruction: str, threads: int, chains: in
                     total, x = b.load_vector(accumulators, c * lanes, lanes), b.load_vector(words, 0, lanes)
                     place = (step % _PLACES * chains + c) * lanes
                     y = b.load_vector(operands, place, lanes) if reads else b.load_vector(words, lanes, lanes)
-                    return dot_product(b, dot, lanes, total, x, tirx.reinterpret(right, y))
+                    return dot_product(b, dot, lanes, total, x, tir.reinterpret(y, right))
 
                 return of
 
             read = [
-                b.store_vector(words, at, tirx.reinterpret(f"int32x{lanes}", b.load_vector(operands, at, lanes)), lanes)
+                b.store_vector(words, at, tir.reinterpret(b.load_vector(operands, at, lanes), f"int32x{lanes}"), lanes)
                 for at in (0, lanes)
             ]
             written = [
                 b.store_vector(
                     result,
                     t * (chains * lanes) + c * lanes,
-                    tirx.reinterpret(f"float32x{lanes}", b.load_vector(accumulators, c * lanes, lanes)),
+                    tir.reinterpret(b.load_vector(accumulators, c * lanes, lanes), f"float32x{lanes}"),
                     lanes,
                 )
                 for c in range(chains)
@@ -201,7 +200,7 @@ def _vector_products(run: RunProgram, instruction: str, threads: int, chains: in
                 b.alloc(accumulators),
                 b.alloc(words),
                 *read,
-                each(lambda _: tirx.Broadcast(tirx.const(0, dot.sums), lanes)),
+                each(lambda _: tir.const(0, f"{dot.sums}x{lanes}")),
                 b.loop(_FMA_STEPS, lambda step: each(added(step))),
                 *written,
             )
@@ -254,7 +253,7 @@ def _products(run: RunProgram, threads: int, of_sums: str = "") -> dict[str, flo
 
 def _stream(run: RunProgram, pattern: str, threads: int, lanes: int, elements: int, repeats: int) -> _Compiled:
     """Each thread: `repeats` times over `elements` floats of its own, read, written or copied (half of them each)."""
-    from tvm import tirx
+    from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 
     ways = 8
     width = ways * lanes
@@ -284,7 +283,7 @@ def _stream(run: RunProgram, pattern: str, threads: int, lanes: int, elements: i
 
             def sweep(repeat: Index) -> Any:
                 # Each sweep writes something else, and nothing that is a plain copy or fill: neither may become a library call.
-                number = tirx.Cast("float32", b.index(repeat))
+                number = tir.cast(b.index(repeat), "float32")
                 match pattern:
                     case "read":
                         return vectors(lambda at, p: b.store(sums, at, b.load(sums, at) + b.load(source, p)))
@@ -297,7 +296,7 @@ def _stream(run: RunProgram, pattern: str, threads: int, lanes: int, elements: i
                 starts = range(0, width, lanes)
                 return b.seq(*(b.loop(lanes, lambda lane, s=s: body(lane + s), "vectorized") for s in starts))
 
-            clear = each(lambda at: b.store(sums, at, tirx.const(0.5, "float32")))
+            clear = each(lambda at: b.store(sums, at, tir.const(0.5, "float32")))
             flush = each(lambda at: b.store(result, t * width + at, b.load(sums, at))) if pattern == "read" else None
             return b.seq(b.alloc(sums), clear, b.loop(repeats, sweep), flush)
 
@@ -308,7 +307,7 @@ def _stream(run: RunProgram, pattern: str, threads: int, lanes: int, elements: i
 
 
 def rates(run: RunProgram, threads: int, names: Sequence[str]) -> dict[str, float]:
-    """What torch's threads, which must be `threads`, can do at most, by name, measured now: about a second each.
+    """Highest rates of torch's threads, which must be `threads`, by name, measured now: about a second each.
 
     Billions of operations a second for "float32", "bfloat16" and "int8", billions of bytes that are read for MEMORY; nothing for what is not
     known of this processor.

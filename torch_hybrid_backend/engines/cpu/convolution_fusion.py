@@ -49,7 +49,7 @@ def fuse_convolutions(kernels: Sequence[Kernel], outputs: Collection[Buffer], ta
 
 
 def fused_kernel(stages: Sequence[PackedConvKernel]) -> FusedConvKernel:
-    """One kernel of convolutions, each of which reads what the one before it writes."""
+    """Join convolutions, each of which reads the result of the one before it, into one kernel."""
     inner = {stage.writes[0].buffer for stage in stages[:-1]}
     reads = {a.buffer: a for stage in stages for a in stage.reads if a.buffer not in inner}
     return FusedConvKernel(tuple(reads.values()), stages[-1].writes, stages[-1].domain, tuple(stages))

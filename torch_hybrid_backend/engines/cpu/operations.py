@@ -42,7 +42,7 @@ class DequantizedMatMulOp(MatMulOp):
 
     @property
     def beside(self) -> list[Buffer]:
-        """What is read of the weight beside its integers."""
+        """Buffers that are read of the weight beside its integers."""
         return [self.scales, *(buffer for buffer in (self.zeros, self.table) if buffer is not None)]
 
 

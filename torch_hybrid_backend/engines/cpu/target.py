@@ -164,7 +164,7 @@ def tvm_target(target: Target) -> Any:
 
 
 def _llvm_features(named: Mapping[str, Any]) -> set[str]:
-    """What LLVM would use on a target."""
+    """Extensions that LLVM would use on a target, by LLVM's names."""
     import tvm
     from tvm.target import codegen
 
@@ -201,7 +201,7 @@ def torch_sees(flag: str) -> bool:
 
 
 def _flags_without_proc() -> frozenset[str]:
-    """What PyTorch found out about the processor (macOS, Windows), spelled as Linux would; lower bounds."""
+    """Features that PyTorch found (macOS, Windows), spelled as Linux would. The processor may have more."""
     if platform.machine().lower() in ("arm64", "aarch64"):
         return frozenset(("asimd",))
     import torch

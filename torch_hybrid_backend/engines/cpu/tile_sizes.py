@@ -15,7 +15,7 @@ NIBBLES = 8  # in a word of 32 bits
 
 
 def nibble_place(j: int) -> int:
-    """Which nibble of a word holds its j-th integer: the lower halves of four bytes come first, then the upper ones.
+    """The nibble of a word that holds the word's j-th integer: the lower halves of four bytes come first, then the upper ones.
 
     One mask so gives four neighbours as bytes, which is what dot products of bytes take.
     """
@@ -113,7 +113,7 @@ class Split:
         return [run for run in runs if run[1]]
 
     def start(self, part: int) -> int:
-        """Where a part begins."""
+        """The first element of a part."""
         return part * self.size - max(0, part - self.large)
 
 

@@ -125,7 +125,7 @@ def lowered(graph_module: torch.fx.GraphModule, fakes: Fakes, inputs: Sequence[o
 
 @contextlib.contextmanager
 def _keep_quantisers() -> Iterator[None]:
-    """What is dequantised of constants stays so: folded it would take four times the memory, and products of integers would be none."""
+    """Keep dequantized constants as they are: folded, they would take four times the memory, and products of integers would be none."""
     theirs = constant_folding._TorchTensorRTConstantFolder
     is_impure = theirs.is_impure
     theirs.is_impure = lambda self, node: quantiser(node) is not None or is_impure(self, node)
@@ -141,7 +141,7 @@ _quantisers_kept = Overlapping(_keep_quantisers)
 
 @dataclass(frozen=True, slots=True)
 class Converters:
-    """What the registry has for one node. `known`: how many converters its operator has; `refusing`: the names of the validators that
+    """The registry's answer for one node. `known`: how many converters its operator has; `refusing`: the names of the validators that
     refuse this node; `static_only`: whether what is left takes no sizes known only at run time; `allocates`: whether the one that is chosen
     tells the size of its result only when it has run."""
 

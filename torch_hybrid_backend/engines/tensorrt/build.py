@@ -91,9 +91,9 @@ def contiguous(spec: TensorSpec) -> TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What to build. `inputs`: by the region's inputs in order a tensor, or a size. `constants`: values of some of the tensors, by position;
-    they are no inputs of the engine. `ranges`: by the name of each size symbol. `device`: the index of the GPU to build for. `rung`: how
-    exactly half types are computed."""
+    """A build to be made. `inputs`: by the region's inputs in order a tensor, or a size. `constants`: values of some of the tensors, by
+    position; they are no inputs of the engine. `ranges`: by the name of each size symbol. `device`: the index of the GPU to build for. `rung`:
+    how exactly half types are computed."""
 
     graph: bytes
     inputs: tuple[Layout | Dim, ...]
@@ -150,12 +150,12 @@ class Request:
         return tuple(i for i in tensors if i not in self.constants)
 
     def to_bytes(self) -> bytes:
-        """As a process that builds gets it."""
+        """Write the request as the process that builds reads it."""
         return _framed(_REQUEST, {"graph": self.graph.decode(), "device": self.device, **self.form}, self.contents())
 
     @property
     def form(self) -> dict[str, Any]:
-        """What an engine depends on but the graph, the values of constants and the GPU, as JSON has it."""
+        """The request as JSON, without the graph, the values of constants and the GPU."""
         return {
             "inputs": [_layout(i) if isinstance(i, Layout) else str(i) for i in self.inputs],
             "outputs": [_layout(each) for each in self.outputs],
@@ -203,7 +203,7 @@ class Engine:
     versions: str
 
     def to_bytes(self) -> bytes:
-        """As it is kept."""
+        """Write the engine as the store keeps it."""
         header = {
             "inputs": self.inputs,
             "outputs": self.outputs,

@@ -1,4 +1,4 @@
-"""Which ATen operators TensorRT takes, and why not: each is judged by what torch_tensorrt's own lowering makes of it.
+"""The ATen operators that TensorRT takes, and why not others: each is judged by what torch_tensorrt's own lowering makes of it.
 
 The registry of converters describes lowered graphs: it has no silu, no transpose and no max_pool2d_with_indices. So a node is lowered alone,
 on fake inputs of the same form, and the registry is asked about every operator that comes out. What TensorRT would get wrong without saying
@@ -19,7 +19,6 @@ import torch
 import torch.fx
 from torch.fx import Node
 from torch.fx.node import Argument, map_aggregate, map_arg
-from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.core.device import CPU
 from torch_hybrid_backend.core.tensor_spec import TensorSpec, dim, is_computable
@@ -31,6 +30,7 @@ from torch_hybrid_backend.engines.tensorrt.verdicts import Verdicts
 from torch_hybrid_backend.errors import failures
 from torch_hybrid_backend.graph.schema import is_item, is_mutating
 from torch_hybrid_backend.sizes.size import symbol, symbols
+from torch_hybrid_backend.torch_private import OpOverload, tree_leaves
 
 if TYPE_CHECKING:
     from torch_hybrid_backend.engines.tensorrt.adapter import Converters
@@ -108,7 +108,7 @@ def supports(node: Node, kept: Verdicts) -> Verdict:
     target = node.target
     if is_item(node):  # goes with its operator, about which it was asked
         return Supported()
-    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(target, OpOverload):
         return Refused(Reason.NOT_A_TENSOR, f"{target} is no ATen operator: sizes are computed on the host")
     if is_mutating(node):
         return Refused(Reason.IN_PLACE, f"{target} writes into an argument; an engine writes new tensors only")
@@ -153,7 +153,7 @@ def _most(node: Node) -> dict[str, int]:
 
 
 def _read(node: Node) -> list[int] | None:
-    """Which of a node's outputs are read; None where it has but one."""
+    """The indices of a node's outputs that are read; None for a node of one output."""
     if not isinstance(node.meta.get("val"), list | tuple):
         return None
     return sorted({int(user.args[1]) for user in node.users if is_item(user) and user.users})  # type: ignore[arg-type]
@@ -202,7 +202,7 @@ def on_host(graph: torch.fx.Graph) -> None:
 
 
 def refusal_of(node: Node, found: Converters) -> Refused | None:
-    """What the registry's answer about a node of a lowered graph means; None where it has a converter."""
+    """The refusal of a node of a lowered graph by the registry's answer; None where it has a converter."""
     if not found.known:
         return Refused(Reason.UNKNOWN_OPERATOR, f"torch_tensorrt has no converter for {node.target}")
     if found.allocates:
@@ -304,7 +304,7 @@ def _dtypes(values: object) -> set[torch.dtype]:
 
 
 def _refused_value(title: str, value: object) -> Refused | None:
-    """What is wrong with a value that an operator reads or makes, whatever the operator."""
+    """The refusal of a value that no operator may read or make; None if there is none."""
     if isinstance(value, torch.SymInt) and _is_unbacked([value]):
         return Refused(Reason.DATA_DEPENDENT, f"{title} depends on a number that only its data tell")
     if not isinstance(value, torch.Tensor):
@@ -327,7 +327,7 @@ def _is_unbacked(sizes: Iterable[int | torch.SymInt]) -> bool:
 
 
 def _values(node: Node) -> list[object]:
-    """What a node reads, and what of its results is read."""
+    """The values that a node reads, and those of its results that are read."""
     if is_item(node):  # of the others of an operator's results nothing is read here
         return tree_leaves(node.meta.get("val"))
     arguments = [argument.meta.get("val") for argument in node.all_input_nodes]

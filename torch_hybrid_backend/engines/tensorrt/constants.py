@@ -8,7 +8,7 @@ A mark is a number that is never used again, so that an engine of old values can
 with inputs at once. Off the call the values are then looked at: where the engine at hand has them after all it serves again, else another one
 is built, and takes over by one assignment. What has changed once more meanwhile is not put to work.
 
-Engines are built anew, not refitted: `docs/adr/0044-weights-as-constants-of-engines.md` says why.
+Engines are built anew, not refitted: `docs/adr/0044-tensorrt-weights-as-constants.md` says why.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def positions_of(region: Region) -> tuple[int, ...]:
 
 
 class Maker(Protocol):
-    """What makes engines of a region with its weights as constants. All raise CompileError."""
+    """A maker of engines of a region with its weights as constants. All raise CompileError."""
 
     def wanted(self, weights: Sequence[torch.Tensor]) -> tuple[str, bytes]:
         """The key of the engine with these values, and the request for it. The tensors are on the host, and nobody else's."""
@@ -70,7 +70,7 @@ class Maker(Protocol):
         ...
 
     def load(self, key: str, built: bytes) -> tuple[EngineRunner, Engine]:
-        """What was built, on its device."""
+        """Load the built engine on its device."""
         ...
 
 
@@ -91,7 +91,7 @@ class _Loaded:
 
 
 class ConstantForm:
-    """One region's engine with constants, and which values it holds. Threads may use it at once.
+    """A region's engine with constants, and the values that it holds. Threads may use it at once.
 
     `size_bytes`: what its constants take. `capturing`: whether calls of this thread are captured into a CUDA graph; then nothing is begun.
     """
@@ -142,7 +142,7 @@ class ConstantForm:
         return None
 
     def begun(self) -> Build | None:
-        """What `prepare` began to have built, told once."""
+        """The builds that `prepare` began; each is returned once."""
         begun, self._begun = self._begun, None
         return begun
 
@@ -162,7 +162,7 @@ class ConstantForm:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Of the engine that is loaded, as TensorRT fused them."""
+        """The layers of the loaded engine, as TensorRT fused them."""
         loaded = self._loaded
         return () if loaded is None else loaded.layers
 
@@ -382,7 +382,7 @@ class EitherRunner:
 
 
 class Budget:
-    """What constants of one graph's engines may take: `limit_bytes`. Those that gain most per byte have it."""
+    """The bytes that constants of one graph's engines may take: `limit_bytes`. Those that gain most per byte have it."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes

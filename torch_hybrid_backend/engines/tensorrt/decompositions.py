@@ -34,8 +34,9 @@ def _convolution(x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dila
 
 
 def _running_sum(x: Any, dim: int, *, dtype: Any = None) -> Any:
-    """Of whole numbers and truth values, by adding what lies 1, 2, 4, ... before: exact, by operators that are exact. TensorRT-RTX has no
-    running sum, and TensorRT's is not known to be of 64 bits. Of floats the order of additions would be another than eager's."""
+    """Compute a running sum of whole numbers and truth values by adding what lies 1, 2, 4, ... before: exact, by operators that are exact.
+    TensorRT-RTX has no running sum, and TensorRT's is not known to be of 64 bits. Of floats the order of additions would be another than
+    eager's."""
     whole = not (x.dtype.is_floating_point or x.dtype.is_complex) and dtype in (None, torch.int64)
     if not whole or x.dim() == 0:
         return NotImplemented

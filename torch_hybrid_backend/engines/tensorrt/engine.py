@@ -136,7 +136,7 @@ class TensorRTEngine(EngineBase):
         return capability.supports(node, self._verdicts)
 
     def accepts(self, region: Region) -> Verdict:
-        """It needs tensors of one device, whose sizes tell every other size."""
+        """True if the region has tensors of one device, whose sizes tell every other size."""
         if region.numbers:
             return Refused(Reason.DEVICE, f"{region.name} reads numbers that are tensors on the host")
         specs = [each.spec for each in region.inputs]
@@ -206,7 +206,8 @@ class TensorRTEngine(EngineBase):
         return BuildingRegion(build, load, attempts)
 
     def runner(self, region: Region, request: Request, key: str, data: bytes) -> tuple[EngineRunner, Engine]:
-        """What was built for a request, under its key, on its device. Raises CompileError for bytes that are no engine for it."""
+        """Load the engine that was built for a request, under its key, on its device. Raises CompileError for bytes that are no engine for
+        it."""
         try:
             built = Engine.from_bytes(data)
             loaded = self._load(built.plan, region.device)
@@ -268,7 +269,7 @@ class TensorRTEngine(EngineBase):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Maker:
-    """What makes engines of one region with its weights as constants: a `constants.Maker`."""
+    """The maker of engines of one region with its weights as constants: a `constants.Maker`."""
 
     engine: TensorRTEngine
     region: Region
@@ -306,7 +307,8 @@ def engine_key(region: Region, request: Request, machine: str) -> str:
 
 
 def judged_by() -> str:
-    """What verdicts on operators depend on beside their form. torch_tensorrt asks for the capability of the current GPU as it is imported."""
+    """The versions that verdicts on operators depend on, beside their form. torch_tensorrt asks for the capability of the current GPU as it is
+    imported."""
     chip = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     return (
         f"torch {torch.__version__} {torch.version.git_version}, {installation()}, {chip}, {sources_version(*SOURCES)}"
@@ -379,7 +381,7 @@ class TensorRTRegion(CompiledRegionBase):
 
     @property
     def note(self) -> str:
-        """Why its weights are inputs or constants, where that was decided."""
+        """The reason why the weights are inputs or constants, where that was decided."""
         why = self._constants if isinstance(self._constants, str) else self._constants.why_inputs
         if why:
             return f"weights as inputs: {why}"
@@ -422,7 +424,7 @@ class _Constants:
 
     @property
     def why_inputs(self) -> str:
-        """Why it is given up; "" where it is not."""
+        """The reason why constants were given up; "" where they were not."""
         return self.form.why if self.form.is_given_up else ""
 
     def faster(self, inputs_form: TensorRTRegion, inputs: Sequence[torch.Tensor], budget_s: float) -> CompiledRegion:

@@ -16,14 +16,12 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-from torch.utils._sympy.value_ranges import ValueRanges
 
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.graph.tracing import traced
 from torch_hybrid_backend.sizes.size import Dim, evaluate, symbols
+from torch_hybrid_backend.torch_private import ConstantSource, FakeTensorMode, ValueRanges
 
 
 class Fakes:
@@ -66,7 +64,7 @@ class Fakes:
             return traced(function, inputs, decompositions, _allow_non_fake_inputs=True)
 
     def assumed(self) -> list[str]:
-        """What tracing took for granted of sizes that it knows by example only, as texts."""
+        """The assumptions, as texts, that tracing made about sizes known by example only."""
         replaced = [f"{old} = {new}" for old, new in self._environment.replacements.items()]
         return replaced + [str(guard.expr) for guard in self._environment.guards]
 

@@ -1,4 +1,4 @@
-"""What converters fail for, or get wrong, although their validators take it: refused before anything is built.
+"""Operators that converters fail for, or get wrong, although their validators take them: refused before anything is built.
 
 Found by building engines of PyTorch's operator table (`tests/engines/tensorrt/operators.py`) with torch_tensorrt 2.13.
 """
@@ -47,7 +47,7 @@ _NEED_A_DIMENSION: frozenset[object] = frozenset(
 
 
 def fault_of(node: Node) -> str:
-    """What is wrong with a node of a lowered graph, as a sentence; "" where nothing is known to be."""
+    """The known fault of a node of a lowered graph, as a sentence; "" where none is known."""
     if node.target in _NEED_A_DIMENSION and _rank(node.args[0]) == 0:
         return f"the converter of {node.target} takes no tensor without dimensions"
     if node.target is aten.convolution.default:

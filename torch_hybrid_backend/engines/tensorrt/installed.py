@@ -1,4 +1,4 @@
-"""What is known of TensorRT without importing it: what is installed, whether the parts fit each other, and what to install where they do not.
+"""Facts about TensorRT without importing it: what is installed, whether the parts fit each other, and what to install where they do not.
 
 Two distributions bring the module `torch_tensorrt`: torch-tensorrt, on TensorRT, and torch-tensorrt-rtx, on TensorRT-RTX. The one that is
 installed decides.
@@ -22,7 +22,7 @@ KNOWN = ("2.11", "2.12", "2.13", "2.14")
 
 @dataclass(frozen=True, slots=True)
 class Flavour:
-    """One of the two. `distribution` brings torch_tensorrt; `module` is what that imports, `library` what it loads: the file is
+    """A distribution of the two. `distribution` brings torch_tensorrt; `module` is what that imports, `library` what it loads: the file is
     `lib<library>.so`, in the folder of the module `<module>_libs` or where the system's loader looks."""
 
     title: str
@@ -42,7 +42,7 @@ NO_GPU = Refused(Reason.NO_DEVICE, "there is no GPU that this torch can use (tor
 
 @dataclass(frozen=True, slots=True)
 class Installation:
-    """What is installed. `version` is torch-tensorrt's, `tensorrt` TensorRT's own."""
+    """The installed TensorRT. `version` is torch-tensorrt's, `tensorrt` TensorRT's own."""
 
     flavour: Flavour
     version: str
@@ -50,16 +50,16 @@ class Installation:
 
     @property
     def release(self) -> str:
-        """As in `KNOWN`: "2.13"."""
+        """The release as in `KNOWN`: "2.13"."""
         return _release(self.version)
 
     def __str__(self) -> str:
-        """What engines depend on: "TensorRT-RTX 1.5.0.114, torch-tensorrt-rtx 2.13.0"."""
+        """The versions that engines depend on: "TensorRT-RTX 1.5.0.114, torch-tensorrt-rtx 2.13.0"."""
         return f"{self.flavour.title} {self.tensorrt}, {self.flavour.distribution} {self.version}"
 
 
 def installation() -> Installation | Refused:
-    """What is installed, or in one sentence what is wrong with it and what to install. Takes milliseconds, imports nothing of it."""
+    """The installed TensorRT, or in one sentence what is wrong with it and what to install. Takes milliseconds, imports nothing of it."""
     found = [(flavour, version) for flavour in FLAVOURS if (version := _version(flavour.distribution))]
     if not found:
         return _missing(
@@ -86,7 +86,7 @@ def installation() -> Installation | Refused:
 
 
 def described(gpus: Sequence[str] = ()) -> Sequence[tuple[str, str]]:
-    """What `hybrid doctor` prints of the engine beside what is wrong with it: names and values."""
+    """Names and values that `hybrid doctor` prints of the engine, beside its faults."""
     found = installation()
     whole = [] if isinstance(found, Refused) else [("tensorrt", str(found))]
     return (*whole, *(("GPU", gpu) for gpu in gpus or ("none",)))
@@ -108,7 +108,7 @@ def _tensorrt_version(flavour: Flavour) -> str:
 
 
 def _unmet(distribution: str) -> list[str]:
-    """What the distribution says it needs and is not there in a version that it takes, as pip takes it."""
+    """Requirements of the distribution that are not installed in a version it takes, as pip reads them."""
     try:
         from packaging.requirements import Requirement
     except ImportError:

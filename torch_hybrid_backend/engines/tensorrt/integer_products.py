@@ -39,7 +39,7 @@ def spell_out(module: torch.fx.GraphModule) -> None:
 
 
 class _Spelling:
-    """One graph on its way. `_scaled`: by a value that was spelled out, what it is."""
+    """A graph that is being spelled out. `_scaled`: by a value that was spelled out, what it is."""
 
     def __init__(self, module: torch.fx.GraphModule) -> None:
         self._graph = module.graph
@@ -137,7 +137,7 @@ class _Spelling:
             self._replace(node, wide)
 
     def _operand(self, value: object) -> _Operand | None:
-        """What a product reads, as integers that are moved and scaled; None for other values."""
+        """The operand of a product, as integers that are moved and scaled; None for other values."""
         moves: list[Node] = []
         while isinstance(value, Node):
             if value in self._scaled:

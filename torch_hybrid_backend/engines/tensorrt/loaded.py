@@ -90,7 +90,7 @@ class Loaded:
 
 
 def _runtime_config(engine: Any) -> tuple[Any, Any]:
-    """How contexts of an engine are made and the kernels that they share, which TensorRT-RTX compiles in calls; of TensorRT neither."""
+    """The settings of an engine's contexts, and the kernels they share, which TensorRT-RTX compiles in calls; None and None of TensorRT."""
     if not hasattr(trt, "IRuntimeCache"):
         return None, None
     config = engine.create_runtime_config()

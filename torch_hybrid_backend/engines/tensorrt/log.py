@@ -29,7 +29,7 @@ _DTYPE = re.compile(r"Datatype: (\w+)")
 
 @dataclass(slots=True)
 class Heard:
-    """What was said: errors, and the layers of engines, which without a GPU are told in the log alone."""
+    """Messages of TensorRT: errors, and the layers of engines, which without a GPU are told in the log alone."""
 
     errors: list[str] = field(default_factory=list)
     layers: list[str] = field(default_factory=list)
@@ -68,7 +68,7 @@ class TheirLog(logging.Filter):
 
     @contextlib.contextmanager
     def heard(self, *, fully: bool = False) -> Iterator[Heard]:
-        """What TensorRT says in this thread. `fully`: at every level, and in threads that nobody hears: a builder has such."""
+        """Collect what TensorRT says in this thread. `fully`: at every level, and in threads that nobody hears: a builder has such."""
         heard = Heard()
         self._here.heard.append(heard)
         try:

@@ -1,4 +1,4 @@
-"""How exactly an engine computes: the rungs that are climbed where a region's results are too far from eager's.
+"""Precision fallback of an engine: the rungs that are climbed where a region's results are too far from eager's.
 
     for rung in rungs_of(region): ...            # as written; products that accumulate in float32; all layers in float32
     widen(module, rung)                          # casts in a lowered graph: networks are strongly typed, and compute what it says
@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.fx
 from torch.fx import Node
-from torch.utils._pytree import tree_leaves, tree_map
 
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.graph.precision import computes
 from torch_hybrid_backend.graph.schema import is_item
+from torch_hybrid_backend.torch_private import OpOverload, tree_leaves, tree_map
 
 aten = torch.ops.aten
 
@@ -84,7 +84,7 @@ def keeps_tf32_exact(region: Region, rung: Rung) -> bool:
 def name(node: Node) -> str:
     """The name of a node's operator: "addmm"; "" of what is no operator."""
     target = node.target
-    return target._schema.name.partition("::")[2] if isinstance(target, torch._ops.OpOverload) else ""
+    return target._schema.name.partition("::")[2] if isinstance(target, OpOverload) else ""
 
 
 def is_product(node: Node) -> bool:
@@ -104,7 +104,7 @@ def widen(module: torch.fx.GraphModule, rung: Rung) -> None:
 
 
 class _Widening:
-    """One graph on its way. `_wide`: by the value that the graph has, rounded, the same in float32."""
+    """A graph that is being widened. `_wide`: by the value that the graph has, rounded, the same in float32."""
 
     def __init__(self, module: torch.fx.GraphModule, rung: Rung) -> None:
         self._module = module

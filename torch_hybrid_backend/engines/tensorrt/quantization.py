@@ -23,6 +23,7 @@ from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdic
 from torch_hybrid_backend.engines.tensorrt.installed import Installation, installation
 from torch_hybrid_backend.errors import CompileError
 from torch_hybrid_backend.graph.values import QUANTIZED
+from torch_hybrid_backend.torch_private import OpOverload
 
 aten = torch.ops.aten
 
@@ -110,7 +111,7 @@ def judged(node: Node) -> Verdict | None:
 def quantiser(node: Node) -> str | None:
     """The name of an operator of torch.ao's on quantised tensors, with its overload: "quantize_per_tensor.tensor"; None for all others."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != QUANTIZED:
+    if not isinstance(target, OpOverload) or target.namespace != QUANTIZED:
         return None
     name = target._schema.name.partition("::")[2]
     return name if target._overloadname == "default" else f"{name}.{target._overloadname}"
@@ -219,7 +220,7 @@ def _is_zero_point(value: Node, user: Node) -> bool:
 
 def arguments_of(node: Node) -> Mapping[str, Any]:
     """A quantiser's arguments by name."""
-    assert isinstance(node.target, torch._ops.OpOverload)
+    assert isinstance(node.target, OpOverload)
     names = [each.name for each in node.target._schema.arguments]
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 

@@ -34,7 +34,7 @@ def scratch_buffer_bytes(needed: int) -> int:
 
 
 class Context(Protocol):
-    """What is used of TensorRT's IExecutionContext."""
+    """The methods of TensorRT's IExecutionContext that are used."""
 
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool: ...
     def set_tensor_address(self, name: str, address: int) -> bool: ...
@@ -70,7 +70,7 @@ class LoadedEngine(Protocol):
 
 
 class Stream(Protocol):
-    """What is used of a stream: of torch.cuda.Stream, that is."""
+    """The methods of torch.cuda.Stream that are used."""
 
     @property
     def cuda_stream(self) -> int: ...
@@ -196,7 +196,7 @@ class EngineRunner:
             self._contexts.clear()
 
     def ran(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """As a call, but False in place of running where it was closed."""
+        """Run the engine as a call does. Returns False, and does not run, where the engine was closed."""
         with self._streams.entered(), self._engine.heard() as heard:
             return self._ran(tensors, heard)
 

@@ -75,5 +75,5 @@ def _spelled(size: Dim, graph: Graph, places: Places) -> Proxy:
 
 
 def _proxy(value: Any) -> Any:
-    """What makes nodes of arithmetic."""
+    """A proxy whose arithmetic makes nodes."""
     return Proxy(value, GraphAppendingTracer(value.graph)) if isinstance(value, Node) else value

@@ -49,7 +49,7 @@ class Verdicts:
 
 
 def _read(data: bytes | None) -> Verdict | None:
-    """What `_keep` wrote; None of anything else."""
+    """Read what `_keep` wrote; None for anything else."""
     try:
         said = json.loads(data or b"null")
         return Refused(Reason(said["code"]), str(said["why"])) if said else None if said is None else Supported()

@@ -178,7 +178,7 @@ class _Call:
         return Variant(operator.name + ("" if is_direct else ", then a kernel"), kernels, tuple(self._packed), is_exact)
 
     def _direct(self, epilogue: _Epilogue, variables: Sequence[LoopVar], strides: Sequence[Dim]) -> Argument | None:
-        """What the kernel writes, where that is the call's result as it lies."""
+        """The buffer that the kernel writes, where that is the call's result as it lies."""
         store, *others = epilogue.left
         if others or not isinstance(store.value, Load) or store.value.buffer is not epilogue.taken:
             return None
@@ -190,7 +190,7 @@ class _Call:
         return written if lies_so else None
 
     def _behind(self, epilogue: _Epilogue, result: Argument, variables: Sequence[LoopVar]) -> MapKernel:
-        """What the kernel stores, computed from the call's result."""
+        """The kernel that computes what is stored from the call's result."""
         loaded = result.buffer.at(_point(variables))
 
         def load(of: Load) -> Expr | None:
@@ -251,8 +251,8 @@ def _variables_of(expr: Expr) -> set[LoopVar]:
 
 @dataclass(frozen=True, slots=True)
 class _Epilogue:
-    """What a call may compute besides: the sum of the accumulator and `addends`, then an `activation`. `left`: the stores over `taken`, which
-    stands for the result of that."""
+    """The part of a kernel that a call computes besides: the sum of the accumulator and `addends`, then an `activation`. `left`: the stores
+    over `taken`, which stands for the result of that."""
 
     addends: tuple[Load, ...]
     activation: str
@@ -269,7 +269,7 @@ _ACTIVATIONS: Mapping[str, Callable[[Expr], Expr]] = {"relu": _relu, "gelu": lam
 
 
 def _epilogues(kernel: Anchored, most: int) -> list[_Epilogue]:
-    """What the stores compute first of all, with up to `most` addends; the most comes first, and nothing last."""
+    """Epilogues that the stores begin with, of up to `most` addends: the largest first, none last."""
     accumulator, values = kernel.accumulator, [store.value for store in kernel.stores]
     every = list(parts(values))
     point = next((e.index for e in every if isinstance(e, Load) and e.buffer is accumulator), None)
@@ -343,7 +343,8 @@ def _with(expr: Expr, replaced: Mapping[Expr, Expr]) -> Expr:
 
 
 def _dtype(target: Target, kernel: Anchored, *operands: Expr) -> str | None:
-    """What the operands are multiplied in; None for a dtype that ATen's libraries do not multiply, or the kernel does not accumulate so."""
+    """The dtype that operands are multiplied in; None for a dtype that ATen's libraries do not multiply, or the kernel does not accumulate
+    so."""
     dtype = operand_dtype(dataclasses.replace(target, is_interpreted=False), *operands)
     return dtype if is_float(compute_dtype(dtype)) and compute_dtype(dtype) == kernel.accumulator.dtype else None
 
@@ -429,8 +430,8 @@ def _convolutions(kernel: ConvKernel, target: Target) -> list[Variant]:
 
 
 def _output_padding(kernel: ConvKernel) -> tuple[int, ...] | None:
-    """What a transposed convolution's result has beyond what windows reach, 0 of any other; None where ATen has no such convolution: it
-    takes images with as many zeros behind as before them."""
+    """The rows that a transposed convolution's result has beyond what windows reach, 0 of any other; None where ATen has no such convolution:
+    it takes images with as many zeros behind as before them."""
     found = []
     for x, out, tap, s, p, d in zip(
         kernel.x_vars[2:],

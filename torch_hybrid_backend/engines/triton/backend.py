@@ -75,7 +75,7 @@ class TritonBackend:
 
     @property
     def policy(self) -> FusionPolicy:
-        """Of the moment: Dynamo compiles anew where the setting has changed."""
+        """The policy of the moment: Dynamo compiles anew where the setting has changed."""
         policy = DETERMINISTIC if torch.are_deterministic_algorithms_enabled() else POLICY
         abilities = dataclasses.replace(policy.abilities, random_blocks=self.target.random_blocks)
         return dataclasses.replace(policy, abilities=abilities)

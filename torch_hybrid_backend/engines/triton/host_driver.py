@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 class Status(IntEnum):
-    """What a driver's functions return: CUresult, as cuda.h numbers it."""
+    """Status that a driver's functions return: CUresult, as cuda.h numbers it."""
 
     SUCCESS = 0
     OUT_OF_MEMORY = 2
@@ -113,7 +113,7 @@ class HostDriver:
 
     @property
     def graphs(self) -> int:
-        """How many there are; an executable one counts beside the one that it was made of."""
+        """The number of graphs; an executable one counts beside the one that it was made of."""
         return len(self._graphs)
 
     def graph(self, of: int | None = None) -> int:

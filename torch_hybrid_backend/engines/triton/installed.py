@@ -1,4 +1,4 @@
-"""What is known of Triton and of GPUs without importing the engine, which takes time where it cannot serve."""
+"""Facts about Triton and GPUs without importing the engine, which takes time where it cannot serve."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def version() -> str:
 
 
 def described(gpus: Sequence[str] = ()) -> Sequence[tuple[str, str]]:
-    """What `hybrid doctor` prints of the engine: names and values."""
+    """Names and values that `hybrid doctor` prints of the engine."""
     return (("triton", version() or "not installed"), *(("GPU", gpu) for gpu in gpus or ("none",)))

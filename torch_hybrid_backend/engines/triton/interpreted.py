@@ -147,7 +147,7 @@ def _mend() -> None:
 
 @functools.cache
 def _folder() -> TemporaryFolder:
-    """Where programs lie, as long as the process lives: the interpreter reads one again when it first runs."""
+    """The folder of programs, which lives as long as the process: the interpreter reads one again when it first runs."""
     return TemporaryFolder()
 
 

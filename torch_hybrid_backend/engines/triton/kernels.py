@@ -28,7 +28,7 @@ from torch_hybrid_backend.sizes.size import Dim
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ScoreKernel(Kernel):
-    """What the kernels of attention have in common. Leading dimensions are written *lead; the last of them are the heads.
+    """The base of the kernels of attention. Leading dimensions are written *lead; the last of them are the heads.
 
     `score` is over `score_vars` (*lead, s, t) and reads `product`, which lives in the kernel: q . k at that point. `share` query heads read
     the same keys and values.
@@ -172,7 +172,7 @@ def _variables(shape: Sequence[Dim], prefix: str) -> tuple[LoopVar, ...]:
 def _plain_stores(
     buffer: Buffer | None, local: Buffer, variables: tuple[LoopVar, ...], written: Mapping[Buffer, Argument]
 ) -> tuple[Store, ...]:
-    """What the kernel holds in `local`, stored as it is, where anything reads it."""
+    """Stores of `local` as it is, where anything reads it."""
     if buffer is None or buffer not in written:
         return ()
     point = tuple(map(index_of, variables))
@@ -185,7 +185,7 @@ def _reads(anchor: Anchor, exprs: list[Expr], product: Buffer) -> tuple[Argument
 
 
 def _share(heads: Dim, *operands: tuple[Expr, tuple[LoopVar, ...]]) -> int:
-    """How many heads in a row read the same of each operand: of the numbers that divide all heads the greatest."""
+    """The number of heads in a row that read the same of each operand: the greatest that divides all heads."""
     if not isinstance(heads, int):
         return 1
     for share in (n for n in range(heads, 1, -1) if heads % n == 0):

@@ -40,7 +40,7 @@ _FLOORED = {"floordiv": "floor_divide", "mod": "floor_remainder"}
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What a name holds: a scalar, or a block with the tile's extent along `dims` and 1 along the others."""
+    """The value of a name: a scalar, or a block with the tile's extent along `dims` and 1 along the others."""
 
     text: str
     dims: frozenset[int] = frozenset()
@@ -52,7 +52,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tile:
-    """What a program computes at once. `blocks`: the names of its extents, dimension by dimension."""
+    """The elements that a program computes at once. `blocks`: the names of its extents, dimension by dimension."""
 
     blocks: tuple[str, ...]
 
@@ -121,7 +121,7 @@ class Printer:
 
     @contextmanager
     def guarded(self, tests: Sequence[Value]) -> Iterator[None]:
-        """What is read inside it is read where the tests hold; elsewhere it is 0."""
+        """Guard the reads inside the block: an element is read where the tests hold, and is 0 elsewhere."""
         before, self._masks = self._masks, (*self._masks, *tests)
         try:
             yield
@@ -300,7 +300,7 @@ class Printer:
         return self._index(offset_of(self._layouts[buffer], buffer.shape, places))
 
     def _mask(self, dims: frozenset[int]) -> Value | None:
-        """Where elements may be read that vary along `dims`."""
+        """The mask of elements that may be read, and vary along `dims`."""
         masks = [mask for dim, mask in self._bounds.items() if dim in dims]
         masks += [mask for mask in self._masks if mask not in masks]
         if not masks:

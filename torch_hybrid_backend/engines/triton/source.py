@@ -15,7 +15,7 @@ from torch_hybrid_backend.sizes.size import Dim
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How many programs a kernel runs as, and what each of them is compiled with.
+    """The number of programs that a kernel runs as, and what each of them is compiled with.
 
     `grid`: programs by axis; `constants`: the kernel's `tl.constexpr` parameters by name. `warps` of 32 threads run a program; `stages`: how
     many iterations of a loop that multiplies matrices load ahead.
@@ -45,7 +45,7 @@ class Lines:
 
     @contextmanager
     def block(self, head: str) -> Iterator[None]:
-        """What is added inside it is the body of a loop."""
+        """Write the body of a loop: the lines added inside the block."""
         self.add(head)
         self._depth += 1
         try:

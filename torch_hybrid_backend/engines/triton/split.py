@@ -143,7 +143,8 @@ class _Split:
         best: dict[Stage, Buffer],
         full: Sequence[Stage],
     ) -> Kernel:
-        """What each part of a row is reduced to; of a position also the element there. `full`: what this pass stores of every element."""
+        """The values that each part of a row is reduced to; of a position also the element there. `full`: what this pass stores of every
+        element."""
         stages: list[Stage] = []
         stores: list[Store] = []
         for stage in reductions:
@@ -196,7 +197,7 @@ class _Split:
         )
 
     def _of_part(self, stage: Stage, partial: dict[Stage, Buffer]) -> Expr:
-        """What a part adds to the result of a reduction."""
+        """The value that a part adds to the result of a reduction."""
         point = (*self._kept, index_of(self._part))
         own = partial[stage].at(point)
         joined = self._passes.joined.get(stage)
@@ -216,7 +217,7 @@ class _Split:
         return add(own, mul(count, mul(far, far)))
 
     def _mapped(self, stores: Sequence[Stage]) -> Kernel:
-        """What is stored of every element in the end."""
+        """The stores of every element in the end."""
         stages = [_stored(self._rewritten(stage), "store") for stage in stores]
         reads, writes = self._arguments(stages)
         return MapKernel(reads, writes, self._kernel.domain, tuple(s.store for s in stages if s.store is not None))
@@ -257,7 +258,7 @@ class _Split:
         return buffer
 
     def _arguments(self, stages: Sequence[Stage]) -> tuple[tuple[Argument, ...], tuple[Argument, ...]]:
-        """What a kernel of these stages reads and writes."""
+        """The arguments that a kernel of these stages reads and writes."""
         reads = arguments([stage.value for stage in stages], [], frozenset(), self._layouts)
         written = [stage.store.buffer for stage in stages if stage.store is not None]
         return reads, tuple(Argument(buffer, self._layouts[buffer]) for buffer in written)

@@ -100,7 +100,7 @@ def _input(name: str, argument: Argument, highest: dict[Buffer, int]) -> str:
 
 
 def _highest_indices(kernel: Kernel) -> dict[Buffer, int]:
-    """Of the buffers that hold places of elements: what their values must be below."""
+    """Upper bounds of the values of buffers that hold indices of elements."""
     found: dict[Buffer, int] = {}
     for scalar in _scalars(expressions(kernel)):
         end = min(_MOST_INDEX, size_hint(scalar.high) + 1)

@@ -1,4 +1,4 @@
-"""What kernels are compiled for: a GPU's architecture, or Triton's interpreter. Pickled on its way to the worker processes."""
+"""The target of kernels: a GPU's architecture, or Triton's interpreter. Pickled on its way to the worker processes."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Target:
 
     @property
     def programs(self) -> int:
-        """How many programs are wanted at least, where there is as much work: two for each multiprocessor."""
+        """The number of programs wanted at least, where there is as much work: two for each multiprocessor."""
         return 1 if self.has_large_tiles else 2 * self.multiprocessors
 
     @property
     def elements(self) -> int:
-        """Of a tile of a kernel that is bound by memory: 8 for each of 128 threads."""
+        """Elements of a tile of a kernel that is bound by memory: 8 for each of 128 threads."""
         return 1 << 16 if self.has_large_tiles else 1024
 
 

@@ -34,6 +34,7 @@ from torch_hybrid_backend.loops.lowering import Context, Refuse, lowers, reindex
 from torch_hybrid_backend.loops.lowerings.views import expanded, reshaped
 from torch_hybrid_backend.loops.ops import call, cast, const, from_index, guard, index_in, is_float, mul, where
 from torch_hybrid_backend.sizes.size import Dim, ceil_div, known_int
+from torch_hybrid_backend.torch_private import OpOverload
 
 aten = torch.ops.aten
 
@@ -90,9 +91,7 @@ _NAMES = {
 _Lowering = Callable[[Context, _Arguments], Any]
 
 
-def _lowers_attention(
-    *targets: torch._ops.OpOverload, unread: tuple[str, ...] = ()
-) -> Callable[[_Lowering], _Lowering]:
+def _lowers_attention(*targets: OpOverload, unread: tuple[str, ...] = ()) -> Callable[[_Lowering], _Lowering]:
     """Register a lowering as `lowers` does; it gets the arguments by name."""
 
     def register(lowering: _Lowering) -> _Lowering:
@@ -103,7 +102,7 @@ def _lowers_attention(
     return register
 
 
-def _lower(target: torch._ops.OpOverload, lowering: _Lowering, ctx: Context, *args: Any, **kwargs: Any) -> Any:
+def _lower(target: OpOverload, lowering: _Lowering, ctx: Context, *args: Any, **kwargs: Any) -> Any:
     schema = target._schema.arguments
     given = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
     given |= dict(zip((argument.name for argument in schema), args, strict=False)) | kwargs

@@ -24,11 +24,12 @@ from torch_hybrid_backend.loops.lowerings.pooling import (
 from torch_hybrid_backend.loops.lowerings.scattering import filled, scattered
 from torch_hybrid_backend.loops.ops import call, cast, const, div, from_index, is_float, mul, where
 from torch_hybrid_backend.sizes.size import known_int, product
+from torch_hybrid_backend.torch_private import OpOverload
 
 aten = torch.ops.aten
 
 
-def _nearest_gradient(shift: float, *targets: torch._ops.OpOverload) -> None:
+def _nearest_gradient(shift: float, *targets: OpOverload) -> None:
     @lowers(*targets)
     def lower(
         ctx: Context, grad: Value, output_size: Sequence[int], input_size: Sequence[int], *scales: float | None
@@ -52,7 +53,7 @@ _nearest_gradient(
 
 
 def _interpolation_gradient(
-    taps: Callable[[Index, int, int, float | None, bool, str], list[Tap]], *targets: torch._ops.OpOverload
+    taps: Callable[[Index, int, int, float | None, bool, str], list[Tap]], *targets: OpOverload
 ) -> None:
     @lowers(*targets)
     def lower(

@@ -40,6 +40,7 @@ from torch_hybrid_backend.loops.ops import (
     where,
 )
 from torch_hybrid_backend.sizes.size import Dim, known_at_most, known_less
+from torch_hybrid_backend.torch_private import OpOverload
 
 aten = torch.ops.aten
 
@@ -370,7 +371,7 @@ def select_scatter(ctx: Context, x: Value, src: Value, dim: int, index: int) -> 
     return Map(ctx.shape, x.dtype, at)
 
 
-def _triangle(target: torch._ops.OpOverload, comparison: str) -> None:
+def _triangle(target: OpOverload, comparison: str) -> None:
     @lowers(target)
     def lower(ctx: Context, x: Value, diagonal: int = 0) -> Value:
         def at(place: tuple[Index, ...]) -> Expr:

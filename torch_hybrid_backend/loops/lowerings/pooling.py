@@ -408,7 +408,7 @@ def linear_taps(o: Index, n: int, m: int, factor: float | None, align_corners: b
 
 
 def cubic_taps(o: Index, n: int, m: int, factor: float | None, align_corners: bool, dtype: str) -> list[Tap]:
-    """As `linear_taps`, for cubic convolution with a = -0.75 (Keys, "Cubic Convolution Interpolation for Digital Image Processing", 1981)."""
+    """`linear_taps` for cubic convolution with a = -0.75 (Keys, "Cubic Convolution Interpolation for Digital Image Processing", 1981)."""
     place = _place(o, n, m, factor, align_corners, dtype)
     start = call("floor", place)
     t = sub(place, start)

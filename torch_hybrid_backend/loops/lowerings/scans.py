@@ -16,6 +16,7 @@ from torch_hybrid_backend.loops.ir import Buffer, Expr, ReduceOp, ScanOp, Value,
 from torch_hybrid_backend.loops.lowering import Context, Refuse, lowers
 from torch_hybrid_backend.loops.lowerings.views import axis
 from torch_hybrid_backend.loops.ops import call, cast, const, from_index, where
+from torch_hybrid_backend.torch_private import OpOverload
 
 aten = torch.ops.aten
 
@@ -44,7 +45,7 @@ def logcumsumexp(ctx: Context, x: Value, dim: int) -> Value:
     return _scan(ctx, "logaddexp", x, dim)
 
 
-def _extremum_and_position(target: torch._ops.OpOverload, combiner: str) -> None:
+def _extremum_and_position(target: OpOverload, combiner: str) -> None:
     @lowers(target)
     def lower(ctx: Context, x: Value, dim: int) -> tuple[Value, Value]:
         """(running extreme of x[0] ... x[i], its position: the last of equals, int64). A NaN stays."""

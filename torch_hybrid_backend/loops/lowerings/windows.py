@@ -29,6 +29,7 @@ from torch_hybrid_backend.loops.ops import (
     sub,
 )
 from torch_hybrid_backend.sizes.size import Dim, known_at_most, known_int, product, size_hint
+from torch_hybrid_backend.torch_private import OpOverload
 
 aten = torch.ops.aten
 
@@ -39,7 +40,7 @@ PerDimension = int | Sequence[int]
 def pooled_dimensions(ctx: Context) -> int:
     """Number of dimensions that the node's operator pools over: the digit in its name."""
     assert ctx.node is not None
-    assert isinstance(ctx.node.target, torch._ops.OpOverload)
+    assert isinstance(ctx.node.target, OpOverload)
     return next(int(letter) for letter in ctx.node.target._opname if letter.isdigit())
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.graph.eager_graph import TracedRun
@@ -15,6 +14,7 @@ from torch_hybrid_backend.graph.schema import is_pure, is_view
 from torch_hybrid_backend.graph.values import has_mutation, is_dequantized, returned_roots
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.rewrite import ORIGIN_KEYS
+from torch_hybrid_backend.torch_private import OpOverload, unset_fake_temporarily
 
 aten = torch.ops.aten
 
@@ -80,7 +80,7 @@ def is_deterministic(node: torch.fx.Node) -> bool:
     arguments."""
     if not is_pure(node) or node.target in UNDEFINED:
         return False
-    return isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
+    return isinstance(node.target, OpOverload) or node.target is operator.getitem
 
 
 def _tensors(value: Any) -> list[Any]:

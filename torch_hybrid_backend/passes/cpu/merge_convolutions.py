@@ -19,6 +19,7 @@ from torch_hybrid_backend.graph.values import constant_nodes, has_mutation, retu
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.cpu.merge_siblings import feeds_epilogue, move_before, values_with
 from torch_hybrid_backend.passes.rewrite import insert
+from torch_hybrid_backend.torch_private import OpOverload
 
 aten = torch.ops.aten
 Node = torch.fx.Node
@@ -71,7 +72,7 @@ def _epilogue(node: Node) -> tuple[Node, ...]:
     while len(node.users) == 1:
         node = next(iter(node.users))
         target = node.target
-        if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags:
+        if not isinstance(target, OpOverload) or torch.Tag.pointwise not in target.tags:
             break
         others = [*node.args[1:], *node.kwargs.values()]
         if is_random(target) or any(isinstance(other, Node) for other in others):

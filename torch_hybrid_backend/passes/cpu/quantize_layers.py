@@ -86,7 +86,7 @@ def quantize_layers(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
             left[node.name] = refused
             continue
         node.update_arg(x_at, _activation(made, node, x))
-        node.update_arg(w_at, _weight(made, node, w, axis))
+        node.update_arg(w_at, _weight(made, node, w, axis, ctx.weight_bits))
         node.meta["precision"] = "int8"
         changed = True
     gm.meta["as_written"] = {**gm.meta.get("as_written", {}), **left}
@@ -122,8 +122,8 @@ def _activation(made: dict[Any, Node], layer: Node, x: Node) -> Node:
     return _once(made, x, lambda: steps.tensor_now(apply, x, non_negative=non_negative))
 
 
-def _weight(made: dict[Any, Node], layer: Node, w: Node, axis: int) -> Node:
-    """Quantise a weight; of a transposed one the parameter, as it lies in memory."""
+def _weight(made: dict[Any, Node], layer: Node, w: Node, axis: int, bits: int) -> Node:
+    """Quantize a weight; of a transposed one the parameter, as the parameter lies in memory."""
     from torch_hybrid_backend.graph import quantization as steps
 
     apply = functools.partial(insert, layer)
@@ -131,8 +131,8 @@ def _weight(made: dict[Any, Node], layer: Node, w: Node, axis: int) -> Node:
     if w.target is aten.permute.default and list(w.args[1]) == [1, 0]:  # type: ignore[arg-type]
         base = w.args[0]
     if base is None:
-        return _once(made, (w, axis), lambda: steps.weight(apply, w, axis))
-    dequantized = _once(made, (base, 1 - axis), lambda: steps.weight(apply, base, 1 - axis))
+        return _once(made, (w, axis), lambda: steps.weight(apply, w, axis, bits))
+    dequantized = _once(made, (base, 1 - axis), lambda: steps.weight(apply, base, 1 - axis, bits))
     return insert(layer, aten.permute.default, dequantized, [1, 0])
 
 

@@ -24,7 +24,6 @@ Sources: Dettmers et al., "LLM.int8()", 2022 (scales per channel); Frantar et al
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,6 +37,7 @@ from torch_hybrid_backend.graph.quantization import WEIGHTS
 from torch_hybrid_backend.graph.values import constant_nodes, has_mutation
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.rewrite import insert
+from torch_hybrid_backend.torch_private import quantized_operators
 
 aten = torch.ops.aten
 
@@ -82,7 +82,7 @@ def quantize_weights(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
             continue
         how = rows, turned = _rows(weight, has_rows)
         if how not in made:
-            importlib.import_module("torch.ao.quantization.fx._decomposed")  # the operators exist from here on
+            quantized_operators()  # the operators exist from here on
             whole = insert(node, aten.permute.default, rows, [1, 0]) if turned else rows
             dtype = whole.meta["val"].dtype
             whole = _widened(node, whole)

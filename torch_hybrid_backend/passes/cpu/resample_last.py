@@ -18,6 +18,7 @@ import torch.fx
 from torch_hybrid_backend.graph.values import constant_nodes, has_mutation
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.rewrite import insert, same_spec
+from torch_hybrid_backend.torch_private import OpOverload
 
 aten = torch.ops.aten
 Node = torch.fx.Node
@@ -123,7 +124,7 @@ def _term(
     if is_resampled:
         (part,) = group
         projected = insert(node, aten.convolution.default, part.args[0], weight, bias, *geometry)
-        assert isinstance(part.target, torch._ops.OpOverload)
+        assert isinstance(part.target, OpOverload)
         return insert(node, part.target, projected, *part.args[1:], origin=part, **part.kwargs)
     image = group[0] if len(group) == 1 else insert(node, aten.cat.default, list(group), 1)
     return insert(node, aten.convolution.default, image, weight, bias, *geometry)

@@ -19,6 +19,7 @@ from torch_hybrid_backend.graph.values import QUANTIZED, constant_nodes, has_mut
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.precision.half import DTYPES
 from torch_hybrid_backend.passes.precision.lists import is_layer, is_on
+from torch_hybrid_backend.torch_private import OpOverload
 
 aten = torch.ops.aten
 
@@ -43,7 +44,7 @@ def mark_sites(gm: torch.fx.GraphModule) -> None:
 def quantised_by_itself(gm: torch.fx.GraphModule, ctx: PassContext) -> Conversion | None:
     """The counts for a graph that quantises layers as it was written, and the layers that it does not quantise; None for one that has none."""
     targets = [node.target for node in gm.graph.nodes]
-    if not any(isinstance(target, torch._ops.OpOverload) and target.namespace == QUANTIZED for target in targets):
+    if not any(isinstance(target, OpOverload) and target.namespace == QUANTIZED for target in targets):
         return None
     left = {node.name: _not_quantised(node) for node in gm.graph.nodes if is_layer(node)}
     return conversion(gm, replace(ctx, as_written=left))

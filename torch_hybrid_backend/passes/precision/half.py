@@ -14,10 +14,7 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
-from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.errors import failures
@@ -28,6 +25,7 @@ from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.precision.lists import is_layer, read_as_written, reads_form
 from torch_hybrid_backend.passes.precision.paint import paint
 from torch_hybrid_backend.passes.rewrite import insert, same_dims
+from torch_hybrid_backend.torch_private import FakeTensorMode, detect_fake_mode, tree_leaves
 
 aten = torch.ops.aten
 

@@ -15,14 +15,14 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from torch.fx import Node
-from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.graph.schema import is_item, is_view
+from torch_hybrid_backend.torch_private import OpOverload, OpOverloadPacket, tree_leaves
 
 aten = torch.ops.aten
 
 
-def _packets(names: str) -> frozenset[torch._ops.OpOverloadPacket]:
+def _packets(names: str) -> frozenset[OpOverloadPacket]:
     """Those of the named operators that this version of PyTorch has."""
     return frozenset(getattr(aten, name) for name in names.split() if hasattr(aten, name))
 
@@ -58,7 +58,7 @@ DENY_FLOAT16 = _packets("pow square sum var var_mean reciprocal rsqrt")
 # Operators that take some arguments in float32 while the others are half: these are not cast. Masks hold -inf and biases, norms' parameters
 # are few.
 _NORM = ("weight", "bias", "running_mean", "running_var")
-_READ_AS_WRITTEN: Mapping[torch._ops.OpOverloadPacket, tuple[str, ...]] = {
+_READ_AS_WRITTEN: Mapping[OpOverloadPacket, tuple[str, ...]] = {
     aten.native_layer_norm: _NORM,
     aten.native_group_norm: _NORM,
     aten._native_batch_norm_legit_no_training: _NORM,
@@ -68,7 +68,7 @@ _READ_AS_WRITTEN: Mapping[torch._ops.OpOverloadPacket, tuple[str, ...]] = {
 
 def is_on(node: Node, packets: Iterable[object]) -> bool:
     """True if the node calls an operator of one of the packets."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.overloadpacket in packets
+    return isinstance(node.target, OpOverload) and node.target.overloadpacket in packets
 
 
 def is_layer(node: Node) -> bool:
@@ -96,7 +96,7 @@ def reads_form(node: Node) -> bool:
 
 def read_as_written(node: Node) -> set[Node]:
     """The arguments that the operator reads in the dtype that they have, whatever it computes in."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return set()
     names = _READ_AS_WRITTEN.get(node.target.overloadpacket, ())
     arguments = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False)) | node.kwargs

@@ -52,7 +52,7 @@ def computed(
 
 
 def integer_kernels(compiled: KernelRegion) -> int:
-    """How many of a region's kernels multiply integers: with sums of int32."""
+    """The number of a region's kernels that multiply integers: with sums of int32."""
     kernels = [kernel for option in compiled.options for kernel in option.chosen.variant.kernels]
     products = (kernel for kernel in kernels if isinstance(kernel, PackedMatMulKernel | TileMatMulKernel))
     return sum(kernel.accumulator.dtype == "int32" for kernel in products)
@@ -111,7 +111,8 @@ def test_a_zero_point_and_scales_are_taken_in(engine: KernelEngine, zero: int) -
 def test_zero_points_of_both_operands_are_taken_off(
     engine: KernelEngine, m: int, k: int, n: int, left: tuple[torch.dtype, int], right: tuple[torch.dtype, int]
 ) -> None:
-    """Of matrices of a batch, both made in the call: the sums are exact, so what is left is the rounding of two float32 operations."""
+    """Zero points are taken off matrices of a batch, both made in the call: the sums are exact, so what is left is the rounding of two float32
+    operations."""
     torch.manual_seed(0)
     (left_dtype, left_zero), (right_dtype, right_zero) = left, right
     x, w = extreme((2, m, k), left_dtype), extreme((2, n, k), right_dtype)
@@ -178,7 +179,8 @@ def test_zero_points_of_any_size_are_taken_off(engine: KernelEngine, kind: str, 
 
 @pytest.mark.parametrize("per", ["token", "tensor"])
 def test_zero_points_that_calls_choose_leave_a_product_of_integers(engine: KernelEngine, per: str) -> None:
-    """As torchao's dynamic quantisation does: nothing in the graph bounds a zero point that lies in memory."""
+    """Products stay integer with zero points that calls choose, as torchao's dynamic quantisation does: nothing in the graph bounds a zero
+    point that lies in memory."""
     torch.manual_seed(0)
     x, w, scales = torch.randn(9, 64) + 0.7, extreme((24, 64), torch.int8), torch.rand(24) + 0.5
 
@@ -320,7 +322,7 @@ def dequantised(w: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def test_matmuls_by_weights_of_7_bits_are_exact(
     engine: KernelEngine, m: int, k: int, n: int, dtype: torch.dtype, zero: int
 ) -> None:
-    """As bytes where there is no VNNI either: nothing saturates, however large both operands are."""
+    """Matmuls of bytes are exact where there is no VNNI either: nothing saturates, however large both operands are."""
     torch.manual_seed(0)
     x, w, scales = extreme((m, k), dtype), of_seven_bits((n, k)), torch.full((n,), 2.0**-7)
     x[0], w[0], w[1 : 1 + n // 4] = torch.iinfo(dtype).max, 64, -64
@@ -428,7 +430,7 @@ def test_taps_are_words_in_windows_of_few_columns() -> None:
 def test_padding_on_one_side_is_exact(
     engine: KernelEngine, pad: tuple[int, ...], dtype: torch.dtype, zero: int
 ) -> None:
-    """As TensorFlow's networks have it; of many channels and of an image's three."""
+    """Padding on one side is exact, as TensorFlow's networks have it; of many channels and of an image's three."""
     torch.manual_seed(0)
     for channels in (32, 3):
         x, w = extreme((2, channels, 10, 11), dtype), extreme((24, channels, 3, 3), torch.int8)

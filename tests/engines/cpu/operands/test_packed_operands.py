@@ -1,4 +1,4 @@
-"""Which operands are packed, how, and the kernels that read them."""
+"""Operands that are packed, their forms, and the kernels that read them."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def test_weights_that_are_read_where_they_lie(rows: int, transposed: bool, strid
 
 
 def test_weights_of_several_batches_are_packed() -> None:
-    """What is read in place is one matrix."""
+    """Weights of several batches are packed, as only one matrix is read in place."""
     found = assembled(torch.bmm, torch.randn(2, 128, 256), torch.randn(2, 256, 1536))
     assert isinstance(found.kernels[0], PackedMatMulKernel)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_dtypes_are_packed(dtype: torch.dtype) -> None:
-    """What is read in place is float32."""
+    """Weights of other dtypes are packed, as only float32 is read in place."""
     found = assembled(torch.mm, torch.randn(128, 256).to(dtype), torch.randn(1536, 256).to(dtype).t())
     assert isinstance(found.kernels[0], PackedMatMulKernel)
 

@@ -50,7 +50,7 @@ def test_conv_weight_position(groups: int, kernel: tuple[int, ...]) -> None:
 
 
 def test_depthwise_weight_has_channels_innermost() -> None:
-    """One input and one output channel per group: (block, kh, kw, lane)."""
+    """A group has one input and one output channel: (block, kh, kw, lane)."""
     w = torch.randn(10, 1, 3, 2)
     packed = packing.pack_conv_weight(w, 10, 4)
     assert tuple(packed.shape) == (3, 3, 2, 4)

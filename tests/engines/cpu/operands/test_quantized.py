@@ -1,4 +1,4 @@
-"""Which right operands are dequantised weights, and how they are packed."""
+"""Right operands that are dequantized weights, and how they are packed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def assembled(function: Function, *inputs: torch.Tensor, changing: int = 1, targ
 
 
 def _argument(name: str) -> int:
-    """Which of the function's arguments an input is."""
+    """The number of the function's argument that an input is."""
     stem = name.partition("_")[0]  # the argument's name, or "arg" and its number
     return ("x", "q", "scales").index(stem) if stem in ("x", "q", "scales") else int(stem.removeprefix("arg"))
 
@@ -60,7 +60,7 @@ def kernel_of(found: RegionKernels) -> DequantizedMatMulKernel:
 
 
 def packed_of(found: RegionKernels, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """What is packed ahead of the inputs behind the first."""
+    """The values packed ahead of the inputs behind the first."""
     return [packed.pack(tensors[_argument(packed.source.name) - 1]) for packed in found.packed]
 
 
@@ -114,7 +114,7 @@ def test_weights_laid_out_by_column() -> None:
 
 
 def test_one_weight_of_two_products_is_packed_once() -> None:
-    """It is not written out in float32 for having two readers."""
+    """A weight with two readers is not written out in float32."""
 
     def twice(x: torch.Tensor, q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         w = quantized.dequantize_per_channel(q, scales, None, 0, -128, 127, torch.int8)
@@ -250,7 +250,7 @@ def test_scales_are_packed_in_their_type(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("case", ["run time", "narrow", "batched", "a scale for each element"])
 def test_others_are_dequantised_in_every_call(case: str) -> None:
-    """What changes from call to call, is too small or of another form is right all the same."""
+    """A weight that changes from call to call, or is too small, or of another form is right all the same."""
     x, q, scales = torch.randn(5, K), torch.ones(N, K, dtype=torch.int8), torch.rand(N)
     function: Function = by_channel
     changing = 1

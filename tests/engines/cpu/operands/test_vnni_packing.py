@@ -1,4 +1,4 @@
-"""How operands of dot products lie in words."""
+"""Packing of operands of dot products in words."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_operands_lie_in_words(dot: DotProduct) -> None:
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_weights_of_convolutions_lie_in_words(groups: int) -> None:
-    """As `pack_conv_weight` has them, a word of input channels in the place of a channel; in every call alike."""
+    """Weights of convolutions lie as `pack_conv_weight` has them, a word of input channels in the place of a channel; in every call alike."""
     torch.manual_seed(0)
     w = torch.randint(-128, 128, (6, 6, 1, 2), dtype=torch.int8)
     packed = pack_conv_words(w, groups, 2, VPDPBUSD)

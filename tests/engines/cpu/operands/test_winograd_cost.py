@@ -1,4 +1,4 @@
-"""Which algorithm computes a convolution, by counting."""
+"""The choice of a convolution's algorithm, by counting."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_estimates_of_groups() -> None:
 
 
 def test_tasks_cover_every_tile() -> None:
-    """As many runs as it takes, for a number of images known or not."""
+    """Tasks have as many runs as it takes, for a number of images known or not."""
     for images in (1, 3, 8):
         tasks = winograd_tasks(images, 64, 64, (13, 14), 4, TARGET)
         assert tasks.runs * tasks.tiles >= images * 16 > (tasks.runs - 1) * tasks.tiles

@@ -1,4 +1,4 @@
-"""How schedules choose and walk axes."""
+"""The choice of axes, and the way along them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def test_the_axis_of_the_large_accesses_is_the_vector_axis() -> None:
 
 
 def test_pixels_with_channels_last() -> None:
-    """Where channels lie next to each other, they are the vector axis."""
+    """Channels that lie next to each other are the vector axis."""
     n, c, hw = LoopVar("n", 16), LoopVar("c", 64), LoopVar("hw", 1024)
     assert fastest([_offset((n, 65536), (c, 1), (hw, 64)), _offset((c, 1))], [n, c, hw]) is c
 
 
 def test_no_axis() -> None:
-    """Where nothing runs through memory one by one there is no vector axis."""
+    """A kernel has no vector axis where nothing runs through memory one by one."""
     n = LoopVar("n", 16)
     assert fastest([_offset((n, 2))], [n]) is None

@@ -58,7 +58,7 @@ def test_parts_add_up(parts: int, error: float, target: Target) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_numbers_outside_are_noticed(target: Target) -> None:
-    """One among many is enough; those at the limits are inside."""
+    """A number outside among many is noticed; those at the limits are inside."""
     values = torch.full((48,), SMALLEST)
     values[3], values[40] = -LARGEST, 0
     assert not split(values, 3, target)[1]

@@ -69,7 +69,7 @@ def test_parts_of_two_sizes(parts: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 7, 8, 11, 13, 14, 15, 22, 28, 29, 33])
 def test_one_height_serves_a_number_of_rows_known_at_run_time(rows: int) -> None:
-    """One variant runs, no taller than there are rows; its tiles cover every row and no other, and compute few of them twice."""
+    """The variant that runs is no taller than there are rows; its tiles cover every row and no other, and compute few of them twice."""
     total = symbol("rows")
 
     def body(builder: Builder, computed: Any, heights: Any) -> Any:

@@ -1,4 +1,4 @@
-"""One scalar function of `arithmetic` over whole tensors."""
+"""A scalar function of `arithmetic` over whole tensors."""
 
 from __future__ import annotations
 

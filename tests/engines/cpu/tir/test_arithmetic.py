@@ -46,7 +46,7 @@ def pairs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("dtype", INTEGERS)
 @pytest.mark.parametrize("op", ["floordiv", "truncdiv", "mod", "fmod"])
 def test_integer_division(op: str, dtype: torch.dtype) -> None:
-    """As Python, or as C, divides; neither a zero divisor nor the lowest number by -1 stops the process."""
+    """Integers are divided as Python, or as C, divides; neither a zero divisor nor the lowest number by -1 stops the process."""
     x, y = pairs(dtype)
     defined = (y != 0) & ~((x == torch.iinfo(dtype).min) & (y.long() == -1))
     reference: dict[str, Callable[..., torch.Tensor]] = {
@@ -119,7 +119,7 @@ CASTS = [
 
 @pytest.mark.parametrize(("source", "target", "values"), CASTS)
 def test_casts(source: torch.dtype, target: torch.dtype, values: list[float]) -> None:
-    """As eager: integers wrap, floats are cut off, what is not zero is true, a NaN as well."""
+    """Casts are eager's: integers wrap, floats are cut off, what is not zero is true, a NaN as well."""
     x = torch.tensor(values, dtype=source)
     torch.testing.assert_close(run("cast", x, dtype=target), x.to(target), rtol=0, atol=0, equal_nan=True)
 
@@ -147,16 +147,9 @@ def test_signs(op: str, dtype: torch.dtype) -> None:
         assert torch.equal(got.signbit()[1:], want.signbit()[1:])
 
 
-def test_literals() -> None:
-    """Of a compute dtype; infinities and NaN are floats."""
-    assert arithmetic.literal(True, "int32").value == 1
-    assert arithmetic.literal(math.inf, "float32").value == math.inf
-    assert math.isnan(arithmetic.literal(math.nan, "float64").value)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int32"])
 def test_operands_that_are_printed_once(dtype: str) -> None:
-    """What `prints_operands_once` promises holds: an expression in an operand's place is computed once."""
+    """The promise of `prints_operands_once` holds: an expression in an operand's place is computed once."""
     counts = {"fma": 3, "where": 3}
     promised = [
         op

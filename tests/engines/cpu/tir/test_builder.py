@@ -47,7 +47,7 @@ def test_nested_loops() -> None:
 
 @pytest.mark.parametrize("extents", [(2, 3, 4), (1, 5), (4, 1, 2), (7,), ()])
 def test_fused_loops_give_coordinates(extents: tuple[int, ...]) -> None:
-    """One loop over the row-major product; dimensions of one element are index 0."""
+    """A loop runs over the row-major product; dimensions of one element are index 0."""
     total = torch.Size(extents).numel()
     out = numbers(total * (len(extents) + 1))
 
@@ -70,7 +70,7 @@ def test_fused_loops_give_coordinates(extents: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("limit", [0, 3, 5])
 def test_a_loop_whose_end_is_computed(limit: int) -> None:
-    """As many iterations as the value says, which is at most the extent."""
+    """A loop has as many iterations as the value says, which is at most the extent."""
     out, end = numbers(5), torch.tensor([limit], dtype=torch.int32)
     run_body(lambda b, n, a: b.loop_until(b.load(n, 0), 5, lambda i: b.store(a, i, 1)), end, out)
     assert out.tolist() == [1] * limit + [-1] * (5 - limit)
@@ -98,7 +98,7 @@ def test_an_index_may_be_computed() -> None:
 
 
 def test_branches() -> None:
-    """`when` with and without the other side."""
+    """Branches: `when` with and without the other side."""
     out = numbers(4)
 
     def body(b: Builder, a: Any) -> Any:
@@ -114,7 +114,7 @@ def test_branches() -> None:
 
 
 def test_quotients_and_remainders_round_down() -> None:
-    """Of negative indices too, as Python's."""
+    """Quotients and remainders of negative indices are Python's."""
     out = numbers(22)
 
     def body(b: Builder, a: Any) -> Any:
@@ -178,7 +178,7 @@ def test_local_buffers_of_any_size(size: int) -> None:
 
 
 def test_a_local_buffer_of_a_size_known_at_run_time() -> None:
-    """It is made as large as it has to be."""
+    """A local buffer is made as large as it has to be."""
     out = numbers(9)
 
     def body(b: Builder, a: Any) -> Any:
@@ -189,6 +189,21 @@ def test_a_local_buffer_of_a_size_known_at_run_time() -> None:
 
     run_body(body, out, n=7)
     assert out.tolist() == [0, 3, 6, 9, 12, 15, 18, -1, -1]
+
+
+def test_variables_and_workspaces() -> None:
+    """A value that is bound is computed once, before the statements behind it; a workspace is a local array on the heap."""
+    out = numbers(3)
+
+    def body(b: Builder, a: Any) -> Any:
+        held, room = b.variable("held", "int32"), b.workspace(3, "int32", "room")
+        assert room.scope() == "global"
+        fill = b.loop(3, lambda i: b.store(room, i, held + b.index(i)))
+        put = b.loop(3, lambda i: b.store(a, i, b.load(room, i)))
+        return b.seq(b.alloc_on_heap(room), b.bind(held, b.load(a, 0) + 10), fill, put)
+
+    run_body(body, out)
+    assert out.tolist() == [9, 10, 11]
 
 
 def test_asking_ahead_may_go_beyond_the_end() -> None:

@@ -30,7 +30,7 @@ def test_every_kind_of_kernel_has_a_schedule(kind: str) -> None:
 
 
 def test_sizes_come_after_the_arrays() -> None:
-    """One int32 for each size that is known at run time only."""
+    """Arguments behind the arrays are one int32 for each size that is known at run time only."""
     n, m = symbol("n"), symbol("m")
     x, out = (Argument(Buffer((n, m), "bool"), contiguous((n, m))) for _ in range(2))
     place = (var("i", n), var("j", m))

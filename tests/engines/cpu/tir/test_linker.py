@@ -32,7 +32,7 @@ def undefined(library: Path) -> set[str]:
 
 
 def test_a_linker_that_fails_is_quoted(tmp_path: Path) -> None:
-    """What every linker said about a file that is no object is in the message."""
+    """The message quotes every linker that was given a file that is no object."""
     (tmp_path / "bad.o").write_bytes(b"not an object file")
     with pytest.raises(CompileError, match=r"cannot be linked[\s\S]*bad\.o"):
         linker.link(tmp_path / "bad.o", tmp_path / "bad.so")

@@ -1,4 +1,4 @@
-"""How elements lie in arrays: every bit pattern of the half types, and bool."""
+"""Storage of elements in arrays: every bit pattern of the half types, and bool."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def test_half_types_widen_exactly(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_types_round_to_nearest_even(dtype: torch.dtype) -> None:
-    """As torch rounds: halves between two neighbours, numbers that become infinite or denormal; a NaN of any bits stays one."""
+    """Half types are rounded as torch rounds: halves between two neighbours, numbers that become infinite or denormal; a NaN of any bits stays
+    one."""
     exact = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype).float()
     half = (exact + exact.roll(-1)) / 2
     nans = torch.tensor([0x7F800001, 0x7FFFFFFF, -1, -0x7FFFFF], dtype=torch.int32).view(torch.float32)

@@ -161,7 +161,7 @@ def test_integers(dtype: str, name: str | None) -> None:
 
 @pytest.mark.parametrize(("dtype", "zero"), [("int8", 0), ("uint8", 9)])
 def test_quantised_operands(emulated: ctypes.CDLL, dtype: str, zero: int) -> None:
-    """What moves the left operand for the dot products of vectors is taken off behind a sum on tiles too."""
+    """The offset that moves the left operand for the dot products of vectors is taken off behind a sum on tiles too."""
     torch.manual_seed(0)
     target = dataclasses.replace(SAPPHIRE_RAPIDS, features=(*SAPPHIRE_RAPIDS.features, "avx512_vnni"))
     low = -128 if dtype == "int8" else 0
@@ -236,7 +236,7 @@ def test_right_operands_of_the_call(emulated: ctypes.CDLL, dtype: str) -> None:
     ],
 )
 def test_right_operands_of_the_call_that_fill_no_tiles(a: torch.Tensor, b: torch.Tensor) -> None:
-    """What lies behind them in memory would be multiplied, or they lie in no words."""
+    """Operands of the call fill no tiles where the memory behind them would be multiplied, or they lie in no words."""
     assert of_activations(a, b)[1] == []
 
 
@@ -304,7 +304,7 @@ def test_where_tiles_do_not_serve() -> None:
     [("m", 64, True), ("m", 1, False), ("b", 4, True), ("n", 64, False), ("k", 64, False)],
 )
 def test_sizes_known_only_at_run_time(opened: str, hint: int, served: bool) -> None:
-    """How many rows and matrices there are may be, and their likely number decides; columns and k must be known."""
+    """The numbers of rows and matrices may be known only at run time, and their likely number decides; columns and k must be known."""
     _, kernel, _ = of_product(linear, torch.randn(64, 128).bfloat16(), torch.randn(96, 128).bfloat16())
     found = of_product(linear, torch.randn(64, 128).bfloat16(), torch.randn(96, 128).bfloat16())[0]
     assert isinstance(kernel, PackedMatMulKernel)
@@ -334,7 +334,7 @@ def of_convolution(w: torch.Tensor, groups: int = 1, changing: int = 1, size: in
 
 
 def test_convolutions() -> None:
-    """As products of a matrix that is made as it is read; preferred where it is not made nine times for few outputs."""
+    """Convolutions are products of a matrix that is made as it is read; preferred where it is not made nine times for few outputs."""
     w = torch.randn(128, 64, 1, 1)
     ways = of_convolution(w)
     assert [way.name for way in ways] == ["amx float32", *[f"amx float32 choice {n}" for n in (1, 2, 3)]]

@@ -1,4 +1,4 @@
-"""Which attention gets products of bfloat16, and by which instructions."""
+"""Attention that gets products of bfloat16, and by which instructions."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def kernel_of(shape: tuple[int, int, int, int, int, int] = _BERT, dtype: str = "
     ],
 )
 def test_amx_comes_before_dot_products(target: Target, dtype: str, formats: dict[str, str]) -> None:
-    """What a processor has, the fastest by estimate preferred; each rounds otherwise, and the next is still timed beside it."""
+    """Variants are in the order of estimates, the fastest preferred; each rounds otherwise, and the next is still timed beside it."""
     found = low_precision_attention(kernel_of(_LONG, dtype), None, target)
     assert [variant.name for variant in found] == list(formats)
     assert [variant.is_preferred for variant in found] == [True, False][: len(found)]
@@ -55,7 +55,7 @@ def test_amx_comes_before_dot_products(target: Target, dtype: str, formats: dict
 
 
 def test_splitting_does_not_pay_for_short_sequences() -> None:
-    """Of float32: tiles are timed beside vectors, which stay the first choice; for few keys they are not even timed."""
+    """Tiles of split float32 are timed beside vectors, which stay the first choice; for few keys they are not even timed."""
     (found,) = low_precision_attention(kernel_of(dtype="float32"), None, _TILES)
     assert not found.is_preferred
     assert found.cost > 1
@@ -91,7 +91,7 @@ def test_lengths_known_only_at_run_time(dtype: str, names: list[str]) -> None:
 
 
 def _dequantised(x: torch.Tensor, scale: float | None = 0.02) -> torch.Tensor:
-    """As `quantize` does it; with a scale for each row without one."""
+    """Dequantize as `quantize` does it; with a scale for each row without one."""
     if scale is not None:
         return quantization.tensor(quantization.call, x, -scale * 127, scale * 127)
     return quantization.rows_now(quantization.call, x)

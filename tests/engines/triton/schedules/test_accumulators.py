@@ -49,7 +49,7 @@ def test_exponentials_beside_their_maximum(name: str, tmp_path: Path) -> None:
 
 
 def test_a_row_is_read_once_for_all_its_statistics() -> None:
-    """One loop, with one load in it."""
+    """A loop with one load reads a row once."""
     for function in (lambda x: x.var(-1), lambda x: x.logsumexp(-1)):
         (kernel,) = kernels_of(function, torch.empty(_ROWS, 9001))
         text = emit_kernel(kernel, "kernel", HOPPER).text
@@ -57,7 +57,7 @@ def test_a_row_is_read_once_for_all_its_statistics() -> None:
 
 
 def test_neutral_elements() -> None:
-    """They change nothing that they are combined with."""
+    """Neutral elements change nothing that they are combined with."""
     assert (neutral("sum", "float32"), neutral("prod", "int64"), neutral("all", "bool")) == ("0.0", "1", "True")
     assert (neutral("max", "float32"), neutral("min", "float64")) == ("float('-inf')", "float('inf')")
     assert (neutral("max", "int8"), neutral("min", "int8"), neutral("min", "uint8")) == ("-128", "127", "255")

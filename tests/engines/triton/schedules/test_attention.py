@@ -60,7 +60,7 @@ def test_masks(tmp_path: Path) -> None:
 
 
 def _seen(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, window: int) -> torch.Tensor:
-    """Where keys lie at or before a query's position, and within a window that ends there."""
+    """The keys at or before a query's position, and within a window that ends there."""
     keys = torch.arange(k.shape[2])
     return (keys <= positions[:, None]) & (keys > positions[:, None] - window)
 
@@ -179,7 +179,7 @@ def test_a_split_ends_in_what_follows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("target", [FEW, MANY], ids=["one program", "split"])
 def test_log_sum_exps(target: Target, tmp_path: Path) -> None:
-    """What training reads of attention, beside the result, by one program or by several that share the keys. A row that sees nothing has what
+    """Log-sum-exps are read in training beside the result, by one program or by several that share the keys. A row that sees nothing has what
     PyTorch gives it."""
     q, k = torch.randn(1, 2, 3, 16), torch.randn(1, 2, 1100, 16)
     mask = torch.zeros(1, 2, 3, 1100)
@@ -224,8 +224,8 @@ def _causal(q: torch.Tensor) -> torch.Tensor:
     [(90, 64), *(pytest.param(c, w, marks=pytest.mark.full) for c, w in ((80, 64), (80, 128), (90, 128)))],
 )
 def test_machine_code(capability: int, width: int, tmp_path: Path) -> None:
-    """Of bfloat16: products by tensor cores (by groups of four warps on Hopper), exponentials in base 2, nothing spilled, and no
-    more shared memory than there is."""
+    """Machine code of bfloat16 has products by tensor cores (by groups of four warps on Hopper), exponentials in base 2, nothing spilled, and
+    no more shared memory than there is."""
     target = Target(capability, 132)
     (kernel,) = kernels_for(_causal, torch.empty(1, 16, 2048, width, dtype=torch.bfloat16), target=target)
     code = machine_code(kernel, target, tmp_path)
@@ -238,7 +238,7 @@ def test_machine_code(capability: int, width: int, tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("capability", [80, 90])
 def test_machine_code_of_decoding(capability: int, tmp_path: Path) -> None:
-    """One query of eight heads that share keys: they are the rows of a tile that tensor cores multiply."""
+    """A query of eight heads that share keys: they are the rows of a tile that tensor cores multiply."""
     target = Target(capability, 132)
     q, k = torch.empty(1, 32, 1, 128, dtype=torch.bfloat16), torch.empty(1, 4, 8192, 128, dtype=torch.bfloat16)
 

@@ -139,7 +139,7 @@ def test_a_causal_gradient_visits_what_is_seen(tmp_path: Path) -> None:
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("capability", [80, 90])
 def test_machine_code(capability: int, width: int, tmp_path: Path) -> None:
-    """Of bfloat16: products by tensor cores, and nothing spilled."""
+    """Machine code of bfloat16 has products by tensor cores, and nothing spilled."""
     target = Target(capability, 132)
     q, sums = torch.empty(1, 16, 2048, width, dtype=torch.bfloat16), torch.empty(1, 16, 2048)
     kernels = kernels_for(lambda x, s: list(backward(x, x, x, x, x, s, 0.0, True)), q, sums, target=target)

@@ -1,4 +1,4 @@
-"""What the schedules of attention have in common."""
+"""Parts that the schedules of attention share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Number(int):
 
 
 class _Language:
-    """What limits are computed with of Triton's language, on Python's numbers."""
+    """The part of Triton's language that limits are computed with, on Python's numbers."""
 
     int32 = int64 = None
 

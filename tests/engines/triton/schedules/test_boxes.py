@@ -1,4 +1,4 @@
-"""What TMA copies of operands: what can be copied, and that the results are those of loads."""
+"""Copies of operands by TMA: what can be copied, and that the results are those of loads."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_what_cannot_be_copied(function: Callable[..., torch.Tensor], a: torch.T
 
 
 def test_what_exists_under_a_condition_is_not_copied() -> None:
-    """Where it does not hold, memory may end."""
+    """Elements that exist under a condition are not copied: where it does not hold, memory may end."""
     kernel = _kernel(torch.mm, _matrix(40, 72), _matrix(72, 24))
     first = call("lt", from_index(index_of(kernel.k), "int64"), const(50, "int64"))
     guarded = dataclasses.replace(kernel, a=guard(first, kernel.a, const(0.0, "float32")))
@@ -95,7 +95,8 @@ def test_what_exists_under_a_condition_is_not_copied() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_operands_that_are_computed_of_what_is_copied(dtype: torch.dtype) -> None:
-    """They are 0 behind the end of k, where the logarithm of a copied zero is not; other rows and columns are never stored."""
+    """Operands computed of copied ones are 0 behind the end of k, where the logarithm of a copied zero is not; other rows and columns are never
+    stored."""
     a, b = ((torch.rand(rows, 72) + 0.5).to(dtype) for rows in (40, 24))
     kernel = _kernel(torch.nn.functional.linear, a, b)
     both = _persistent(dataclasses.replace(kernel, a=call("log", kernel.a), b=call("log", kernel.b)))

@@ -101,7 +101,7 @@ def test_transposed(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("groups", [1, 16])
 def test_a_window_in_the_padding(groups: int, tmp_path: Path) -> None:
-    """Of a result of one point, whose only window sees nothing of the image."""
+    """The only window of a result of one point sees nothing of the image."""
     x, w = torch.randn(2, 16, 1), torch.randn(16, 16 // groups, 1)
     check(tmp_path, lambda x, w: torch.conv1d(x, w, stride=3, padding=1, groups=groups), x, w, kinds=(ConvKernel,))
 

@@ -57,7 +57,7 @@ def test_what_is_computed_is_0_in_the_padding(tmp_path: Path) -> None:
 
 
 def test_more_channels_are_a_matrix_product() -> None:
-    """Of a group's result, or of k."""
+    """More channels, of a group's result or of k, are a matrix product."""
     convolve = torch.nn.functional.conv2d
     for shape in ((32, 1, 3, 3), (2, 64, 1, 1), (2, 2, 9, 9)):
         (kernel,) = kernels_of(convolve, torch.empty(1, shape[1], 9, 9), torch.empty(shape))

@@ -1,4 +1,4 @@
-"""What Triton's compiler makes of products and convolutions for sm_80 and sm_90, read from PTX and machine code. No GPU is needed."""
+"""Machine code of products and convolutions for sm_80 and sm_90, read from PTX and machine code. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _Code:
     registers: int
 
     def has(self, instruction: str) -> int:
-        """How many of them there are."""
+        """The number of instructions of that kind."""
         return len(re.findall(rf"\b{instruction}", self.ptx))
 
     @property
@@ -259,7 +259,7 @@ def test_shared_products(target: Target, workers: KernelCompiler, tmp_path: Path
 
 @pytest.mark.full
 def test_what_shared_and_persistent_products_take(workers: KernelCompiler, tmp_path: Path, golden: Golden) -> None:
-    """It is what it was: of each shape of persistent tiles, and of some shared ones. Nothing is spilled."""
+    """Shared and persistent products take what they took: of each shape of persistent tiles, and of some shared ones. Nothing is spilled."""
     copied = {name: kernel for of in _PRODUCTS for name, kernel in _persistent(of).items()}
     kernels = dict(copied)
     for target in (_AMPERE, _HOPPER):

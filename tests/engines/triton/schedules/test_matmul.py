@@ -57,7 +57,7 @@ def test_what_is_computed_is_0_beyond_k(tmp_path: Path) -> None:
 
 
 def test_sizes_known_at_run_time() -> None:
-    """One program for all of them, size 0 too, of which nothing is the sum of k; parts along k where the result's size is known."""
+    """A program serves all sizes, size 0 too, of which nothing is the sum of k; parts along k where the result's size is known."""
     m, k = symbol("s0", 30), symbol("s1", 5000)
     kernel = _product(m, 20, k)
     target = Target(90, 132, is_interpreted=True)
@@ -88,7 +88,7 @@ def _product(m: Dim, n: Dim, k: Dim) -> MatMulKernel:
 
 
 def test_batches_and_transposed_operands(tmp_path: Path) -> None:
-    """One weight for all of a batch too."""
+    """Batches and transposed operands are multiplied, also one weight for all of a batch."""
     check(tmp_path, lambda a, b: a @ b.transpose(1, 2), torch.randn(3, 20, 40), torch.randn(3, 50, 40))
     check(tmp_path, lambda a, b: a @ b, torch.randn(3, 20, 40), torch.randn(40, 50))
 
@@ -115,7 +115,7 @@ def test_many_tiles_of_rows(tmp_path: Path) -> None:
 
 
 def test_operands_stay_half_where_nothing_rounds() -> None:
-    """What is loaded, selected or padded; not what is computed. The interpreter multiplies no bfloat16."""
+    """Operands that are loaded, selected or padded stay half; not what is computed. The interpreter multiplies no bfloat16."""
     half, single = Buffer((4,), "bfloat16"), Buffer((4,), "float32")
     load = half.at((as_index(0),))
     gpu = Target(90, 132)

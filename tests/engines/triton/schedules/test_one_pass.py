@@ -1,4 +1,4 @@
-"""Which reductions share a pass over their rows, told by what is computed."""
+"""Reductions that share a pass over their rows, told by what is computed."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def test_looped(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", [0, 20, 36])
 def test_nan_is_the_most_extreme(where: int, tmp_path: Path) -> None:
-    """As the result, and as the first position of it."""
+    """NaN is the most extreme as the result, and as the first position of it."""
     x = torch.randn(4, 37)
     x[2, where] = x[2, 36] = float("nan")
     x[1] = float("-inf")
@@ -59,7 +59,7 @@ def test_nan_is_the_most_extreme(where: int, tmp_path: Path) -> None:
 
 
 def test_rows_are_shared_among_multiprocessors(tmp_path: Path) -> None:
-    """Of few rows each program has one; of many, several."""
+    """A program has one row of few, of many, several."""
     for rows, expected in ((8, 1), (64, 8), (4096, 16)):
         region, _ = compiled(tmp_path, lambda x: x.sum(-1), torch.randn(rows, 64))
         (kernel,) = region.kernels.kernels
@@ -78,7 +78,7 @@ def test_columns(name: str, shape: tuple[int, ...], tmp_path: Path) -> None:
 
 
 def test_positions_are_the_tensor_s_own_where_memory_is_in_another_order(tmp_path: Path) -> None:
-    """Of equal elements the first of the tensor counts, in parts of it, too."""
+    """The first of the tensor's equal elements counts, in parts of it, too."""
     x = torch.randint(0, 4, (5, 7, 90)).float().permute(2, 1, 0)
     check(tmp_path, lambda x: x.flatten(1).argmax(1), x)
     check(tmp_path, lambda x: x.argmax(), torch.randint(0, 50, (40, 30, 50)).float().permute(2, 1, 0))

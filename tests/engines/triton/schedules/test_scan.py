@@ -30,7 +30,7 @@ _FUNCTIONS = {
     "name", sampled(_FUNCTIONS, ("cumsum", "where cummax", "logcumsumexp", "from behind", "softmax of it"))
 )
 def test_rows_and_columns(name: str, tmp_path: Path) -> None:
-    """One element, rows that are held whole, and chunks, the last of which is not full; what is computed of the results joins them."""
+    """Scans of one element, rows that are held whole, and chunks, the last of which is not full; what is computed of the results joins them."""
     torch.manual_seed(0)
     function = _FUNCTIONS[name]
     for shape in ((3, 1), (5, 37), (2, 8201)):
@@ -46,7 +46,7 @@ def test_rows_and_columns(name: str, tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("length", [40, 9000])
 def test_nan_infinities_and_equals(name: str, length: int, tmp_path: Path) -> None:
-    """Of equal elements the last is named; a NaN stays, and the last of them is named."""
+    """The last of equal elements is named; a NaN stays, and the last of them is named."""
     x = torch.randn(4, length).round()
     x[1, length // 2] = x[1, length - 3] = float("nan")
     x[2, :5] = float("-inf")

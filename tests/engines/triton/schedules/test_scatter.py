@@ -37,7 +37,7 @@ def test_sums(dtype: torch.dtype, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_types_add_up_in_float32(dtype: torch.dtype, tmp_path: Path) -> None:
-    """One rounding at the end: thousands of ones stay thousands, which the types themselves cannot count to."""
+    """Half types are rounded once at the end: thousands of ones stay thousands, which the types themselves cannot count to."""
     ones, index = torch.ones(5000, dtype=dtype), torch.zeros(5000, dtype=torch.int64)
     region, taken = compiled(tmp_path, lambda i, o: aten.index_add(o.new_zeros(3), 0, i, o), index, ones)
     assert region(taken)[0].tolist() == [torch.tensor(5000.0).to(dtype).item(), 0, 0]
@@ -53,7 +53,7 @@ def _smallest(x: torch.Tensor, i: torch.Tensor, rows: torch.Tensor) -> torch.Ten
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_extremes(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Of both signs, with NaN of both signs on both sides."""
+    """Extremes are of both signs, with NaN of both signs on both sides."""
     x, rows = torch.randn(50, 6, dtype=dtype), torch.randn(300, 6, dtype=dtype)
     rows[3], rows[4], rows[7, 0], x[5] = torch.nan, -torch.tensor(torch.nan), -torch.inf, torch.nan
     for call in (_largest, _smallest):
@@ -71,7 +71,7 @@ def test_writes(tmp_path: Path) -> None:
 
 
 def test_torch_s_setting_decides(deterministic: None, tmp_path: Path) -> None:
-    """Where results must not depend on an order, sums of floats are eager's, and those of integers stay here."""
+    """Sums of floats are eager's where results must not depend on an order, and those of integers stay here."""
     x, rows = torch.zeros(50, 6), torch.ones(300, 6)
     with pytest.raises(AssertionError, match=r"torch\.use_deterministic_algorithms is on"):  # there is no such region
         compiled(tmp_path, lambda x, i, r: x.index_add(0, i, r), x, _INDEX, rows)

@@ -70,7 +70,7 @@ def test_whole_tiles_have_the_epilogue_at_once() -> None:
 
 
 def test_programs_of_shares_alone() -> None:
-    """Where no round of whole tiles is full, nothing is stored but sums."""
+    """Programs store only sums where no round of whole tiles is full."""
     kernel = kernel_of(torch.mm, torch.empty(32, 64), torch.empty(64, 32))
     assert isinstance(kernel, MatMulKernel)
     first, _ = tiled(kernel, Tiling(16, 16, 16, shared=4, sharers=6))

@@ -1,4 +1,4 @@
-"""What the schedules have in common."""
+"""Parts that the schedules share."""
 
 from __future__ import annotations
 

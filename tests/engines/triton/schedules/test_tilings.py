@@ -30,7 +30,7 @@ def _work(m: int, n: int, k: int, dtype: str = "bfloat16", batch: int = 1, *, is
 
 @pytest.mark.parametrize("capability", [80, 86, 87, 89, 90, 100, 103, 120, 121])
 def test_every_tiling_can_run(capability: int) -> None:
-    """What programs hold of operands fits the shared memory of each chip, tiles are what `tl.dot` takes, and k is long enough for its parts."""
+    """Operands of programs fit the shared memory of each chip, tiles are what `tl.dot` takes, and k is long enough for its parts."""
     shared = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}.get(capability, 99) << 10
     sizes = (0, 1, 3, 17, 100, 4096)
     for m, n, k, dtype in itertools.product(
@@ -67,7 +67,7 @@ def test_decoding_is_thin() -> None:
 
 
 def test_large_products_have_large_tiles() -> None:
-    """As large as the registers of the chip allow; small ones are for products that would leave multiprocessors idle."""
+    """Tiles are as large as the registers of the chip allow; small ones are for products that would leave multiprocessors idle."""
     large = best(_work(8192, 8192, 8192), HOPPER)
     assert large.rows * large.columns == 128 * 256
     assert all(tiling.rows * tiling.columns <= 128 * 128 for tiling, _ in ranked(_work(8192, 8192, 8192), AMPERE))
@@ -76,7 +76,7 @@ def test_large_products_have_large_tiles() -> None:
 
 
 def test_a_long_epilogue_wants_registers() -> None:
-    """Which a large tile leaves none of. Where k is long, that is a small part of the whole."""
+    """A long epilogue needs registers, which a large tile leaves none of. Where k is long, that is a small part of the whole."""
     for k, is_large in ((512, False), (32768, True)):
         tiling = best(dataclasses.replace(_work(8192, 8192, k), has_long_epilogue=True), HOPPER)
         assert (tiling.rows * tiling.columns > 128 * 128) == is_large
@@ -106,7 +106,7 @@ def test_a_last_round_that_is_badly_filled_is_shared() -> None:
 
 
 def test_persistent_programs_are_for_hopper_and_several_rounds() -> None:
-    """One program for each multiprocessor. Not where there is one round, on other chips, or where operands cannot be copied."""
+    """A persistent program runs for each multiprocessor. Not where there is one round, on other chips, or where operands cannot be copied."""
     work = _work(8192, 4096, 4096)
     found = [tiling for tiling, _ in ranked(work, HOPPER) if tiling.persistent]
     assert found

@@ -1,4 +1,4 @@
-"""Where taps lie in the image and in the weight, and which tests are left to a program."""
+"""Places of taps in the image and in the weight, and which tests are left to a program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What AMX multiplies: formats of operands, and how they lie in tiles.
+"""Formats of the operands that AMX multiplies, and their place in tiles.
 
 A tile is a register of 16 rows of 64 bytes. One instruction multiplies a tile of A, 16 rows by 64 bytes of k, by a tile of B, 64 bytes of k by
 16 columns, in which the 4 bytes of k that belong to one column lie side by side. It adds to a tile of 16 x 16 sums of 32 bits. Kernels work on
@@ -46,7 +46,7 @@ _VECTOR = 16
 
 @dataclass(frozen=True, slots=True)
 class TileFormat:
-    """How two operands are multiplied.
+    """A way of multiplying two operands.
 
     `operand`: the dtype of A's elements; `dtype`: of the parts of B in memory; `sums`: of the sums. `instruction`: LLVM's name. `parts`: of
     each number. `products`: those of parts, as (of A, of B), in the order in which each step of k adds them.
@@ -61,7 +61,7 @@ class TileFormat:
 
     @property
     def a_dtype(self) -> str:
-        """Of the parts of A."""
+        """The dtype of the parts of A."""
         return self.dtype if self.splits else self.operand
 
     @property
@@ -80,7 +80,7 @@ class TileFormat:
 
     @property
     def copy_cycles(self) -> float:
-        """Of a processor, to write an element of A to a tile, all its parts."""
+        """The cycles that a processor takes to write an element of A, all its parts, to a tile."""
         return 0.7 if self.splits else 0.15 * self.itemsize
 
     @property

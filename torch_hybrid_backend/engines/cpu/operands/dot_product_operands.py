@@ -151,7 +151,7 @@ class WordOperands:
         return self._packer.pack(b, ahead, each_call, ("b", tile, dot)), tile
 
     def _left(self, a: Value, dot: DotProduct) -> Value:
-        """What a product's left operand is read from word by word: itself where its words lie together, else a copy."""
+        """The left operand that is read word by word: itself where its words lie together, else a copy."""
         view = strided_view(a)
         if view is not None and view.buffer in self._layouts:
             own = self._layouts[view.buffer]
@@ -201,7 +201,7 @@ class WordOperands:
         self._add_convolution(op, self._image(op, dot), dot, block, start, moved)
 
     def _channel_sums(self, weight: StridedView, groups: int, outputs: int, block: int, factor: int) -> Buffer:
-        """What the sums of `outputs` channels start at: `factor` times the sums of their weights, each group padded to whole blocks."""
+        """The first values of the sums of `outputs` channels: `factor` times the sums of their weights, each group padded to whole blocks."""
         like = Buffer((groups * -(-outputs // groups // block) * block,), "int32")
         return self._packer.made_ahead(weight, partial(channel_sums, groups=groups, block=block, factor=factor), like)
 
@@ -231,7 +231,7 @@ class WordOperands:
         )
 
     def _image(self, op: ConvOp, dot: DotProduct) -> Buffer:
-        """What a convolution reads word by word: its input where that lies in whole words of channels, else a copy."""
+        """The image that a convolution reads word by word: its input where that lies in whole words of channels, else a copy."""
         x = op.x
         missing = -known_int(x.shape[1]) % dot.group
         is_there = isinstance(x, Buffer) and x not in self._layouts and x.dtype == dot.left and not dot.shift

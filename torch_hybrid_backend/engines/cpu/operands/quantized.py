@@ -54,7 +54,7 @@ def dequantized_operand(op: MatMulOp, packer: OperandPacker, target: Target) -> 
         return None
 
     def every(step: int, of: Callable[[_Weight], Expr]) -> Map:
-        """What the weight reads for every `step`-th k."""
+        """The elements that the weight reads for every `step`-th k."""
 
         def at(place: tuple[Index, ...]) -> Expr:
             found = _Weight.of(op.b.at((place[0], place[1] * step, place[2])))
@@ -177,7 +177,7 @@ def _number(e: Expr) -> Number | None:
 
 
 def _group(load: Load, k: Index, extent: int) -> int | None:
-    """How many neighbours along k read the same element; None where they do not form groups that lie one after the other."""
+    """The number of neighbours along k that read the same element; None where they do not form groups that lie one after the other."""
     variables, sizes = {atom for atom, _ in k.terms}, set()
     for index in load.index:
         for atom, _ in index.terms:
@@ -200,5 +200,5 @@ def _pack_numbers(numbers: torch.Tensor, tile_n: int, less: int, dtype: str) -> 
 
 
 def _pack_same(like: torch.Tensor, tile_n: int, number: float) -> torch.Tensor:
-    """One number in the form of what would be packed of `like`."""
+    """Pack one number in the form that `like` would get."""
     return pack_b(torch.full(like.shape, number), tile_n)

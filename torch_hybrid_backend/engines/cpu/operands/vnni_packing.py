@@ -1,4 +1,4 @@
-"""How operands of dot products (`dot_products.py`) lie in words.
+"""Packing of operands of dot products (`dot_products.py`) in words of 32 bits (VNNI layout).
 
 Each packing exists twice, with one meaning, as those in `packing` do: as a torch function for constants, and as a `Map` for what calls compute.
 """
@@ -26,7 +26,7 @@ TAPS = 4
 
 
 def words(k: Dim, group: int) -> Dim:
-    """How many words `k` elements take."""
+    """The number of words that `k` elements take."""
     return ceil_div(k, group)
 
 
@@ -107,7 +107,8 @@ def packed_right_value(b: Value, tile_n: int, dot: DotProduct) -> Map:
 
 
 def column_sums(b: torch.Tensor, width: int, factor: int) -> torch.Tensor:
-    """What columns' sums start at: (B, ceil(N / width) * width) int32, `factor` times the sums of the columns of b (B, K, N), 0 beyond N."""
+    """The first values of columns' sums: (B, ceil(N / width) * width) int32, `factor` times the sums of the columns of b (B, K, N), 0 beyond
+    N."""
     sums = b.sum(dim=1, dtype=torch.int64) * factor
     return torch.nn.functional.pad(sums, (0, -b.shape[2] % width)).to(torch.int32)
 
@@ -141,7 +142,7 @@ def packed_conv_words_value(w: Value, groups: int, block: int, dot: DotProduct) 
 
 
 def channel_sums(w: torch.Tensor, groups: int, block: int, factor: int) -> torch.Tensor:
-    """What the sums of an output channel start at: int32, `factor` times the sum of its weights, each group padded to whole blocks."""
+    """The first values of the sums of output channels: int32, `factor` times the sum of its weights, each group padded to whole blocks."""
     sums = w.flatten(1).sum(dim=1, dtype=torch.int64).reshape(groups, -1) * factor
     return torch.nn.functional.pad(sums, (0, -sums.shape[1] % block)).to(torch.int32).flatten()
 

@@ -1,4 +1,4 @@
-"""Which algorithm computes a convolution: arithmetic on shapes and the target alone, because the weight is packed for it.
+"""The choice of a convolution's algorithm: arithmetic on shapes and the target alone, because the weight is packed for it.
 
 A direct sum does 9 multiplications per output and input channel of a 3x3 kernel; Winograd's F(2x2) does 4, F(4x4) 2.25, and pays with
 transforms of input and output, with larger weights to stream, and with tiles that reach beyond the output. All three are counted in cycles.
@@ -23,7 +23,7 @@ _MEMORY_BYTES, _SHARED_BYTES = 3.0, 10.0
 
 @dataclass(frozen=True, slots=True)
 class WinogradTasks:
-    """How a Winograd kernel is cut: `runs` of `tiles` tiles (the last may be shorter), the output channels in `channel_groups`."""
+    """The tasks of a Winograd kernel: `runs` of `tiles` tiles (the last may be shorter), the output channels in `channel_groups`."""
 
     tiles: int
     runs: Dim
@@ -85,7 +85,7 @@ def _direct_cycles(images: Dim, outputs: int, inputs: int, size: tuple[int, int]
 def winograd_gains(
     images: Dim, outputs: int, inputs: int, size: tuple[int, int], target: Target, groups: int = 1
 ) -> dict[int, float]:
-    """How many times faster than a direct sum F(m x m) is by estimate, by m and best first: for a 3x3 convolution with stride 1 and `size`
+    """Estimate how many times faster F(m x m) is than a direct sum, by m and best first: for a 3x3 convolution with stride 1 and `size`
     (rows, columns) of output. outputs, inputs: channels of one group. Empty where its schedule does not serve: channels that do not fill
     vectors (those of all groups but one must), nothing to compute."""
     if inputs % target.lanes or outputs < target.lanes or not size_hint(images) or not all(size):

@@ -26,7 +26,7 @@ _MAX_PIECES = 16
 
 
 def offsets_of(printer: Printer, exprs: Sequence[Expr]) -> list[Index]:
-    """Where the loads of some expressions lie in memory, over the domain's variables; kernel-local buffers are left out."""
+    """Memory offsets of the loads of some expressions, over the domain's variables; kernel-local buffers are left out."""
     found = []
     for expr in exprs:
         for load in loads_of(expr):
@@ -53,7 +53,7 @@ def step(offset: Index, variable: LoopVar) -> int:
 
 
 def _stride(coefficient: Dim) -> int:
-    """How far apart in memory; a stride known at run time is never taken for 1."""
+    """The distance in memory between neighbours; a stride known only at run time is never taken for 1."""
     return abs(coefficient) if isinstance(coefficient, int) else max(2, abs(size_hint(coefficient)))
 
 
@@ -177,7 +177,7 @@ def pieces(printer: Printer, exprs: Sequence[Expr], variable: LoopVar) -> list[t
 
 
 def _turns(comparison: str, difference: Index) -> list[Dim]:
-    """Where along its variable `difference OP 0` changes; the difference is the variable, or minus it, and a constant."""
+    """Points along its variable where `difference OP 0` changes; the difference is the variable, or minus it, and a constant."""
     is_rising = difference.terms[0][1] == 1
     zero = -difference.const if is_rising else difference.const
     if comparison in ("eq", "ne"):

@@ -12,29 +12,29 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 
-from tvm import tirx
-
 from torch_hybrid_backend.engines.cpu.operands.amx_formats import LARGEST, SMALLEST
 from torch_hybrid_backend.engines.cpu.target import Target
+from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirBuffer, TirExpr
-from torch_hybrid_backend.engines.cpu.tir.dot import rounded_vector
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
+from torch_hybrid_backend.engines.cpu.tir.x86 import rounded_vector
 from torch_hybrid_backend.loops.index import Index
 
 _LANES = 16
 
 
 def word(number: int) -> TirExpr:
-    return tirx.IntImm("uint32", number)
+    return tir.const(number, "uint32")
 
 
 def upper(bits: TirExpr) -> TirExpr:
     """The upper half of 32 bits."""
-    return tirx.Cast("uint16", tirx.shift_right(bits, word(16)))
+    return tir.cast(bits >> word(16), "uint16")
 
 
 class FloatParts:
-    """What is split by one sequence of statements: vectors that stay in registers, used after `begin` and in no other block of statements."""
+    """Vectors that are split by one sequence of statements: vectors that stay in registers, used after `begin` and in no other block of
+    statements."""
 
     def __init__(self, builder: Builder, printer: Printer, parts: int, target: Target) -> None:
         self._builder, self._printer, self._parts = builder, printer, parts
@@ -47,7 +47,7 @@ class FloatParts:
 
     @property
     def vectors(self) -> tuple[TirBuffer, ...]:
-        """What `begin` declares."""
+        """The vectors that `begin` declares."""
         return self._largest, self._smallest, self._rest, self._bits
 
     def begin(self) -> Stmt:
@@ -90,12 +90,12 @@ class FloatParts:
         b = self._builder
         statements = [self._printer.vector_loop(_LANES, lambda lane: self._taken(lane, value(lane), watches))]
         for number in range(self._parts):
-            part, rest = tirx.Var(b.fresh("part"), f"uint16x{_LANES}"), b.load_vector(self._rest, 0, _LANES)
+            part, rest = b.variable("part", f"uint16x{_LANES}"), b.load_vector(self._rest, 0, _LANES)
             array, start = place(number)
-            statements += [tirx.stmt.Bind(part, rounded_vector(b, rest)), b.store_vector(array, start, part, _LANES)]
+            statements += [b.bind(part, rounded_vector(b, rest)), b.store_vector(array, start, part, _LANES)]
             if number + 1 < self._parts:
-                bits = tirx.shift_left(tirx.Cast(f"uint32x{_LANES}", part), tirx.Broadcast(word(16), _LANES))
-                left = rest - tirx.reinterpret(f"float32x{_LANES}", bits)
+                bits = tir.cast(part, f"uint32x{_LANES}") << tir.broadcast(word(16), _LANES)
+                left = rest - tir.reinterpret(bits, f"float32x{_LANES}")
                 statements.append(b.store_vector(self._rest, 0, left, _LANES))
         return b.seq(*statements)
 
@@ -104,17 +104,17 @@ class FloatParts:
         b, bits = self._builder, self._builder.load(self._bits, lane)
         statements = [b.store(self._rest, lane, value)]
         if watches:
-            magnitude = tirx.bitwise_and(tirx.reinterpret("uint32", b.load(self._rest, lane)), word(0x7FFFFFFF))
+            magnitude = tir.reinterpret(b.load(self._rest, lane), "uint32") & word(0x7FFFFFFF)
             statements += [
                 b.store(self._bits, lane, magnitude),
-                b.store(self._largest, lane, tirx.Max(b.load(self._largest, lane), bits)),
+                b.store(self._largest, lane, tir.maximum(b.load(self._largest, lane), bits)),
                 # 0 becomes the largest.
-                b.store(self._smallest, lane, tirx.Min(b.load(self._smallest, lane), bits - word(1))),
+                b.store(self._smallest, lane, tir.minimum(b.load(self._smallest, lane), bits - word(1))),
             ]
         return b.seq(*statements)
 
     def split(self, lane: Index, value: TirExpr, put: Callable[[int, TirExpr], Stmt], *, watches: bool = True) -> Stmt:
-        """As `stored`, of one lane: `put(part, bits)` is told each part, the largest first, which is in the upper half of 32 bits.
+        """Split one lane as `stored` does: `put(part, bits)` is told each part, the largest first, which is in the upper half of 32 bits.
 
         The first part is the number rounded to nearest, each other what is left, rounded. Values are kept in local arrays: TVM would substitute
         a binding at each use.
@@ -123,11 +123,11 @@ class FloatParts:
         rest, bits = b.load(self._rest, lane), b.load(self._bits, lane)
         statements = [self._taken(lane, value, watches)]
         for number in range(self._parts):
-            own = tirx.reinterpret("uint32", rest)
-            odd = tirx.bitwise_and(tirx.shift_right(own, word(16)), word(1))
+            own = tir.reinterpret(rest, "uint32")
+            odd = (own >> word(16)) & word(1)
             statements += [b.store(self._bits, lane, own + word(0x7FFF) + odd), put(number, bits)]
             if number + 1 < self._parts:
-                part = tirx.reinterpret("float32", tirx.bitwise_and(bits, word(0xFFFF0000)))
+                part = tir.reinterpret(bits & word(0xFFFF0000), "float32")
                 statements.append(b.store(self._rest, lane, rest - part))
         return b.seq(*statements)
 
@@ -137,7 +137,9 @@ class FloatParts:
         least, most = (struct.unpack("<I", struct.pack("<f", limit))[0] for limit in (SMALLEST, LARGEST))
 
         def look(lane: Index) -> Stmt:
-            outside = tirx.Or(b.load(self._largest, lane) > word(most), b.load(self._smallest, lane) < word(least - 1))
+            outside = tir.logical_or(
+                b.load(self._largest, lane) > word(most), b.load(self._smallest, lane) < word(least - 1)
+            )
             return b.when(outside, statement)
 
         return b.loop(_LANES, look, name="l")

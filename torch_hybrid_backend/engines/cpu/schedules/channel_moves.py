@@ -16,9 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tvm import tirx
-
 from torch_hybrid_backend.engines.cpu.schedules.axes import Env
+from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirExpr
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
@@ -42,7 +41,7 @@ class _Source:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """One block of the result: lane i is lane `lanes[i] % block` of source `lanes[i] // block`."""
+    """A block of the result: lane i is lane `lanes[i] % block` of source `lanes[i] // block`."""
 
     sources: tuple[_Source, ...]
     lanes: tuple[int, ...]
@@ -67,18 +66,15 @@ def channel_moves(kernel: MapKernel, builder: Builder, printer: Printer, channel
         def at(place: Index) -> Stmt:
             inside = {**env, column: place}
             start = printer.offset(store.buffer, store.index, {**inside, channel: as_index(number * width)})
-            return tirx.BufferStore(target, _gathered(blocks[number], inside), [_ramp(start)])
+            return builder.store_vector(target, start, _gathered(blocks[number], inside), width)
 
         return builder.loop(column.extent, at, name="w")
 
     def _gathered(one: _Block, env: Env) -> TirExpr:
         vectors = [
-            tirx.BufferLoad(printer.arguments[s.buffer][0], [_ramp(s.offset.substitute(env))]) for s in one.sources
+            builder.load_vector(printer.arguments[s.buffer][0], s.offset.substitute(env), width) for s in one.sources
         ]
-        return vectors[0] if one.is_aligned else tirx.Shuffle(vectors, list(one.lanes))
-
-    def _ramp(start: Index) -> TirExpr:
-        return tirx.Ramp(builder.index(start), 1, width)
+        return vectors[0] if one.is_aligned else tir.shuffle(vectors, one.lanes)
 
     def row(place: Sequence[Index]) -> Stmt:
         env = dict(zip(outer, place, strict=True))
@@ -88,7 +84,7 @@ def channel_moves(kernel: MapKernel, builder: Builder, printer: Printer, channel
 
 
 def _blocks(kernel: MapKernel, printer: Printer, channel: LoopVar) -> list[_Block] | None:
-    """Where each block's lanes come from; None where some channel is anything but an element of a tensor blocked alike."""
+    """The sources of each block's lanes; None where some channel is anything but an element of a tensor blocked alike."""
     store, extent = kernel.stores[0], channel.extent
     layout = printer.arguments[store.buffer][1]
     if len(kernel.stores) != 1 or not isinstance(layout, Blocked) or not isinstance(extent, int):

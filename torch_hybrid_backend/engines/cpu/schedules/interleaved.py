@@ -17,11 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tvm import tirx
-
 from torch_hybrid_backend.engines.cpu.schedules.axes import Env, offsets_of, pieces, step
 from torch_hybrid_backend.engines.cpu.schedules.vector_stores import stored_vector
 from torch_hybrid_backend.engines.cpu.target import Target
+from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirBuffer
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
 from torch_hybrid_backend.engines.cpu.tir.storage import storage_dtype
@@ -81,7 +80,7 @@ def interleaved(
         vectors = [builder.load_vector(planes[lane if lane < count else 0], 0, _PIXELS) for lane in range(block)]
         order = [lane * _PIXELS + pixel for pixel in range(_PIXELS) for lane in range(block)]
         to = printer.offset(store.buffer, store.index, {**here, channel: as_index(0)})
-        put = builder.store_vector(array, to, tirx.Shuffle(vectors, order), _PIXELS * block)
+        put = builder.store_vector(array, to, tir.shuffle(vectors, order), _PIXELS * block)
         filled = [plane(here, number, array) for number, array in enumerate(planes)]
         return builder.seq(*map(builder.alloc, planes), *filled, put)
 

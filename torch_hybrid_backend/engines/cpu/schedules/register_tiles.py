@@ -15,12 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import tvm
-from tvm import tirx
-
 from torch_hybrid_backend.engines.cpu.dot_products import DotProduct
 from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.engines.cpu.tile_sizes import Split
+from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.cpu.tir.dot import dot_product
 from torch_hybrid_backend.engines.cpu.tir.math import UNARY
@@ -45,7 +43,7 @@ LaneFn = Callable[[Index], TirExpr]
 
 def lanes_of(target: Target, dtype: str) -> int:
     """Elements of a compute dtype in one vector register."""
-    width = max(4, int(tvm.DataType(dtype).bits) // 8)
+    width = max(4, tir.itemsize(dtype))
     return max(1, target.lanes * 4 // width)
 
 
@@ -77,12 +75,12 @@ def by_height(builder: Builder, total: Dim, tall: int, vectors: int, body: Calla
     heights = sorted({max(1, round(tall * share)) for share in (4 / 7, 11 / 14, 1)})
     small = [height for height in (1, 2, 4) if height < heights[0]]
     rows, count = builder.size(total), builder.size
-    chosen = tirx.Var(builder.fresh("height"), "int32")
-    best, least = tirx.IntImm("int32", heights[-1]), count(ceil_div(total, heights[-1]) * heights[-1])
+    chosen = builder.variable("height", "int32")
+    best, least = tir.const(heights[-1], "int32"), count(ceil_div(total, heights[-1]) * heights[-1])
     for height in reversed(heights[:-1]):
         computed = count(ceil_div(total, height) * height)
-        best = tirx.Select(computed < least, tirx.IntImm("int32", height), best)
-        least = tirx.Min(computed, least)
+        best = tir.select(computed < least, tir.const(height, "int32"), best)
+        least = tir.minimum(computed, least)
 
     def time(few: int, height: int) -> float:
         # A step of k in a short tile takes the latency of a multiply-add, however few rows it has.
@@ -90,25 +88,21 @@ def by_height(builder: Builder, total: Dim, tall: int, vectors: int, body: Calla
 
     for few in range(1, tall):
         fastest = min((h for h in (*small, *heights) if h <= few), key=lambda h: time(few, h))
-        best = tirx.Select(rows.equal(count(few)), tirx.IntImm("int32", fastest), best)
-    variants = [builder.when(chosen.equal(tirx.IntImm("int32", h)), body(h)) for h in (*small, *heights)]
-    return builder.seq(tirx.stmt.Bind(chosen, best), *variants)
+        best = tir.select(tir.equal(rows, count(few)), tir.const(fastest, "int32"), best)
+    variants = [builder.when(tir.equal(chosen, tir.const(h, "int32")), body(h)) for h in (*small, *heights)]
+    return builder.seq(builder.bind(chosen, best), *variants)
 
 
 def tile_start(builder: Builder, total: Dim, height: int, part: Index) -> tuple[Index, Stmt]:
-    """Where row tile `part` begins, and the statement that computes it."""
+    """The first row of row tile `part`, and the statement that computes it."""
     last = total - height
-    start = tirx.Min(builder.index(part * height), builder.size(last))
+    start = tir.minimum(builder.index(part * height), builder.size(last))
     return builder.bound(start, last + 1, "row")
 
 
 def partials(of: Callable[[int, Index], TirExpr], count: int) -> list[LaneFn]:
-    """`of(0, lane)`, `of(1, lane)`, ... as functions of the lane."""
+    """Functions of the lane: `of(0, lane)`, `of(1, lane)`, ..."""
     return [partial(of, number) for number in range(count)]
-
-
-def zero(dtype: str) -> TirExpr:
-    return tirx.const(0, dtype)
 
 
 class RegisterTile:
@@ -130,7 +124,7 @@ class RegisterTile:
         return self.builder.alloc(self.buffer)
 
     def offset(self, row: int, vector: int, way: int = 0) -> int:
-        """Where in `buffer` an accumulator lies."""
+        """The offset of an accumulator in `buffer`."""
         return way * self.size + (row * self.vectors + vector) * self.lanes
 
     def _lanes(self, body: Callable[[Index], Stmt]) -> Stmt:
@@ -155,7 +149,7 @@ class RegisterTile:
         )
 
     def clear(self) -> Stmt:
-        return self._each(lambda row, vector, lane: self.set(row, vector, lane, zero(self.dtype)), self.ways)
+        return self._each(lambda row, vector, lane: self.set(row, vector, lane, tir.const(0, self.dtype)), self.ways)
 
     def fill(self, value: Callable[[int, int, Index], TirExpr]) -> Stmt:
         """acc[row, vector, lane] = value(row, vector, lane)."""
@@ -187,7 +181,7 @@ class RegisterTile:
         return self._lanes(body)
 
     def held(self, values: Sequence[LaneFn]) -> tuple[Stmt, list[LaneFn]]:
-        """What computes `values` into registers, and they as they are held there.
+        """Statements that compute `values` into registers, and the values as registers hold them.
 
         TVM's vectoriser takes an expression that binds variables only once; operands of `accumulate` are there for every row or vector.
         """
@@ -218,8 +212,8 @@ class RegisterTile:
         b, steps = self.builder, []
 
         def bound(value: TirExpr, dtype: str) -> TirExpr:
-            name = tirx.Var(b.fresh("word"), dtype)
-            steps.append(tirx.stmt.Bind(name, value))
+            name = b.variable("word", dtype)
+            steps.append(b.bind(name, value))
             return name
 
         kind = f"{storage_dtype(dot.right)}x{self.lanes * dot.group}"
@@ -319,7 +313,7 @@ class RegisterTile:
             lambda row, vector, lane: self.builder.store(
                 buffer,
                 start + lane + (row * (row_stride or dense) + vector * self.lanes),
-                self.at(row, vector, lane) if dtype == self.dtype else tirx.Cast(dtype, self.at(row, vector, lane)),
+                self.at(row, vector, lane) if dtype == self.dtype else tir.cast(self.at(row, vector, lane), dtype),
             )
         )
 

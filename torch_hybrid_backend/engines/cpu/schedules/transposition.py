@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tvm import tirx
-
+from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import TirExpr
 
 # Elements of the 128-bit pieces within which the cheap permutations move.
@@ -33,7 +32,7 @@ def _within_pieces(rows: Sequence[TirExpr], lanes: int) -> list[TirExpr]:
     starts = range(0, lanes, _PIECE)
 
     def mixed(a: TirExpr, b: TirExpr, places: Sequence[tuple[int, int]]) -> TirExpr:
-        return tirx.Shuffle([a, b], [start + place + side * lanes for start in starts for side, place in places])
+        return tir.shuffle([a, b], [start + place + side * lanes for start in starts for side, place in places])
 
     low, high = ((0, 0), (1, 0), (0, 1), (1, 1)), ((0, 2), (1, 2), (0, 3), (1, 3))
     first, second = ((0, 0), (0, 1), (1, 0), (1, 1)), ((0, 2), (0, 3), (1, 2), (1, 3))
@@ -54,7 +53,7 @@ def _of_pieces(vectors: Sequence[TirExpr], lanes: int) -> list[TirExpr]:
 
     def every_second(a: TirExpr, b: TirExpr, first: int) -> TirExpr:
         starts = [s for s in range(0, 2 * lanes, _PIECE) if s // _PIECE % 2 == first]
-        return tirx.Shuffle([a, b], [start + i for start in starts for i in range(_PIECE)])
+        return tir.shuffle([a, b], [start + i for start in starts for i in range(_PIECE)])
 
     pairs = list(zip(vectors[::2], vectors[1::2], strict=True))
     even = _of_pieces([every_second(a, b, 0) for a, b in pairs], lanes)

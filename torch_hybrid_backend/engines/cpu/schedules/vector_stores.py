@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.engines.cpu.tir.builder import Stmt, TirBuffer
-from torch_hybrid_backend.engines.cpu.tir.dot import rounded_vector
 from torch_hybrid_backend.engines.cpu.tir.printer import Env, Printer
+from torch_hybrid_backend.engines.cpu.tir.x86 import rounded_vector
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index, index_of
 from torch_hybrid_backend.loops.ir import Buffer
 from torch_hybrid_backend.loops.kernels import Store

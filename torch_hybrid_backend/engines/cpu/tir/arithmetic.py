@@ -1,4 +1,4 @@
-"""One TIR expression for each scalar operation of `loops.ops`.
+"""TIR expressions of the scalar operations of `loops.ops`, one each.
 
 Operands are variables or literals, and may be used twice, but for the operations of `prints_operands_once`. `emit` raises ScheduleError
 for an operation and dtype that have no meaning together (the lowerings never ask for one).
@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping
 from tvm import tirx
 
 from torch_hybrid_backend.engines.cpu.tir import math
-from torch_hybrid_backend.engines.cpu.tir.math import Let, TirExpr, opaque
+from torch_hybrid_backend.engines.cpu.tir.builder import TirExpr
+from torch_hybrid_backend.engines.cpu.tir.expressions import const
+from torch_hybrid_backend.engines.cpu.tir.math import Let, opaque
 from torch_hybrid_backend.errors import ScheduleError
 from torch_hybrid_backend.loops.ops import is_float
 
@@ -20,13 +22,6 @@ from torch_hybrid_backend.loops.ops import is_float
 _LLVM = frozenset("exp exp2 log log2 log10 sin cos tan asin acos atan sinh cosh tanh".split())
 _ROUNDING = {"floor": tirx.floor, "ceil": tirx.ceil, "trunc": tirx.trunc}
 COMPARISONS = {"eq": tirx.EQ, "ne": tirx.NE, "lt": tirx.LT, "le": tirx.LE, "gt": tirx.GT, "ge": tirx.GE}
-
-
-def literal(value: float, dtype: str) -> TirExpr:
-    """A literal of a compute dtype; infinities and NaN included."""
-    if is_float(dtype):
-        return tirx.FloatImm(dtype, float(value))
-    return tirx.IntImm(dtype, int(value))
 
 
 def emit(op: str, dtype: str, args: tuple[TirExpr, ...], operand: str, let: Let) -> TirExpr:
@@ -59,7 +54,7 @@ def _emit(op: str, dtype: str, args: tuple[TirExpr, ...], operand: str, let: Let
     if op == "isnan":
         return math.is_nan(args[0], operand) if is_float(operand) else tirx.IntImm("bool", 0)
     if op == "isinf":
-        return tirx.EQ(tirx.abs(args[0]), literal(pymath.inf, operand)) if is_float(operand) else tirx.IntImm("bool", 0)
+        return tirx.EQ(tirx.abs(args[0]), const(pymath.inf, operand)) if is_float(operand) else tirx.IntImm("bool", 0)
     if dtype == "float32" and op in math.UNARY:
         return math.UNARY[op](let, args[0])
     if op == "exp_nonpositive":
@@ -98,10 +93,10 @@ def cast(x: TirExpr, source: str, target: str) -> TirExpr:
         return x
     if source == "bool":
         # A cast of a vector of bool cannot be bound (`Bindings.let`).
-        return tirx.Select(x, literal(1, target), literal(0, target))
+        return tirx.Select(x, const(1, target), const(0, target))
     if target == "bool":
         # A float by way of ==, as TVM's `!=` is false for NaN and a NaN is true.
-        zero = literal(0, source)
+        zero = const(0, source)
         return tirx.Not(tirx.EQ(x, zero)) if is_float(source) else tirx.NE(x, zero)
     if is_float(source) and target in ("int8", "uint8", "int16", "uint16"):
         # Through int32, as eager's compiled code goes: out-of-range values wrap alike.
@@ -143,12 +138,12 @@ def _is_signed(dtype: str) -> bool:
 
 def _safe_divisor(b: TirExpr, dtype: str, let: Let) -> tuple[TirExpr, TirExpr | None]:
     """(b, or 1 where dividing by it would trap, whether b is -1). The processor traps on x / 0 and on INT_MIN / -1."""
-    zero, one = literal(0, dtype), literal(1, dtype)
+    zero, one = const(0, dtype), const(1, dtype)
     if isinstance(b, tirx.IntImm):
-        return (b, None) if int(b.value) not in (0, -1) else (one, tirx.EQ(b, literal(-1, dtype)))
+        return (b, None) if int(b.value) not in (0, -1) else (one, tirx.EQ(b, const(-1, dtype)))
     if not _is_signed(dtype):
         return let(tirx.Select(tirx.EQ(b, zero), one, b), dtype), None
-    minus = let(tirx.EQ(b, literal(-1, dtype)), "bool")
+    minus = let(tirx.EQ(b, const(-1, dtype)), "bool")
     return let(tirx.Select(tirx.Or(tirx.EQ(b, zero), minus), one, b), dtype), minus
 
 
@@ -157,7 +152,7 @@ def _truncdiv(a: TirExpr, b: TirExpr, dtype: str, let: Let) -> TirExpr:
         return tirx.trunc(_div(a, b, dtype, let))
     divisor, minus = _safe_divisor(b, dtype, let)
     quotient = tirx.truncdiv(a, divisor)
-    return quotient if minus is None else tirx.Select(minus, literal(0, dtype) - a, quotient)
+    return quotient if minus is None else tirx.Select(minus, const(0, dtype) - a, quotient)
 
 
 def _truncmod(a: TirExpr, b: TirExpr, dtype: str, let: Let) -> TirExpr:
@@ -177,16 +172,16 @@ def _floordiv(a: TirExpr, b: TirExpr, dtype: str, let: Let) -> TirExpr:
         return quotient - cast(_signs_differ(remainder, b, dtype), "bool", dtype)
     # c10::div_floor_floating: the quotient of what is left when the remainder is taken off, nudged to the nearest integer.
     remainder = let(_mod(a, b, dtype, let), dtype)
-    zero = literal(0, dtype)
+    zero = const(0, dtype)
     exact = let(tirx.Div(a - opaque(remainder, dtype), b), dtype)
     whole = let(tirx.floor(exact), dtype)
-    nudged = tirx.Select(tirx.GT(exact - opaque(whole, dtype), literal(0.5, dtype)), whole + literal(1, dtype), whole)
+    nudged = tirx.Select(tirx.GT(exact - opaque(whole, dtype), const(0.5, dtype)), whole + const(1, dtype), whole)
     return tirx.Select(tirx.EQ(b, zero), tirx.Div(a, b), nudged)
 
 
 def _signs_differ(remainder: TirExpr, b: TirExpr, dtype: str) -> TirExpr:
     """True if a non-zero remainder and the divisor have different signs."""
-    zero = literal(0, dtype)
+    zero = const(0, dtype)
     up = tirx.And(tirx.LT(remainder, zero), tirx.GT(b, zero))
     return tirx.Or(up, tirx.And(tirx.GT(remainder, zero), tirx.LT(b, zero)))
 
@@ -203,11 +198,11 @@ def _pow(a: TirExpr, b: TirExpr, dtype: str, let: Let) -> TirExpr:
         value = float(b.value)
         if value.is_integer() and (0 <= value <= 64 or (-8 <= value < 0 and is_float(dtype))):
             result = _whole_power(a, abs(int(value)), dtype, let)
-            return result if value >= 0 else tirx.Div(literal(1, dtype), result)
+            return result if value >= 0 else tirx.Div(const(1, dtype), result)
         if value == 0.5:
             return tirx.sqrt(a)
         if value == -0.5:
-            return tirx.Div(literal(1, dtype), tirx.sqrt(a))
+            return tirx.Div(const(1, dtype), tirx.sqrt(a))
     if dtype == "float32":
         return math.power(let, a, b)
     if dtype == "float64":
@@ -224,22 +219,22 @@ def _whole_power(a: TirExpr, exponent: int, dtype: str, let: Let) -> TirExpr:
         exponent >>= 1
         if exponent:
             a = let(a * a, dtype)
-    return literal(1, dtype) if result is None else result
+    return const(1, dtype) if result is None else result
 
 
 def _integer_power(a: TirExpr, b: TirExpr, dtype: str, let: Let) -> TirExpr:
     """a^b modulo 2^bits; 0 for negative b unless a is 1 or -1, as eager."""
-    zero, one = literal(0, dtype), literal(1, dtype)
+    zero, one = const(0, dtype), const(1, dtype)
     result, base = one, a
     bits = int(dtype.removeprefix("u").removeprefix("int"))
     for shift in range(bits - 1 if _is_signed(dtype) else bits):
-        taken = tirx.EQ((b >> literal(shift, dtype)) & one, zero)
+        taken = tirx.EQ((b >> const(shift, dtype)) & one, zero)
         result = let(tirx.Select(taken, result, result * base), dtype)
         base = let(base * base, dtype)
     if not _is_signed(dtype):
         return result
-    parity = tirx.Select(tirx.EQ(b & one, zero), one, literal(-1, dtype))
-    at_minus_one = tirx.Select(tirx.EQ(a, literal(-1, dtype)), parity, zero)
+    parity = tirx.Select(tirx.EQ(b & one, zero), one, const(-1, dtype))
+    at_minus_one = tirx.Select(tirx.EQ(a, const(-1, dtype)), parity, zero)
     return tirx.Select(tirx.LT(b, zero), tirx.Select(tirx.EQ(a, one), one, at_minus_one), result)
 
 
@@ -271,10 +266,10 @@ def _shift(op: Callable[..., TirExpr], is_left: bool) -> Callable[..., TirExpr]:
     def emit_shift(a: TirExpr, b: TirExpr, dtype: str, let: Let) -> TirExpr:
         """Shifting by a negative count or all bits: 0 (or the sign, to the right), as eager; the processor would wrap."""
         bits = int(dtype.removeprefix("u").removeprefix("int"))
-        limit = literal(bits - 1, dtype)
-        inside = let(tirx.And(tirx.GE(b, literal(0, dtype)), tirx.LE(b, limit)), "bool")
+        limit = const(bits - 1, dtype)
+        inside = let(tirx.And(tirx.GE(b, const(0, dtype)), tirx.LE(b, limit)), "bool")
         if is_left or not _is_signed(dtype):
-            return tirx.Select(inside, op(a, tirx.Select(inside, b, literal(0, dtype))), literal(0, dtype))
+            return tirx.Select(inside, op(a, tirx.Select(inside, b, const(0, dtype))), const(0, dtype))
         return op(a, tirx.Select(inside, b, limit))
 
     return emit_shift
@@ -306,86 +301,86 @@ _BINARY: Mapping[str, Callable[[TirExpr, TirExpr, str, Let], TirExpr]] = {
 
 def _neg(x: TirExpr, dtype: str, let: Let) -> TirExpr:
     # Times -1 and not 0 - x: -0.0 is the negative of 0.0.
-    return x * literal(-1, dtype) if is_float(dtype) else literal(0, dtype) - x
+    return x * const(-1, dtype) if is_float(dtype) else const(0, dtype) - x
 
 
 def _abs(x: TirExpr, dtype: str, let: Let) -> TirExpr:
     if is_float(dtype):
         return tirx.abs(x)
-    return tirx.Select(tirx.LT(x, literal(0, dtype)), literal(0, dtype) - x, x) if _is_signed(dtype) else x
+    return tirx.Select(tirx.LT(x, const(0, dtype)), const(0, dtype) - x, x) if _is_signed(dtype) else x
 
 
 def _sign(x: TirExpr, dtype: str, let: Let) -> TirExpr:
     if dtype == "bool":
         return x
-    zero, one = literal(0, dtype), literal(1, dtype)
-    below = tirx.Select(tirx.LT(x, zero), literal(-1, dtype), zero) if is_float(dtype) or _is_signed(dtype) else zero
+    zero, one = const(0, dtype), const(1, dtype)
+    below = tirx.Select(tirx.LT(x, zero), const(-1, dtype), zero) if is_float(dtype) or _is_signed(dtype) else zero
     return tirx.Select(tirx.GT(x, zero), one, below)
 
 
 def _sigmoid(x: TirExpr, dtype: str, let: Let) -> TirExpr:
     if dtype == "float32":
         return math.sigmoid(let, x)
-    return literal(1, dtype) / (literal(1, dtype) + _llvm("exp", dtype, x * literal(-1, dtype)))
+    return const(1, dtype) / (const(1, dtype) + _llvm("exp", dtype, x * const(-1, dtype)))
 
 
 def _expm1(x: TirExpr, dtype: str, let: Let) -> TirExpr:
     if dtype == "float32":
         return math.expm1(let, x)
     # Kahan: (u - 1) x / log(u) with u = e^x.
-    one = literal(1, dtype)
+    one = const(1, dtype)
     u = let(_llvm("exp", dtype, x), dtype)
     d = let(u - one, dtype)
     ordinary = let(d * x / _llvm("log", dtype, u), dtype)
-    end = tirx.Or(tirx.EQ(d, literal(-1, dtype)), tirx.EQ(u, literal(pymath.inf, dtype)))
-    return tirx.Select(tirx.EQ(d, literal(0, dtype)), x, tirx.Select(end, d, ordinary))
+    end = tirx.Or(tirx.EQ(d, const(-1, dtype)), tirx.EQ(u, const(pymath.inf, dtype)))
+    return tirx.Select(tirx.EQ(d, const(0, dtype)), x, tirx.Select(end, d, ordinary))
 
 
 def _log1p(x: TirExpr, dtype: str, let: Let) -> TirExpr:
     if dtype == "float32":
         return math.log1p(let, x)
-    u = let(opaque(x + literal(1, dtype), dtype), dtype)
-    d = let(u - literal(1, dtype), dtype)
+    u = let(opaque(x + const(1, dtype), dtype), dtype)
+    d = let(u - const(1, dtype), dtype)
     ordinary = let(_llvm("log", dtype, u) * (x / d), dtype)
-    near = tirx.Select(tirx.EQ(d, literal(0, dtype)), x, ordinary)
-    return tirx.Select(tirx.EQ(x, literal(pymath.inf, dtype)), x, near)
+    near = tirx.Select(tirx.EQ(d, const(0, dtype)), x, ordinary)
+    return tirx.Select(tirx.EQ(x, const(pymath.inf, dtype)), x, near)
 
 
 def _asinh(x: TirExpr, dtype: str, let: Let) -> TirExpr:
     """sign(x) log1p(a + a^2 / (1 + sqrt(a^2 + 1))), a = |x|; log(a) + log(2) where a^2 would overflow."""
-    one = literal(1, dtype)
-    large = literal(1e18, dtype)
+    one = const(1, dtype)
+    large = const(1e18, dtype)
     magnitude = let(tirx.abs(x), dtype)
     a = let(tirx.Select(tirx.GT(magnitude, large), large, magnitude), dtype)
     a2 = let(a * a, dtype)
     near = let(_log1p(let(a + a2 / (one + tirx.sqrt(a2 + one)), dtype), dtype, let), dtype)
     y = let(tirx.Select(tirx.GT(magnitude, large), _log_of_double(magnitude, dtype, let), near), dtype)
-    signed = tirx.Select(tirx.LT(x, literal(0, dtype)), y * literal(-1, dtype), y)
-    return tirx.Select(tirx.EQ(x, literal(0, dtype)), x, signed)
+    signed = tirx.Select(tirx.LT(x, const(0, dtype)), y * const(-1, dtype), y)
+    return tirx.Select(tirx.EQ(x, const(0, dtype)), x, signed)
 
 
 def _log_of_double(x: TirExpr, dtype: str, let: Let) -> TirExpr:
     log = math.log(let, x) if dtype == "float32" else _llvm("log", dtype, x)
-    return log + literal(pymath.log(2), dtype)
+    return log + const(pymath.log(2), dtype)
 
 
 def _acosh(x: TirExpr, dtype: str, let: Let) -> TirExpr:
     """log1p(t + sqrt(2 t + t^2)), t = x - 1."""
-    large = literal(1e18, dtype)
+    large = const(1e18, dtype)
     bounded = let(tirx.Select(tirx.GT(x, large), large, x), dtype)
-    t = let(bounded - literal(1, dtype), dtype)
-    near = let(_log1p(let(t + tirx.sqrt(t * literal(2, dtype) + t * t), dtype), dtype, let), dtype)
+    t = let(bounded - const(1, dtype), dtype)
+    near = let(_log1p(let(t + tirx.sqrt(t * const(2, dtype) + t * t), dtype), dtype, let), dtype)
     inside = let(tirx.Select(tirx.GT(x, large), _log_of_double(x, dtype, let), near), dtype)
-    return tirx.Select(tirx.LT(t, literal(0, dtype)), literal(pymath.nan, dtype), inside)
+    return tirx.Select(tirx.LT(t, const(0, dtype)), const(pymath.nan, dtype), inside)
 
 
 def _atanh(x: TirExpr, dtype: str, let: Let) -> TirExpr:
     """log1p(2 x / (1 - x)) / 2 of |x|, with x's sign."""
     a = let(tirx.abs(x), dtype)
-    ratio = let(a * literal(2, dtype) / (literal(1, dtype) - a), dtype)
-    y = let(_log1p(ratio, dtype, let) * literal(0.5, dtype), dtype)
-    signed = tirx.Select(tirx.LT(x, literal(0, dtype)), y * literal(-1, dtype), y)
-    return tirx.Select(tirx.EQ(x, literal(0, dtype)), x, signed)
+    ratio = let(a * const(2, dtype) / (const(1, dtype) - a), dtype)
+    y = let(_log1p(ratio, dtype, let) * const(0.5, dtype), dtype)
+    signed = tirx.Select(tirx.LT(x, const(0, dtype)), y * const(-1, dtype), y)
+    return tirx.Select(tirx.EQ(x, const(0, dtype)), x, signed)
 
 
 _UNARY: Mapping[str, Callable[[TirExpr, str, Let], TirExpr]] = {
@@ -395,7 +390,7 @@ _UNARY: Mapping[str, Callable[[TirExpr, str, Let], TirExpr]] = {
     "bitnot": lambda x, dtype, let: tirx.Not(x) if dtype == "bool" else tirx.bitwise_not(x),
     "not": lambda x, dtype, let: tirx.Not(x),
     "sqrt": lambda x, dtype, let: tirx.sqrt(x),
-    "rsqrt": lambda x, dtype, let: literal(1, dtype) / tirx.sqrt(x),
+    "rsqrt": lambda x, dtype, let: const(1, dtype) / tirx.sqrt(x),
     "sigmoid": _sigmoid,
     "expm1": _expm1,
     "log1p": _log1p,

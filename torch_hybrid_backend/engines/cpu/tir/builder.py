@@ -156,7 +156,7 @@ class Builder:
     def fused(
         self, extents: Sequence[Dim], body: Callable[[tuple[Index, ...]], Stmt], kind: str = "parallel", name: str = "p"
     ) -> Stmt:
-        """One loop over the row-major product of `extents`; `body` gets the coordinates."""
+        """A single loop over the row-major product of `extents`; `body` gets the coordinates."""
         total = product(extents)
 
         def at(flat: Index) -> Stmt:
@@ -178,6 +178,14 @@ class Builder:
         """A buffer private to the innermost enclosing loop body (declare it there with `alloc`)."""
         scope = "local" if isinstance(size, int) else "global"  # a stack frame's size is fixed when it is compiled
         return tirx.decl_buffer((self.size(size),), dtype, self.fresh(name), scope=scope)
+
+    def workspace(self, size: Dim, dtype: str, name: str) -> TirBuffer:
+        """A buffer on the heap, private to the innermost enclosing loop body (declare it there with `alloc_on_heap`)."""
+        return tirx.decl_buffer((self.size(size),), dtype, self.fresh(name), scope="global")
+
+    def alloc_on_heap(self, buffer: TirBuffer) -> Stmt:
+        """Declares a buffer made by `workspace`."""
+        return tirx.stmt.AllocBuffer(buffer)
 
     def alloc(self, buffer: TirBuffer) -> Stmt:
         """Declares a buffer made by `local`: on the stack, and so in registers where LLVM can, unless it is large.
@@ -232,11 +240,23 @@ class Builder:
         raise TypeError(f"not an index atom: {atom!r}")
 
     def index_dtype(self, *operands: Index | Dim) -> str:
-        """What numbers, and comparisons, quotients, remainders and extremes are computed in: int64 where they may take as much.
+        """The dtype in which indices are compared, divided, and their extremes taken: int64 where the operands may need it.
 
         The low bits of operands tell those of sums and products, in which places in memory are computed, and of nothing else.
         """
         return "int64" if any(is_wide(as_index(operand)) for operand in operands) else self.address
+
+    def variable(self, stem: str, dtype: str) -> TirExpr:
+        """A new variable of `dtype`, a scalar's or a vector's; `bind` gives it its value."""
+        return tirx.Var(self.fresh(stem), dtype)
+
+    def bind(self, variable: TirExpr, value: TirExpr) -> Stmt:
+        """Computes `value`, of the variable's dtype, for the statements behind this one."""
+        return tirx.stmt.Bind(variable, value)
+
+    def pointer(self, buffer: TirBuffer, offset: Index | int) -> TirExpr:
+        """The address of an element, for instructions that take one."""
+        return tirx.address_of(self.load(buffer, offset))
 
     def load(self, buffer: TirBuffer, offset: Index | int) -> TirExpr:
         return tirx.BufferLoad(buffer, [self.index(offset)])
@@ -269,7 +289,7 @@ class Builder:
 
 
 def size_dtype(symbol: Symbol) -> str:
-    """What a kernel's argument is that holds a size known only at run time, or an integer."""
+    """The dtype of a kernel's argument that holds a size known only at run time, or an integer."""
     return "int64" if symbol.is_wide else "int32"
 
 

@@ -26,11 +26,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from tvm import tirx
 
-TirExpr = Any
+from torch_hybrid_backend.engines.cpu.tir.builder import TirExpr
+
 # Binds a value of the given dtype to a variable.
 Let = Callable[[TirExpr, str], TirExpr]
 
@@ -75,6 +75,11 @@ def round_even_to_int32(x: TirExpr) -> TirExpr:
 def is_nan(x: TirExpr, dtype: str) -> TirExpr:
     """True if x is NaN. Not `tirx.isnan`, which TVM does not vectorise, nor `x != x`: TVM's `!=` is false for NaN."""
     return tirx.Not(tirx.EQ(x, opaque(x, dtype)))
+
+
+def is_finite(x: TirExpr, dtype: str) -> TirExpr:
+    """True if x is neither infinite nor NaN."""
+    return tirx.LT(tirx.abs(x), tirx.FloatImm(dtype, math.inf))
 
 
 def _horner(x: TirExpr, coefficients: Sequence[float], of: Callable[[float], TirExpr] = f32) -> TirExpr:

@@ -1,4 +1,4 @@
-"""How kernels pass through TVM: the few of its passes that a kernel emitted as finished loops needs, then LLVM.
+"""Passes from a TIR function to machine code: the few of TVM's that a kernel emitted as finished loops needs, then LLVM.
 
 TVM's own pipeline has fifty passes. Those left out here find nothing to do in such kernels (without them the code is the same, instruction by
 instruction), or do harm:
@@ -44,7 +44,7 @@ def build(name: str, function: Any, target: Any) -> Any:
 
 
 def build_all(functions: Mapping[str, Any], target: Any) -> Any:
-    """As `build`, several functions in one module, by their names."""
+    """Like `build`, several functions in one module, by their names."""
     import tvm
 
     target = target.with_host(target)

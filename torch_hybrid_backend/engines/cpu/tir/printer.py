@@ -16,6 +16,7 @@ from tvm import tirx
 
 from torch_hybrid_backend.engines.cpu.tir import arithmetic, math
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirBuffer, TirExpr, converted
+from torch_hybrid_backend.engines.cpu.tir.expressions import const
 from torch_hybrid_backend.engines.cpu.tir.let_bindings import Bindings, Scope, StatementBindings
 from torch_hybrid_backend.engines.cpu.tir.storage import narrow, widen
 from torch_hybrid_backend.loops.index import Index, LoopVar, Scalar, as_index, compare_ranges
@@ -76,7 +77,7 @@ class Printer:
         return self.builder.seq(*allocations, loop)
 
     def expr(self, e: Expr, env: Env) -> TirExpr:
-        """One TIR expression, self-contained (values used twice are `Let`s); `env` gives the kernel's loop variables."""
+        """A TIR expression, self-contained (values used twice are `Let`s); `env` gives the kernel's loop variables."""
         with self._printing([e], env, Bindings(self.builder)) as (roots, scope):
             result = self._print(roots[0])
             return scope.bindings.around(result)
@@ -157,7 +158,7 @@ class Printer:
         return self.cases([s.value for s in stores], env, lambda exprs: self.evaluate(exprs, env, put))
 
     def offset(self, buffer: Buffer, index: tuple[Index, ...], env: Env) -> Index:
-        """Where an element of an argument lies, over schedule indices."""
+        """The place of an element of an argument, over schedule indices."""
         _, layout = self.arguments[buffer]
         return offset_of(layout, buffer.shape, tuple(self.index(i, env) for i in index))
 
@@ -280,7 +281,7 @@ class Printer:
     def _print_new(self, e: Expr) -> TirExpr:
         match e:
             case Const():
-                return arithmetic.literal(e.value, e.dtype)
+                return const(e.value, e.dtype)
             case Load():
                 return self._load(e)
             case FromIndex():
@@ -394,7 +395,7 @@ class Printer:
 
 
 def _unrounded(e: Expr) -> Expr | None:
-    """What is rounded in float32 and then limited to integers, limited without being rounded: rounding it gives the same; None for all else."""
+    """`e`, rounded in float32 and then limited to integers, without the rounding, which a conversion repeats; None for any other expression."""
     match e:
         case Call("float32", "round_even", (x,)):
             return x

@@ -1,4 +1,4 @@
-"""How tensors' elements lie in the arrays of a kernel: bool as uint8, bfloat16 as its bits, every other dtype as itself.
+"""Dtypes of the arrays that hold tensors' elements: bool as uint8, bfloat16 as its bits, every other dtype as itself.
 
 bfloat16 and float16 are widened to float32 at loads and rounded to nearest even at stores.
 """
@@ -36,7 +36,7 @@ def narrow(value: TirExpr, dtype: str) -> TirExpr:
 
 
 def widen(value: TirExpr, dtype: str) -> TirExpr:
-    """What the array holds as a scalar of the compute dtype of `dtype`."""
+    """An element of the array as a scalar of the compute dtype of `dtype`."""
     if dtype == "bool":
         return tirx.NE(value, tirx.IntImm("uint8", 0))
     if dtype == "bfloat16":

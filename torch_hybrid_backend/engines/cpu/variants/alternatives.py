@@ -72,7 +72,7 @@ def with_weight(kernel: Packable, weight: Packed) -> Packable:
 
 
 def schedule_ranks(kernel: Kernel, weight: Packed | None, target: Target) -> list[Variant]:
-    """What the kernel's schedule ranks second and so on; one that does not have so many ways refuses the kernel."""
+    """The kernel with the second choice of its schedule, the third, and so on; a schedule with fewer choices refuses the kernel."""
     return [Variant(f"choice {n}", (dataclasses.replace(kernel, schedule_rank=n),)) for n in range(1, _RANKS)]
 
 

@@ -141,7 +141,7 @@ def tile_dequantized_products(kernel: DequantizedMatMulKernel, weight: Packed | 
 
 
 def _dequantized_format(kernel: DequantizedMatMulKernel) -> str:
-    """That of `a`: in as few parts as are exact, or as the kernel says that rows may be rounded.
+    """The format of `a`: in as few parts as are exact, or as the kernel says that rows may be rounded.
 
     bfloat16, of `a` and of the dequantised weight, is off by 2.4e-3 of a product (`python -m benchmarks.weights_alone`); rows of 8 bits, 5e-3.
     """
@@ -202,7 +202,7 @@ def tile_convolutions(kernel: PackedConvKernel, weight: Packed | None, target: T
 
 
 def _groups_together(groups: int, channels: int, outputs: int, form: TileFormat) -> int:
-    """How many groups of a convolution are multiplied as one, by zeros where an output does not read a channel.
+    """The number of groups of a convolution that are multiplied as one, with zeros where an output does not read a channel.
 
     Only of integers: a NaN or an infinity times zero is no zero. `channels`, `outputs`: of all groups.
     """
@@ -210,7 +210,7 @@ def _groups_together(groups: int, channels: int, outputs: int, form: TileFormat)
         return 1
 
     def tiles(together: int) -> tuple[int, int, int]:
-        """Of all groups; then whether channels begin with a vector."""
+        """Tiles of all groups; then whether channels begin with a vector."""
         matrices = groups // together
         columns, k = outputs // matrices, channels // matrices
         return matrices * -(-columns // PANEL) * form.steps(k), k % _LANES, together
@@ -237,7 +237,7 @@ def _stores(kernel: PackedMatMulKernel | UnpackedMatMulKernel | PackedConvKernel
 
 
 def _reading(kernel: Kernel, operand: Buffer, packed: Packed) -> tuple[Argument, ...]:
-    """What the kernel reads, with the packed operand in place of its own."""
+    """The kernel's arguments, with the packed operand in place of its own."""
     argument = Argument(packed.buffer, contiguous(packed.buffer.shape))
     return tuple(argument if read.buffer is operand else read for read in kernel.reads)
 

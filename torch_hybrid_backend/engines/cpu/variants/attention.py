@@ -180,5 +180,5 @@ def _tile_cost(kernel: AttentionKernel, name: str, weight_parts: int) -> float:
 
 
 def _multiply_adds(kernel: AttentionKernel) -> int:
-    """Multiply-adds for each score."""
+    """Multiply-adds of each score."""
     return known_int(kernel.q_vars[3].extent) + known_int(kernel.domain[3].extent)

@@ -136,7 +136,7 @@ def _shown(sizes: Sequence[int]) -> str:
 
 
 def _nhwc(shape: Sequence[int]) -> Strided:
-    """How PyTorch's channels_last tensors of (N, C, H, W) lie."""
+    """The layout of PyTorch's channels_last tensors of (N, C, H, W)."""
     _, channels, height, width = shape
     return Strided((height * width * channels, 1, width * channels, channels))
 
@@ -175,7 +175,7 @@ def _in_memory(
 
 
 def _behind(kernel: PackedConvKernel | PackedMatMulKernel | UnpackedMatMulKernel, result: Argument) -> MapKernel:
-    """What the kernel stores, computed from the operator's result."""
+    """The kernel that computes the stores from the operator's result."""
     rank, accumulator = len(result.buffer.shape), kernel.accumulator
 
     def load(of: Load) -> Expr | None:

@@ -76,7 +76,7 @@ def _rows(kernel: FlashKernel) -> Rows:
 
 
 def parts_of_keys(kernel: FlashKernel, target: Target) -> int:
-    """How many programs should share the keys of a row: several where there are fewer than multiprocessors."""
+    """The number of programs that share the keys of a row: several where there are fewer than multiprocessors."""
     if target.has_large_tiles:
         return 1
     programs = size_hint(launch(kernel, target).grid[0])

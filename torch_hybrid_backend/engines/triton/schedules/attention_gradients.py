@@ -66,7 +66,7 @@ def emit(kernel: GradientKernel, printer: Printer, target: Target, launch: Launc
 
 
 class _Gradient:
-    """What both programs have in common. Operands are blocks of whole rows: `i` runs along queries, `t` along keys."""
+    """The base of both programs. Operands are blocks of whole rows: `i` runs along queries, `t` along keys."""
 
     def __init__(self, kernel: GradientKernel, printer: Printer, target: Target, constants: Mapping[str, int]) -> None:
         self.kernel, self.printer, self.constants = kernel, printer, constants

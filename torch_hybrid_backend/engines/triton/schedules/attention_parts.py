@@ -1,4 +1,4 @@
-"""What the schedules of attention and of its gradients have in common: heads, rows, scores, and the keys that rows can see."""
+"""Parts that the schedules of attention and of its gradients share: heads, rows, scores, and the keys that rows can see."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Scores:
 def along(
     printer: Printer, tile: Tile, dim: int, variable: LoopVar, start: str, *, whole: bool
 ) -> Iterator[dict[int, Value]]:
-    """As `tiles.axis`; with `whole` every point is known to exist."""
+    """An axis as by `tiles.axis`; with `whole` every point is known to exist."""
     name = variable.name
     printer.lines.add(f"{name} = {start} + {tile.arange(dim)}")
     printer.variable(variable, Value.along(name, dim))
@@ -215,7 +215,7 @@ class Visit:
 
 
 def row_tile(target: Target, rows: Dim, most: int) -> int:
-    """How many rows a tile has: as many as there are, and no more than `most`."""
+    """The number of rows of a tile: as many as there are, and no more than `most`."""
     if target.has_large_tiles:
         most = LARGE_TILE
     return max(MIN_TILE, min(most, power_of_2(max(1, size_hint(rows)))))

@@ -27,9 +27,9 @@ _DTYPES = (*HALVES, "float32")
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """What an operand reads by `load`, along `axes`, the slowest first and the contiguous one last, with `strides` in elements; from element
-    `first` on. `blocks`: a tile's extents along these, by name; `starts`: where it begins, "" along the batch. `is_turned`: the tile lies
-    the other way round in memory."""
+    """The elements that an operand reads by `load`, along `axes`, the slowest first and the contiguous one last, with `strides` in elements;
+    from element `first` on. `blocks`: a tile's extents along these, by name; `starts`: where it begins, "" along the batch. `is_turned`: the
+    tile lies the other way round in memory."""
 
     load: Load
     axes: tuple[LoopVar, ...]
@@ -58,7 +58,7 @@ class Box:
 def boxes_of(
     e: Expr, reads: Sequence[Argument], batch: LoopVar, row: LoopVar, k: LoopVar, *, is_left: bool
 ) -> list[Box]:
-    """What TMA can copy of what an operand over (batch, row, k) reads. `row`: m of the left one, n of the right one."""
+    """The boxes that TMA can copy of what an operand over (batch, row, k) reads. `row`: m of the left one, n of the right one."""
     if any(isinstance(part, Call) and part.op == "guard" for part in parts([e])):
         return []  # what it reads exists under a condition
     layouts = {argument.buffer: argument.layout for argument in reads}

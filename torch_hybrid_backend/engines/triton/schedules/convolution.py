@@ -68,7 +68,7 @@ def tiling_of(kernel: ConvKernel, target: Target) -> Tiling:
 
 
 def work_of(kernel: ConvKernel, target: Target) -> Work:
-    """What is to be cut up."""
+    """The product that the convolution is, as work to be tiled."""
     windows, channels = Windows(kernel), in_channels(kernel)
     depth = channels * max(1, taps_of(kernel) // windows.phase_count)
     return Work(

@@ -55,7 +55,7 @@ def tiling_of(kernel: MatMulKernel, target: Target) -> Tiling:
 
 
 def work_of(kernel: MatMulKernel, target: Target) -> Work:
-    """What is to be cut up."""
+    """The product, as work to be tiled."""
     sizes = [variable.extent for variable in (*kernel.domain, kernel.k)]
     batch, m, n, k = map(size_hint, sizes)
     is_known = not any(isinstance(size, Size) for size in sizes[:3])
@@ -128,7 +128,7 @@ def _emit_thin(kernel: MatMulKernel, printer: Printer, target: Target, tiling: T
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tile lies. `outer`: what the variables are of which each value has all tiles of a result to itself; `rows`, `columns`: which of
+    """The place of a tile. `outer`: what the variables are of which each value has all tiles of a result to itself; `rows`, `columns`: which of
     its points exist, by dimension."""
 
     outer: dict[LoopVar, Index]
@@ -156,7 +156,7 @@ class MatMulTiles:
 
     @contextmanager
     def at(self, number: str = "") -> Iterator[Place]:
-        """What is written inside it is about the tile of that number; by default each program has the one of its own number."""
+        """Write the block for the tile of that number; by default a program has the tile of its own number."""
         printer, tiling = self._printer, self._tiling
         outer = (part_of(self._kernel), self._batch)
         with result_tile(printer, Tile(("ROWS", "COLUMNS")), self._i, self._j, outer, tiling, number) as found:
@@ -288,14 +288,14 @@ def has_long_epilogue(kernel: MatMulKernel | ConvKernel) -> bool:
 
 
 def bytes_of(kernel: Kernel) -> int:
-    """What a kernel reads and writes at least, at typical sizes."""
+    """The bytes that a kernel reads and writes at least, at typical sizes."""
     return sum(
         size_hint(argument.span) * width_of(argument.buffer.dtype) for argument in (*kernel.reads, *kernel.writes)
     )
 
 
 def all_of(tests: Sequence[Value | None]) -> Value | None:
-    """Where all of the tests hold; None where there is none."""
+    """The text that is true where all tests hold; None if there are no tests."""
     held = [test for test in tests if test is not None]
     if not held:
         return None
@@ -303,7 +303,7 @@ def all_of(tests: Sequence[Value | None]) -> Value | None:
 
 
 def operand_dtype(target: Target, *operands: Expr) -> str:
-    """What both operands of a product can be held in without rounding: a half type where all that they are read from is of it.
+    """The dtype that holds both operands of a product without rounding: a half type where everything they are read from has it.
 
     The interpreter multiplies no bfloat16.
     """

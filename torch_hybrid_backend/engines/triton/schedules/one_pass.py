@@ -39,7 +39,7 @@ class Passes:
 
     @property
     def count(self) -> int:
-        """How often a row is read where it is not held in registers."""
+        """The number of times that a row is read where it is not held in registers."""
         return len({number for stage, number in self.of.items() if stage.kind in ("reduce", "store")})
 
 
@@ -62,7 +62,7 @@ def _joined(stages: Sequence[Stage], count: Dim) -> dict[Stage, Joined]:
     sharing = Sharing()
 
     def resolved(e: Expr) -> Expr:
-        """What is behind the name of something mapped, or computed once per row."""
+        """The expression behind the name of something mapped, or computed once per row."""
         while isinstance(e, Load) and e.buffer in by_local and by_local[e.buffer].kind in ("map", "scalar"):
             e = by_local[e.buffer].value
         return e

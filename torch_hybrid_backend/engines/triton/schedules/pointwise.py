@@ -39,7 +39,7 @@ def launch(kernel: MapKernel, target: Target) -> Launch:
 
 
 def flat_launch(kernel: MapKernel | ScatterKernel, variables: Sequence[LoopVar], target: Target) -> Launch:
-    """One dimension of blocks over all points."""
+    """Launch one dimension of blocks over all points."""
     points = product([v.extent for v in variables])
     factor = 2 if all(a.buffer.dtype in _NARROW for a in (*kernel.reads, *kernel.writes)) else 1
     block = block_for(points, factor * target.elements, factor * _WARP)

@@ -262,7 +262,7 @@ class _Emitter:
                 yield inside.get(self._element)
 
     def _range(self) -> tuple[str, str]:
-        """Which elements of a row the program has."""
+        """The range of elements of a row that the program has."""
         printer, kernel = self._printer, self._kernel
         extent = printer.size(self._elements.extent)
         if not isinstance(kernel, PartKernel):
@@ -275,7 +275,7 @@ class _Emitter:
         return "begin", "end"
 
     def _accumulators(self, stages: Sequence[Stage], passes: Passes, rows: Rows) -> list[Accumulator]:
-        """One for each reduction of a pass."""
+        """Accumulators, one for each reduction of a pass."""
         made: dict[Stage, Accumulator] = {}
         for stage in stages:
             joined = passes.joined.get(stage)

@@ -24,7 +24,7 @@ _FUNCTIONS = {
 
 
 class Scan:
-    """One scan of a row kernel. `of` a whole row; or `begin`, and `add` for each chunk in order."""
+    """A scan of a row kernel: `of` a whole row; or `begin`, and `add` for each chunk in order."""
 
     def __init__(self, stage: Stage, printer: Printer, rows: Rows) -> None:
         self.stage = stage

@@ -54,7 +54,7 @@ def emit(kernel: StreamMatMulKernel | FixUpKernel, printer: Printer, target: Tar
 
 
 def shares_in(domain: Sequence[LoopVar], k: LoopVar, tiling: Tiling) -> Shares:
-    """How programs share the last tiles of a product of known size: `domain` is (b, m, n)."""
+    """The shares that programs have of the last tiles of a product of known size: `domain` is (b, m, n)."""
     batch, m, n, depth = (known_int(variable.extent) for variable in (*domain, k))
     return shares_of(tiling, tiles_of(tiling, batch, m, n), -(-depth // tiling.depth))
 

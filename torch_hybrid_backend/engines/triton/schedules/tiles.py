@@ -16,7 +16,7 @@ def power_of_2(n: int) -> int:
 
 
 def flattened(variables: Sequence[LoopVar], name: str) -> tuple[LoopVar, dict[LoopVar, Index]]:
-    """One loop variable for several, the last of which runs fastest, and what each of them is in terms of it."""
+    """A loop variable for several, the last of which runs fastest, and each of them in terms of it."""
     flat = LoopVar(name, product([v.extent for v in variables]))
     index = index_of(flat)
     env: dict[LoopVar, Index] = {}
@@ -28,7 +28,7 @@ def flattened(variables: Sequence[LoopVar], name: str) -> tuple[LoopVar, dict[Lo
 
 
 def blocks(extent: Dim, block: int) -> Dim:
-    """How many blocks cover an extent."""
+    """The number of blocks that cover an extent."""
     return ceil_div(extent, block)
 
 

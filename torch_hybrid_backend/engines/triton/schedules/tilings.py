@@ -1,4 +1,4 @@
-"""How a matrix product or a convolution is cut up for a GPU, and what that is expected to cost.
+"""Tilings of matrix products and convolutions for a GPU, and their expected cost.
 
 The model counts clocks of one multiprocessor: what tensor cores take for its tiles, what the second-level cache takes to bring their operands,
 a start for each program that no other one hides, and at least what memory takes for the whole. It ranks; which tiling wins is measured.
@@ -55,7 +55,7 @@ class Tiling:
 
     @property
     def kind(self) -> tuple[int | bool, ...]:
-        """What tilings that are worth timing beside each other differ in: the shape of plain ones, or how they share the work."""
+        """The property in which tilings that are worth timing beside each other differ: the shape of plain ones, or how they share the work."""
         if self.sharers or self.persistent:
             return self.sharers > 0, self.persistent > 0
         return self.rows, self.columns, self.splits > 1
@@ -67,8 +67,9 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """How programs share the last of `tiles` tiles: the steps along k of all `shared` ones, `steps` each, one behind the other, are cut into
-    parts of `each` steps, one for a program. A program whose part ends within a tile, and the one that goes on there, have a sum each."""
+    """The shares that programs have of the last of `tiles` tiles: the steps along k of all `shared` ones, `steps` each, one behind the other,
+    are cut into parts of `each` steps, one for a program. A program whose part ends within a tile, and the one that goes on there, have a sum
+    each."""
 
     tiles: int
     shared: int
@@ -91,7 +92,7 @@ class Shares:
 
 
 def shares_of(tiling: Tiling, tiles: int, steps: int) -> Shares:
-    """How a tiling with `sharers` has them share."""
+    """The shares of a tiling with `sharers`."""
     assert 0 < tiling.shared <= tiles, "a tiling is of the product that it was made for"
     return Shares(tiles, tiling.shared, steps, -(-tiling.shared * steps // tiling.sharers))
 
@@ -115,7 +116,7 @@ class TiledMatMulKernel(MatMulKernel):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StreamMatMulKernel(TiledMatMulKernel):
-    """One whose tiling has sharers: whole tiles are stored as `stores` say; each sum of a shared one is added up by a `FixUpKernel`, from
+    """A product whose tiling has sharers: whole tiles are stored as `stores` say; each sum of a shared one is added up by a `FixUpKernel`, from
     `partial` (sums, rows, columns)."""
 
     partial: Buffer = field(kw_only=True)
@@ -148,7 +149,7 @@ def part_of(kernel: Kernel) -> LoopVar:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is to be cut up: `batch` products of m by k and k by n, at typical sizes.
+    """Work to be tiled: `batch` products of m by k and k by n, at typical sizes.
 
     `dtype`: what both operands are held in; `tf32`: float32 may be rounded to TF32. `bytes`: read and written at least. `run`: elements along k
     that a step stays within (those of one tap of a window); `deepest`: most of them that a step is to have. `is_left_along_k`,
@@ -189,8 +190,8 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class _Chip:
-    """Of one multiprocessor. `shared`: bytes of shared memory that a program may have. By clock: multiply-adds of float16 (with sums in
-    float32), float32 and float64; bytes of memory."""
+    """Facts about one multiprocessor. `shared`: bytes of shared memory that a program may have. By clock: multiply-adds of float16 (with sums
+    in float32), float32 and float64; bytes of memory."""
 
     shared: int
     half: int
@@ -367,7 +368,7 @@ def persistent(work: Work, target: Target) -> list[Tiling]:
 
 
 def tiles_of(tiling: Tiling, batch: int, m: int, n: int) -> int:
-    """How many tiles cover `batch` results of m by n."""
+    """The number of tiles that cover `batch` results of m by n."""
     return batch * -(-m // tiling.rows) * -(-n // tiling.columns)
 
 
@@ -434,7 +435,7 @@ def _rate(tiling: Tiling, work: Work, target: Target) -> float:
 
 
 def most_shared_bytes(target: Target) -> int:
-    """Of shared memory that a program may have."""
+    """The most shared memory, in bytes, that a program may have."""
     return _chip(target).shared
 
 
@@ -444,7 +445,7 @@ def _chip(target: Target) -> _Chip:
 
 
 def _interpreted(work: Work) -> Tiling:
-    """As large as may be."""
+    """The tiling of the interpreter: as large as may be."""
     most, depth = (1024, 4096) if work.dtype in (*HALVES, "float32") else (64, 64)
     return Tiling(
         block_for(work.m, most, MIN_TILE), block_for(work.n, most, MIN_TILE), block_for(work.run, depth, MIN_TILE)

@@ -48,7 +48,7 @@ class Windows:
 
     @property
     def rows(self) -> Dim:
-        """How many points there are, of one phase."""
+        """The number of points of one phase."""
         return product([v.extent for v in self.points])
 
     @property
@@ -198,15 +198,15 @@ def _undecided(tests: Sequence[Expr]) -> list[Expr]:
 
 
 def in_channels(kernel: ConvKernel) -> int:
-    """Of a group of the image."""
+    """Channels of one group of the image."""
     return known_int(kernel.x_vars[1].extent) // kernel.groups
 
 
 def out_channels(kernel: ConvKernel) -> int:
-    """Of a group of the result."""
+    """Channels of one group of the result."""
     return known_int(kernel.domain[1].extent) // kernel.groups
 
 
 def taps_of(kernel: ConvKernel) -> int:
-    """How many elements a window has."""
+    """The number of elements of a window."""
     return known_int(product([v.extent for v in kernel.w_vars[2:]]))

@@ -1,4 +1,4 @@
-"""How products on tiles are divided: parts of k, panels and tasks have everything once, and fit the caches."""
+"""Division of products on tiles: parts of k, panels and tasks have everything once, and fit the caches."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_everything_once_and_in_the_cache(shape: Shape, name: str, target: Targe
 
 
 def test_parts_of_float32() -> None:
-    """One of up to 32 steps of 32 elements; where there are more, as many of at most 24 as needed."""
+    """The parts of float32 are one of up to 32 steps of 32 elements; where there are more, as many of at most 24 as needed."""
     assert [blocks_of((1, 64, k, 64), "float32").part_steps for k in (32, 1024, 1025, 3072)] == [1, 32, 17, 24]
 
 

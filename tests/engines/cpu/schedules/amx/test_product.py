@@ -37,7 +37,7 @@ def test_small_tasks(emulated: ctypes.CDLL) -> None:
 
 
 def test_the_library_needs_nothing_else(tmp_path: Path) -> None:
-    """What a compiler process makes of the kernel is linked to nothing but the C library: intrinsics have all become instructions."""
+    """The library of a compiled kernel is linked to nothing but the C library: intrinsics have all become instructions."""
     library = tmp_path / "tiles.so"
     kernel = kernel_of((1, 64, 64, 64), "float32")
     compiler.compile_kernel(Job("key", "kernel_tiles", kernel, SAPPHIRE_RAPIDS, str(library), assembly=True))

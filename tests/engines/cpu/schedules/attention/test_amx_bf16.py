@@ -41,7 +41,7 @@ def test_is_as_exact_as_eager(emulated: ctypes.CDLL, shape: tuple[int, int, int,
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_lengths_known_at_run_time(emulated: ctypes.CDLL, causal: bool) -> None:
-    """One kernel for any number of queries, keys and batches: less than a tile, panels that are whole and not, several blocks of keys."""
+    """A kernel serves any number of queries, keys and batches: less than a tile, panels that are whole and not, several blocks of keys."""
     kernel, _ = make((1, 2, 40, 40, 24, 20), dtype="bfloat16", causal=causal, open_sizes=True)
     attention = runner_of(in_bf16(kernel, "bfloat16"), rules.emit, _HOST)
     for batch, queries, keys in [

@@ -47,7 +47,8 @@ def test_masked(emulated: ctypes.CDLL, form: str) -> None:
 
 
 def test_numbers_that_cannot_be_split(emulated: ctypes.CDLL) -> None:
-    """One in a query costs its tile of rows the tiles, one in a key or a value its head; what comes out is eager's in float64."""
+    """A number in a query that cannot be split costs its tile of rows the tiles, one in a key or a value its head; what comes out is eager's in
+    float64."""
     kernel, inputs = make((1, 2, 70, 40, 16, 16))
     function = compile_kernel(in_bf16(kernel, "float32"), rules.emit, _HOST)["kernel"]
 

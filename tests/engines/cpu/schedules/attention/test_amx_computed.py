@@ -66,7 +66,7 @@ def test_masked(emulated: ctypes.CDLL) -> None:
 
 
 def test_rounded_integers(emulated: ctypes.CDLL) -> None:
-    """Where a graph rounds them to bfloat16, weights are rounded too: one product of each."""
+    """Weights are rounded where a graph rounds integers to bfloat16: one product of each."""
     plain, inputs = make((1, 2, 70, 90, 64, 64))
     kernel, inputs, (q, k, v) = of_int8(plain, inputs, ("int8",) * 3, (0, 0, 0))
     rounded = (ops.round_to(e, "bfloat16") for e in (kernel.q, kernel.k, kernel.v))
@@ -78,7 +78,7 @@ def test_rounded_integers(emulated: ctypes.CDLL) -> None:
 
 
 def test_computed_keys(emulated: ctypes.CDLL) -> None:
-    """Of bfloat16, as rotary embeddings make them: made row by row, and the same as those that lie in memory."""
+    """Keys of bfloat16 are computed row by row, and equal those that lie in memory."""
     plain, inputs = make((1, 2, 40, 70, 32, 32), dtype="bfloat16")
     kernel = dataclasses.replace(plain, k=ops.round_to(ops.mul(plain.k, ops.const(1.5, "float32")), "bfloat16"))
     (got,) = run_kernel(in_bf16(kernel, "bfloat16"), rules.emit, inputs, _HOST)

@@ -57,7 +57,7 @@ def test_masked_and_causal() -> None:
 
 @here
 def test_operands_that_are_computed() -> None:
-    """What fusion leaves, rounded to bfloat16, is packed as it is computed: the result is that of operands in memory."""
+    """Operands that fusion leaves are rounded to bfloat16 and packed as they are computed: the result is that of operands in memory."""
     kernel, inputs = make((1, 2, 40, 50, 32, 32), dtype="bfloat16")
     half = ops.const(0.5, "float32")
     q, k, v = (ops.round_to(ops.mul(e, half), "bfloat16") for e in (kernel.q, kernel.k, kernel.v))

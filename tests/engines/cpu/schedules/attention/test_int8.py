@@ -63,7 +63,7 @@ def test_matches_eager(
 
 @on_hosts
 def test_scores_are_exact(target: Target) -> None:
-    """Of the largest integers: scores that float32 rounds when it sums them differ by one, and so do what they are made of."""
+    """Scores of the largest integers are exact: scores that float32 rounds when it sums them differ by one, and so do what they are made of."""
     shape = (1, 1, 6, 40, 512, 16)
     kernel, inputs, _ = of_int8(*make(shape), ("uint8", "int8", "int8"), (0, 0, 0))
     q, k, v = inputs
@@ -104,7 +104,7 @@ def test_what_stays_as_it_is(dtypes: tuple[str, ...], zeros: tuple[int, ...], de
 
 
 def test_processors_without_the_instruction() -> None:
-    """They multiply in float32."""
+    """Processors without the instruction multiply in float32."""
     kernel, _, _ = of_int8(*make((1, 2, 70, 90, 64, 64)), ("int8",) * 3, (0, 0, 0))
     assert not low_precision_attention(kernel, None, dataclasses.replace(_VNNI, features=("avx2", "avx512f", "fma")))
 

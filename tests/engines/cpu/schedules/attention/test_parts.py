@@ -1,4 +1,4 @@
-"""What attention tasks share: packing, and panels of keys."""
+"""Parts that attention tasks share: packing, and panels of keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of its schedules attention gets."""
+"""The schedules that attention gets."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_additive_mask(mask_shape: tuple[int, ...]) -> None:
 
 
 def test_a_fully_masked_row_is_zero() -> None:
-    """As eager's scaled_dot_product_attention: zeros, not NaN."""
+    """A fully masked row is as in eager's scaled_dot_product_attention: zeros, not NaN."""
     mask = torch.zeros(1, 1, 4, 9)
     mask[:, :, 2] = -torch.inf
     check((1, 2, 4, 9, 8, 8), mask=mask)
@@ -66,7 +66,7 @@ def test_long_keys_go_in_blocks() -> None:
 
 
 def test_rows_are_shared_out_where_heads_are_few() -> None:
-    """One head and three cores: pieces of the query rows, each with its own packed keys."""
+    """Rows of one head are shared by three cores: pieces of the query rows, each with its own packed keys."""
     check((1, 1, 50, 20, 8, 8), target=NARROW)
 
 

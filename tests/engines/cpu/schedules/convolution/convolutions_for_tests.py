@@ -154,7 +154,7 @@ INVERTED = [Case((1, 8, 40, 60), 32, (1, 1)), depthwise(32, (40, 60), stride=2),
 
 
 def parts_of(case: Case, target: Target = HOST, schedule_rank: int = 0) -> ConvParts:
-    """What the rules get of a kernel."""
+    """The parts that the rules get of a kernel."""
     kernel, _, _ = make(case, target)
     printer = printer_of(kernel, schedule_rank)
     return ConvParts(kernel, printer.builder, printer, target)

@@ -46,7 +46,7 @@ def test_float16(emulated: ctypes.CDLL, name: str, case: Case) -> None:
     ],
 )
 def test_images_known_at_run_time(emulated: ctypes.CDLL, name: str, case: Case) -> None:
-    """One kernel for any number of images."""
+    """A kernel serves any number of images."""
     kernel, _, _ = tiles_of(dataclasses.replace(case, open_images=True), name)
     convolution = runner_of(kernel, emit, TILES_HOST)
     for images in (2, 1, 0, 5):
@@ -60,7 +60,7 @@ def test_images_known_at_run_time(emulated: ctypes.CDLL, name: str, case: Case) 
 
 
 def test_bfloat16_is_rounded_by_one_instruction() -> None:
-    """Where the processor has AVX512-BF16, and by integer arithmetic elsewhere."""
+    """The instruction is used where the processor has AVX512-BF16, and by integer arithmetic elsewhere."""
     kernel, _, _ = tiles_of(Case((1, 32, 9, 9), 64, (1, 1), dtype="bfloat16"), "bfloat16")
     target = dataclasses.replace(SAPPHIRE_RAPIDS, features=(*SAPPHIRE_RAPIDS.features, "avx512_bf16"))
     assembly = compile_kernel(kernel, emit, target).inspect_source("asm")

@@ -20,7 +20,7 @@ from torch_hybrid_backend.engines.cpu.target import Target
     ],
 )
 def test_depthwise(case: Case, target: Target) -> None:
-    """One channel to one channel: ragged last block, strides, small, large and wide windows."""
+    """Depthwise convolution of one channel to one channel: ragged last block, strides, small, large and wide windows."""
     check(case, target)
 
 

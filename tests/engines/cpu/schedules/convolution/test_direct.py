@@ -90,7 +90,7 @@ def test_dtypes(dtype: str) -> None:
 
 @pytest.mark.parametrize("blocked_x", [True, False])
 def test_the_next_block_of_channels_is_prefetched(blocked_x: bool) -> None:
-    """What lies far from what is being read is asked for ahead, where the input is in blocks of channels."""
+    """Memory far from what is being read is prefetched, where the input is in blocks of channels."""
     kernel, _, _ = make(Case((1, 48, 25, 25), 32, (3, 3), stride=2, padding=1, blocked_x=blocked_x), HOST)
     assembly = compile_kernel(kernel, rules.emit).inspect_source("asm")
     assert ("prefetch" in assembly) == blocked_x

@@ -69,7 +69,7 @@ def test_positions_read(axis: Axis) -> None:
 
 
 def test_pointwise_axes() -> None:
-    """One element each, at its own place."""
+    """A pointwise axis reads one element each, at its own place."""
     one = Axis(size=7, out=7, kernel=1, stride=1, padding=0, dilation=1)
     assert one.is_pointwise
     for change in ({"kernel": 3, "out": 5}, {"stride": 2, "out": 4}, {"padding": 1, "out": 9}):

@@ -1,4 +1,4 @@
-"""What the convolution rules share: places, and tests for padding."""
+"""Parts that the convolution rules share: places, and tests for padding."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_row_major_results_are_written_along_columns(case: Case, target: Target)
     ],
 )
 def test_other_results_are_not_turned(case: Case) -> None:
-    """Where channels lie together, or a tile is too small to turn."""
+    """Results are not turned where channels lie together, or a tile is too small to turn."""
     assert "turned" not in _text(case, HOST)
 
 

@@ -1,4 +1,4 @@
-"""Which of its schedules a convolution gets."""
+"""The schedules that a convolution gets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _AVX512 = Target("x86-64-v4", "x", ("avx512f",), 16, 2, 48 << 10, 1 << 20)
     ],
 )
 def test_the_first_rule_that_serves_takes_the_kernel(case: Case, taken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rule's body is the kernel's, and no rule is asked after it."""
+    """The first rule's body is the kernel's, and no rule is asked after it."""
     bodies: dict[str, Any] = {}
 
     def noted(name: str, rule: Callable[[ConvParts], Any]) -> Callable[[ConvParts], Any]:

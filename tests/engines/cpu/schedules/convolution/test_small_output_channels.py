@@ -54,5 +54,5 @@ def test_small_output_channels(case: Case, target: Target, monkeypatch: pytest.M
     ],
 )
 def test_small_output_channels_leaves_others(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is no faster so, or cannot be read in vectors, is left to the direct rule."""
+    """Convolutions that are no faster so, or cannot be read in vectors, are left to the direct rule."""
     assert not is_computed_for_small_output_channels(case, HOST, monkeypatch)

@@ -31,7 +31,7 @@ _AVX512 = Target("x86-64-v4", "x", ("avx512f",), 16, 2, 48 << 10, 1 << 20)
     ],
 )
 def test_one_long_row(case: Case, is_one: bool) -> None:
-    """Where a pixel's place needs no division into row and column."""
+    """Pixels are one long row where a pixel's place needs no division into row and column."""
     assert reads_one_long_row(parts_of(case, _AVX512)) == is_one
 
 
@@ -70,7 +70,7 @@ def test_ranks_are_different_ways_until_there_are_no_more() -> None:
 
 
 def test_small_images_get_several_blocks_of_channels() -> None:
-    """One row of seven columns is too few accumulators to hide the latency of a multiply-add."""
+    """A row of seven columns is too few accumulators to hide the latency of a multiply-add."""
     assert _chosen(Case((1, 64, 7, 7), 64, (3, 3), padding=1), _AVX512).blocks.size > 1
 
 

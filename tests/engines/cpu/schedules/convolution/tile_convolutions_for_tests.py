@@ -25,7 +25,7 @@ TILES_HOST = dataclasses.replace(HOST, lanes=16, cores=2, l1_bytes=48 << 10, l2_
 def tiles_of(
     case: Case, name: str, x: torch.Tensor | None = None
 ) -> tuple[TileConvKernel, dict[Buffer, torch.Tensor], torch.Tensor]:
-    """As `make`, the kernel and its weight for tiles."""
+    """Make, as `make` does, the kernel and its weight for tiles."""
     kernel, inputs, want = make(case, TILES_HOST, x)
     # The weight that `make` packed, as it was: blocks of outputs come back together.
     blocks, in_group = inputs.pop(kernel.packed), case.o // case.groups

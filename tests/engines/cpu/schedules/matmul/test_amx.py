@@ -30,7 +30,7 @@ __all__ = ["emulated"]  # the fixture
 
 
 def _bound(name: str) -> float:
-    """Of `errors`."""
+    """The bound of `errors`."""
     return 2e-5 if FORMATS[name].parts == 2 else 3e-7
 
 
@@ -73,7 +73,7 @@ def test_matches_eager(emulated: ctypes.CDLL, shape: Shape, name: str) -> None:
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "uint8"])
 @pytest.mark.parametrize(("k", "n"), [(100, 70), (1100, 33)])
 def test_rows_known_at_run_time(emulated: ctypes.CDLL, name: str, k: int, n: int) -> None:
-    """One kernel for any number of rows and of batches: none, less than a tile, panels that are whole and not, several tasks."""
+    """A kernel serves any number of rows and of batches: none, less than a tile, panels that are whole and not, several tasks."""
     kernel = kernel_of((symbol("b", 1), symbol("m", 40), k, n), name)
     product = runner_of(kernel, emit, TILES_NARROW)
     read_a, packed, read_residual = (argument.buffer for argument in kernel.reads)
@@ -106,7 +106,7 @@ def test_float32_is_no_less_exact_than_eager(emulated: ctypes.CDLL) -> None:
 
 @pytest.mark.parametrize("name", ["float32", "float32 high"])
 def test_numbers_that_cannot_be_split(emulated: ctypes.CDLL, name: str) -> None:
-    """One in A or in B: the panels that have it are as eager's, in any part of k; the others are multiplied on tiles."""
+    """A number in A or B that cannot be split leaves its panels as eager's, in any part of k; the others are multiplied on tiles."""
     shape = (1, 40, 1100, 40)
     product = compiled(kernel_of(shape, name))
     a, b = operands_of(shape, name)
@@ -133,7 +133,7 @@ def test_numbers_that_cannot_be_split(emulated: ctypes.CDLL, name: str) -> None:
 
 
 def test_small_and_large_operands_throughout(emulated: ctypes.CDLL) -> None:
-    """Where no number can be split, the result is as exact as eager's, denormal numbers included; at the limits tiles are."""
+    """Results are as exact as eager's where no number can be split, denormal numbers included; at the limits tiles are."""
     shape = (1, 33, 50, 20)
     product = compiled(kernel_of(shape, "float32"))
     for size in (1e-20, 1e-37, 1e-42, 1e18):

@@ -39,5 +39,5 @@ def test_weight_inside_a_larger_one() -> None:
 
 @pytest.mark.parametrize(("m", "layout"), [(1, Strided((40, 1, 1))), (3, Strided((120, 1, 3))), (3, Blocked(2))])
 def test_any_layout_of_the_left_operand(m: int, layout: Layout) -> None:
-    """What is not contiguous along k is copied element by element."""
+    """Elements that are not contiguous along k are copied one by one."""
     check(kernel_of(m, 40, 32, a_layout=layout))

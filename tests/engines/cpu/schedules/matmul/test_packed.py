@@ -143,7 +143,7 @@ def test_any_output_layout(layout: Layout) -> None:
 # A panel for each core, the last of them ragged, and more than that.
 @pytest.mark.parametrize(("n", "prefetches"), [(HOST.cores * tile_sizes.tile_n(400, HOST) - 8, False), (400, True)])
 def test_the_next_panel_is_prefetched(n: int, prefetches: bool) -> None:
-    """Where a core goes through several panels, it asks for the next while it works on one."""
+    """A core that goes through several panels asks for the next while it works on one."""
     assembly = compile_kernel(kernel_of((1, 30, 64, n)), emit).inspect_source("asm")
     assert ("prefetch" in assembly) == prefetches
 

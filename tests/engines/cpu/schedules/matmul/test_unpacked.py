@@ -43,7 +43,7 @@ def test_weight_inside_a_larger_one() -> None:
 
 @pytest.mark.parametrize("layout", [Strided((33 * 40, 1, 33)), Blocked(4)])
 def test_any_layout_of_the_left_operand(layout: Layout) -> None:
-    """What is not contiguous along k is packed, or copied, element by element."""
+    """Elements that are not contiguous along k are packed, or copied, one by one."""
     check(kernel_of(33, 40, 32, a_layout=layout))
 
 

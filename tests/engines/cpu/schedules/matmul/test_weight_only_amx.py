@@ -57,7 +57,7 @@ def test_matches_float64(target: Target, m: int) -> None:
 @pytest.mark.parametrize("target", [_HOST, _NARROW], ids=["host", "narrow"])
 @pytest.mark.parametrize("m", [8, 129])
 def test_half_activations(target: Target, m: int) -> None:
-    """Of bfloat16: by the dequantised weight rounded to it; of float16: by the dequantised weight."""
+    """Activations of bfloat16 are multiplied by the dequantised weight rounded to it; of float16: by the dequantised weight."""
     for kernel in (
         tiles_of(m, 67, 37, 8, form="bfloat16", target=target),
         tiles_of(m, 1100, 97, 8, dtype="uint8", zeros=True, form="bfloat16", target=target),
@@ -71,7 +71,7 @@ def test_half_activations(target: Target, m: int) -> None:
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("m", [8, 129])
 def test_rows_that_may_be_rounded_to_a_byte(m: int) -> None:
-    """They and the dequantised weight are rounded to bfloat16; k of one part and of several, infinities and NaN as in eager."""
+    """Rows and the dequantized weight are rounded to bfloat16; k of one part and of several, infinities and NaN as in eager."""
     for kernel in (
         tiles_of(m, 96, 37, 4, 32, scaled_by="bfloat16", form="bfloat16", row_parts=1),
         tiles_of(m, 1100, 97, 8, zeros=True, in_words=True, form="bfloat16", row_parts=1),

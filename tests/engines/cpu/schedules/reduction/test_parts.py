@@ -1,4 +1,4 @@
-"""How partial results combine: every combiner and dtype against eager, along rows and across them."""
+"""Combination of partial results: every combiner and dtype against eager, along rows and across them."""
 
 from __future__ import annotations
 

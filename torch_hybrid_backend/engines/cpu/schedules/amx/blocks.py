@@ -1,4 +1,4 @@
-"""How products on AMX's tiles are divided: tasks of rows and columns, panels of 32, parts of k.
+"""The division of products on AMX's tiles: tasks of rows and columns, panels of 32, parts of k.
 
 A task has a block of rows and a group of columns, both in panels, and k is cut into parts. A panel of B stays in the first-level cache while
 the panels of A go by, which come from the second: loading both from there takes half as long again as multiplying. So parts are short, and a
@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tvm import tirx
-
 from torch_hybrid_backend.engines.cpu.kernels import DequantizedMatMulKernel, TileConvKernel, TileMatMulKernel
 from torch_hybrid_backend.engines.cpu.operands.amx_formats import PANEL, ROW_BYTES, TileFormat
 from torch_hybrid_backend.engines.cpu.target import Target
+from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirExpr
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
@@ -41,7 +40,7 @@ _SUM_CYCLES = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """What a kernel multiplies: (batch, m, k) by (batch or 1, k, n), in the format `form`. `sizes`: batch, m, k, n; the first two may be known
+    """Operands of a kernel: (batch, m, k) by (batch or 1, k, n), in the format `form`. `sizes`: batch, m, k, n; the first two may be known
     only at run time. `a`: an element of A."""
 
     kernel: TileMatMulKernel | TileConvKernel | DequantizedMatMulKernel
@@ -77,11 +76,11 @@ class TileBlocks:
         self.part_elements = self.part_steps * self.form.depth
 
     def _b_batches(self) -> Dim:
-        """How many B there are: the rows of batch i are multiplied by number i modulo them."""
+        """The number of matrices B: the rows of batch i are multiplied by matrix i modulo it."""
         return 1
 
     def _b_of(self, batch: Index) -> Index:
-        """Which B the rows of a batch are multiplied by."""
+        """The number of the matrix B that multiplies the rows of a batch."""
         return batch % self.b_batches
 
     def _panel_of(self, batch: Index, column: Index, c: Index) -> Index:
@@ -91,7 +90,7 @@ class TileBlocks:
     # Sizes.
 
     def row_blocks(self) -> tuple[Dim, Dim]:
-        """How many blocks of rows there are, and what a task's first row is a multiple of: `block`, or as few as makes them equal."""
+        """The number of blocks of rows, and the number that a task's first row is a multiple of: `block`, or as few as make blocks equal."""
         if isinstance(self.row_panels, int):
             return ceil_div(self.row_panels, self.block), self.block
         blocks = function("max", ceil_div(self.row_panels, self.block), 1)
@@ -127,7 +126,7 @@ class TileBlocks:
         return self.builder.ranked_choice(estimates)
 
     def _cycles(self, batch: int, panels: int, tiling: tuple[int, int, int]) -> float:
-        """Of all products of so many panels of rows, in tasks as `_tiling` says."""
+        """Cycles of all products of so many panels of rows, in tasks as `_tiling` says."""
         steps, block, group = tiling
         blocks = -(-panels // block)
         tasks, rows = batch * blocks * -(-self.column_panels // group), -(-panels // blocks)
@@ -144,11 +143,11 @@ class TileBlocks:
         return sorted({-(-self.steps // count) for count in counts}, reverse=True)
 
     def _copy_cycles(self, block: int) -> float:
-        """Of a task with so many panels of rows, to write A's tiles."""
+        """Cycles that a task with so many panels of rows takes to write A's tiles."""
         return block * PANEL * self.k * self.form.copy_cycles
 
     def _product_cycles(self, part_steps: int, block: int, group: int) -> float:
-        """Of a task with so many panels of rows and of columns, without what A's tiles cost."""
+        """Cycles of a task with so many panels of rows and columns, without those of writing A's tiles."""
         form, step_bytes = self.form, self.form.parts * PANEL * ROW_BYTES
         parts = -(-self.steps // part_steps)
         # A step reads A from the second-level cache, and B too where a panel's part of k does not stay in the first.
@@ -175,7 +174,7 @@ class TileBlocks:
     def _left(self, first: Index, total: Dim, count: Dim) -> TirExpr | None:
         if total % count == 0:
             return None
-        return tirx.Min(self.builder.index(as_index(total) - first), self.builder.size(count))
+        return tir.minimum(self.builder.index(as_index(total) - first), self.builder.size(count))
 
     def _each_row(self, first: Index, body: Callable[[Index], Stmt]) -> Stmt:
         """`body(r)` for the panels of rows of a task."""
@@ -194,10 +193,10 @@ class TileBlocks:
         raise NotImplementedError
 
     def rows_of(self, row: Index, r: Index) -> TirExpr | None:
-        """How many rows a panel has; None where all have 32."""
+        """The number of rows of a panel; None where all have 32."""
         if self.m % PANEL == 0:
             return None
-        return tirx.Min(self.builder.index(as_index(self.m) - (row + r) * PANEL), tirx.IntImm("int32", PANEL))
+        return tir.minimum(self.builder.index(as_index(self.m) - (row + r) * PANEL), tir.const(PANEL, "int32"))
 
     def has_half_panels(self) -> bool:
         """True if a panel of rows may be one tile."""

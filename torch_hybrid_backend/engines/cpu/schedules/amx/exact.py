@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tvm import tirx
-
 from torch_hybrid_backend.engines.cpu.operands.amx_formats import PANEL, TileFormat
 from torch_hybrid_backend.engines.cpu.schedules.amx.blocks import LANES
 from torch_hybrid_backend.engines.cpu.schedules.register_tiles import RegisterTile, partials
+from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
 from torch_hybrid_backend.loops.index import Index
@@ -74,16 +73,16 @@ class ExactProducts:
 
 def _number(words: Sequence[TirExpr], is_odd: bool, is_plain: bool) -> TirExpr:
     """A vector of float32 from the halves of words: the sum of their numbers of bfloat16; of plain ones two halves of one number."""
-    sixteen, upper = (tirx.Broadcast(tirx.IntImm("uint32", number), LANES) for number in (16, 0xFFFF0000))
-    lower = tirx.Broadcast(tirx.IntImm("uint32", 0xFFFF), LANES)
+    sixteen, upper = (tir.broadcast(tir.const(number, "uint32"), LANES) for number in (16, 0xFFFF0000))
+    lower = tir.broadcast(tir.const(0xFFFF, "uint32"), LANES)
 
     def half(word: TirExpr) -> TirExpr:
-        return tirx.bitwise_and(word, upper) if is_odd else tirx.shift_left(word, sixteen)
+        return word & upper if is_odd else word << sixteen
 
     if is_plain:
-        low = tirx.shift_right(words[1], sixteen) if is_odd else tirx.bitwise_and(words[1], lower)
-        return tirx.reinterpret(f"float32x{LANES}", tirx.bitwise_or(half(words[0]), low))
-    total = tirx.reinterpret(f"float32x{LANES}", half(words[-1]))
+        low = words[1] >> sixteen if is_odd else words[1] & lower
+        return tir.reinterpret(half(words[0]) | low, f"float32x{LANES}")
+    total = tir.reinterpret(half(words[-1]), f"float32x{LANES}")
     for word in reversed(words[:-1]):
-        total = tirx.reinterpret(f"float32x{LANES}", half(word)) + total
+        total = tir.reinterpret(half(word), f"float32x{LANES}") + total
     return total

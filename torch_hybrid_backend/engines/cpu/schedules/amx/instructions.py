@@ -12,19 +12,14 @@ Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, 
 
 from __future__ import annotations
 
-from tvm import tirx
-
 from torch_hybrid_backend.engines.cpu.operands.amx_formats import ROW_BYTES
+from torch_hybrid_backend.engines.cpu.tir import expressions as tir
+from torch_hybrid_backend.engines.cpu.tir import x86
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.loops.index import Index
 
 # Palette 1; every register has 16 rows of 64 bytes. In words of 32 bits: 16 reserved bytes but for the palette, 16 widths, 16 heights.
 _CONFIGURATION = (1, 0, 0, 0, *[ROW_BYTES << 16 | ROW_BYTES] * 4, 0, 0, 0, 0, *[0x10101010] * 2, 0, 0)
-
-
-def instruction(name: str, *operands: TirExpr) -> Stmt:
-    """One instruction, by LLVM's name. Every other function here goes through this one: tests put an emulation in its place."""
-    return tirx.Evaluate(tirx.call_llvm_intrin("void", f"llvm.x86.{name}", *operands))
 
 
 def configuration(builder: Builder) -> TirBuffer:
@@ -34,17 +29,17 @@ def configuration(builder: Builder) -> TirBuffer:
 
 def configure(builder: Builder, array: TirBuffer) -> Stmt:
     """All registers as 16 rows of 64 bytes, zero."""
-    words = [builder.store(array, i, tirx.IntImm("int32", word)) for i, word in enumerate(_CONFIGURATION)]
-    return builder.seq(*words, instruction("ldtilecfg", _address(builder, array, 0)))
+    words = [builder.store(array, i, tir.const(word, "int32")) for i, word in enumerate(_CONFIGURATION)]
+    return builder.seq(*words, x86.amx("ldtilecfg", builder.pointer(array, 0)))
 
 
 def release() -> Stmt:
     """Back to the state before `configure`."""
-    return instruction("tilerelease")
+    return x86.amx("tilerelease")
 
 
 def zero(tile: int) -> Stmt:
-    return instruction("tilezero", _number(tile))
+    return x86.amx("tilezero", _number(tile))
 
 
 def load(
@@ -55,22 +50,18 @@ def load(
     passing: the first-level cache need not keep them; what is there stays.
     """
     name = "tileloaddt164" if passing else "tileloadd64"
-    return instruction(name, _number(tile), _address(builder, array, offset), tirx.IntImm("int64", row_bytes))
+    return x86.amx(name, _number(tile), builder.pointer(array, offset), tir.const(row_bytes, "int64"))
 
 
 def store(builder: Builder, tile: int, array: TirBuffer, offset: Index | int, row_bytes: int) -> Stmt:
     """The inverse of `load`."""
-    return instruction("tilestored64", _number(tile), _address(builder, array, offset), tirx.IntImm("int64", row_bytes))
+    return x86.amx("tilestored64", _number(tile), builder.pointer(array, offset), tir.const(row_bytes, "int64"))
 
 
 def multiply(name: str, sums: int, a: int, b: int) -> Stmt:
     """sums += a * b, by the instruction of that name (`amx_formats.TileFormat.instruction`)."""
-    return instruction(name, _number(sums), _number(a), _number(b))
+    return x86.amx(name, _number(sums), _number(a), _number(b))
 
 
 def _number(tile: int) -> TirExpr:
-    return tirx.IntImm("int8", tile)
-
-
-def _address(builder: Builder, array: TirBuffer, offset: Index | int) -> TirExpr:
-    return tirx.address_of(builder.load(array, offset))
+    return tir.const(tile, "int8")

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 from functools import partial
 
-from tvm import tirx
-
 from torch_hybrid_backend.engines.cpu.kernels import TileConvKernel
 from torch_hybrid_backend.engines.cpu.operands.amx_formats import PANEL, ROW_BYTES
 from torch_hybrid_backend.engines.cpu.schedules.amx import instructions
@@ -27,6 +25,7 @@ from torch_hybrid_backend.engines.cpu.schedules.amx.exact import ExactProducts
 from torch_hybrid_backend.engines.cpu.schedules.amx.rows import Lanes, TileRows
 from torch_hybrid_backend.engines.cpu.schedules.amx.stores import PanelStores
 from torch_hybrid_backend.engines.cpu.target import LINE_BYTES, Target
+from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
 from torch_hybrid_backend.loops.index import Index, as_index
@@ -89,7 +88,7 @@ class TileProduct(TileRows):
         )
 
     def _arrays(self) -> list[TirBuffer]:
-        """What a task declares."""
+        """Declare a task's arrays."""
         arrays = [self.configuration, self.scratch, self.sums]
         if self.parts > 1:
             arrays.append(self.near)
@@ -98,7 +97,7 @@ class TileProduct(TileRows):
         return arrays
 
     def _before(self, batch: Index, row: Index) -> Stmt | None:
-        """What a task does before the first part of k."""
+        """Statements of a task before the first part of k."""
         return None
 
     def _part(self, batch: Index, row: Index, column: Index, part: Part) -> Stmt:
@@ -115,13 +114,13 @@ class TileProduct(TileRows):
         return self.builder.seq(self._copies(batch, row, part), each)
 
     def _before_columns(self, panel: Index, part: Part) -> Stmt | None:
-        """What a task does with a part of k before it multiplies a panel of columns."""
+        """Statements of a task for a part of k, before a panel of columns is multiplied."""
         return None
 
     # Products.
 
     def _sums_at(self, r: Index, c: Index) -> Index:
-        """Where the sums of a panel of rows and one of columns are, 32 x 32 of them."""
+        """The address of the 32 x 32 sums of a panel of rows and one of columns."""
         return as_index(0) if self.parts == 1 else (c * self.block + r) * (PANEL * PANEL)
 
     def _products(self, batch: Index, row: Index, column: Index, r: Index, c: Index, part: Part) -> Stmt:
@@ -133,7 +132,7 @@ class TileProduct(TileRows):
         is_outside, is_plain = b.load(self.is_outside, r) != 0, self._is_plain(panel)
         numbers = self._numbers(panel, part, False)
         if is_plain is not None:
-            is_outside = tirx.Or(is_outside, is_plain)
+            is_outside = tir.logical_or(is_outside, is_plain)
             numbers = b.when(is_plain, self._numbers(panel, part, True), numbers)
         return b.when(is_outside, self._by_vectors(batch, row, r, c, part, numbers), by_tiles)
 
@@ -141,7 +140,7 @@ class TileProduct(TileRows):
         """True if a panel of B is plain; None where none is."""
         count = self.b_batches * self.column_panels
         place = count * self.steps * self.panel_size + panel
-        return self.builder.load(self.packed, place) != tirx.IntImm("uint16", 0)
+        return self.builder.load(self.packed, place) != tir.const(0, "uint16")
 
     def _by_tiles_of_panel(self, batch: Index, row: Index, column: Index, r: Index, c: Index, part: Part) -> Stmt:
         """The products of a panel of rows and one of columns, in the registers of sums."""
@@ -149,7 +148,7 @@ class TileProduct(TileRows):
         by_tiles = self._by_tiles(batch, row, r, panel, c, part, 2)
         if not self.has_half_panels():
             return by_tiles
-        is_half = tirx.LE(self.rows_of(row, r), tirx.IntImm("int32", PANEL // 2))
+        is_half = self.rows_of(row, r) <= tir.const(PANEL // 2, "int32")
         return b.when(is_half, self._by_tiles(batch, row, r, panel, c, part, 1), by_tiles)
 
     def _stored(self, array: TirBuffer, start: Index | int) -> list[Stmt]:
@@ -169,7 +168,7 @@ class TileProduct(TileRows):
         near = b.seq(*self._stored(self.near, 0))
         if not self._adds_in_memory():
             return near
-        return b.when(b.index(part.number).equal(0), stores, b.seq(near, self._add(sums)))
+        return b.when(tir.equal(b.index(part.number), 0), stores, b.seq(near, self._add(sums)))
 
     def _adds_in_memory(self) -> bool:
         """True if `sums` has the sums of all parts of k after the last one: elsewhere tiles add that to them, and `near` has them."""
@@ -183,7 +182,7 @@ class TileProduct(TileRows):
         before: list[Stmt] = zeros
         if self.parts > 1 and not self.form.splits:
             loads = [instructions.load(b, tile, self.sums, at, 4 * PANEL) for tile, at in places.items()]
-            before = [b.when(b.index(part.number).equal(0), b.seq(*zeros), b.seq(*loads))]
+            before = [b.when(tir.equal(b.index(part.number), 0), b.seq(*zeros), b.seq(*loads))]
 
         def step(s: Index) -> Stmt:
             inner = self._step(r, panel, part, s, row_tiles)
@@ -228,7 +227,8 @@ class TileProduct(TileRows):
         ]
 
     def _b_at(self, panel: Index, part: Part, s: Index, number: int) -> tuple[TirBuffer, Index, int]:
-        """Where the first tile of a panel of columns is, of one step and of a part of the numbers, and elements from there to the second."""
+        """The address of the first tile of a panel of columns, of one step and one part of the numbers, and the distance to the second in
+        elements."""
         form = self.form
         at = (panel * self.steps + part.start + s) * self.panel_size + number * form.panel_elements
         return self.packed, at, form.panel_elements // 2
@@ -259,10 +259,10 @@ class TileProduct(TileRows):
         share = -(-self.panel_size // line // self.block)
         following = b.index(((panel + 1) * self.steps + part.start) * self.panel_size)
         if self.parts > 1:
-            ends = tirx.EQ(b.index(panel % self.column_panels), tirx.IntImm("int32", self.column_panels - 1))
-            is_last = tirx.Or(ends, tirx.EQ(b.index(c), tirx.IntImm("int32", self.group - 1)))
+            ends = tir.equal(b.index(panel % self.column_panels), tir.const(self.column_panels - 1, "int32"))
+            is_last = tir.logical_or(ends, tir.equal(b.index(c), tir.const(self.group - 1, "int32")))
             next_part = ((panel - c) * self.steps + part.start + part.steps) * self.panel_size
-            following = tirx.Select(is_last, b.index(next_part), following)
+            following = tir.select(is_last, b.index(next_part), following)
         places = [following + b.index(((r * part.steps + s) * share + i) * line) for i in range(share)]
         return [b.prefetch(self.packed, at, 2) for at in places]
 
@@ -276,11 +276,11 @@ class TileProduct(TileRows):
         return [b.prefetch(self.sums, b.index(at), 1, to_write=True) for at in places]
 
     def _by_vectors(self, batch: Index, row: Index, r: Index, c: Index, part: Part, numbers: Stmt) -> Stmt:
-        """As `_by_tiles`, in float32: of A as it is, and of B as `numbers` puts it together again."""
+        """Multiply as `_by_tiles` does, in float32: A as it is, and B as `numbers` puts it together again."""
 
         def put(line: Index, at: Index, width: int, env: Lanes) -> Stmt:
             def value(lane: Index) -> TirExpr:
-                return tirx.const(0, "float32") if env is None else self.printer.expr(self.a, env(lane))
+                return tir.const(0, "float32") if env is None else self.printer.expr(self.a, env(lane))
 
             return self.exact.row(line, at, width, value)
 
@@ -297,7 +297,7 @@ class TileProduct(TileRows):
         def words(s: Index, number: int, at: Index) -> TirExpr:
             start = (panel * self.steps + part.start + s) * self.panel_size + number * self.form.panel_elements
             vector = self.builder.load_vector(self.packed, start + at, 2 * LANES)
-            return tirx.reinterpret(f"uint32x{LANES}", vector)
+            return tir.reinterpret(vector, f"uint32x{LANES}")
 
         return self.exact.columns(self.form, part.steps, words, is_plain)
 

@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from tvm import tirx
-
 from torch_hybrid_backend.engines.cpu.operands.amx_formats import PANEL
 from torch_hybrid_backend.engines.cpu.schedules.amx.blocks import LANES, Part, Products, TileBlocks
 from torch_hybrid_backend.engines.cpu.schedules.bf16_split import FloatParts
 from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.engines.cpu.tile_sizes import lane_chunks
+from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
 from torch_hybrid_backend.engines.cpu.tir.storage import narrow, storage_dtype
@@ -50,7 +49,7 @@ class TileRows(TileBlocks):
         self.is_outside = builder.local(self.block, "int32", "outside")
 
     def _rows_in_memory(self) -> RowsInMemory | None:
-        """Where rows of A lie along k as they are multiplied; None where that is not simply in an array."""
+        """The array in which rows of A lie along k as they are multiplied; None if there is none."""
         return None
 
     def piece(self, env: dict[LoopVar, Index], unit: Index, within: int) -> Piece:
@@ -66,7 +65,7 @@ class TileRows(TileBlocks):
         return self.block * self.part_steps * self.panel_size
 
     def a_at(self, r: Index, part: Part, s: Index, number: int) -> Index:
-        """Where the tiles of a panel of rows begin, of one step and of a part of the numbers; the second lies behind the first."""
+        """The address of the tiles of a panel of rows, of one step and one part of the numbers; the second tile lies behind the first."""
         return (r * self.part_steps + s) * self.panel_size + number * self.form.panel_elements
 
     # In memory.
@@ -112,11 +111,11 @@ class TileRows(TileBlocks):
         return self.each_line(batch, row, r, one)
 
     def _copy(self, batch: Index, row: Index, r: Index, part: Part) -> Stmt:
-        """One part of a panel of rows to scratch memory, and whether any of its numbers is outside of what can be split."""
+        """Copy one part of a panel of rows to scratch memory. Tells as well whether any of its numbers cannot be split."""
         b, form = self.builder, self.form
         if self.rows is not None and self.k % form.depth == 0:
             return self._copy_rows(self.rows, batch, row, r, part)
-        zero = tirx.const(0, storage_dtype(form.a_dtype))
+        zero = tir.const(0, storage_dtype(form.a_dtype))
         splitting = FloatParts(b, self.printer, form.parts, self.target) if form.splits else None
 
         def put(line: Index, at: Index, width: int, env: Lanes) -> Stmt:
@@ -145,7 +144,7 @@ class TileRows(TileBlocks):
             return rows
 
         def mark(value: int) -> Stmt:
-            return b.store(self.is_outside, r, tirx.IntImm("int32", value))
+            return b.store(self.is_outside, r, tir.const(value, "int32"))
 
         return b.seq(splitting.begin(), mark(0), rows, splitting.when_outside(mark(1)))
 
@@ -171,4 +170,4 @@ class TileRows(TileBlocks):
             array, _ = self.printer.arguments[a.buffer]
             return self.builder.load(array, self.printer.offset(a.buffer, a.index, env))
         value = self.printer.expr(a, env)
-        return narrow(value, dtype) if a.dtype == "float32" else tirx.Cast(dtype, value)
+        return narrow(value, dtype) if a.dtype == "float32" else tir.cast(value, dtype)

@@ -1,4 +1,4 @@
-"""What follows the products on AMX's tiles: the kernel's stores, from sums that tiles left in memory.
+"""The epilogue of products on AMX's tiles: the kernel's stores, from sums that tiles left in memory.
 
 What they compute from the column alone is computed once for a panel of rows.
 """

@@ -17,8 +17,8 @@ from torch_hybrid_backend.engines.cpu.kernels import Bf16AttentionKernel
 from torch_hybrid_backend.engines.cpu.operands.amx_formats import FORMATS, PANEL
 from torch_hybrid_backend.engines.cpu.schedules.amx import instructions
 from torch_hybrid_backend.engines.cpu.schedules.attention.bf16 import Bf16Attention
-from torch_hybrid_backend.engines.cpu.schedules.register_tiles import zero
 from torch_hybrid_backend.engines.cpu.target import Target
+from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirBuffer
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
 from torch_hybrid_backend.loops.index import Index, as_index
@@ -92,14 +92,14 @@ class AmxBf16Attention(Bf16Attention):
 
         def clear(panel: Index) -> Stmt:
             start = (panel * held + used) * self.panel
-            return self.fill(self.packed_k, start, (held - used) * self.panel, zero(self.packed_dtype))
+            return self.fill(self.packed_k, start, (held - used) * self.panel, tir.const(0, self.packed_dtype))
 
         beyond = self.builder.loop(self.panels, clear, name="p") if used < held else None
         return self.builder.seq(super().pack_k(batch, head), beyond)
 
     def _copy_q(self, batch: Index, head: Index, query: Index, r: Index) -> Stmt:
         left, end = self.query_size - known_int(self.depth), (r + 1) * self.query_size
-        beyond = self.fill(self.q, end - left, left, zero("uint16")) if left else None
+        beyond = self.fill(self.q, end - left, left, tir.const(0, "uint16")) if left else None
         return self.builder.seq(super()._copy_q(batch, head, query, r), beyond)
 
     # Products.

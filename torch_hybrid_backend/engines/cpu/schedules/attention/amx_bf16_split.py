@@ -13,16 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tvm import tirx
-
 from torch_hybrid_backend.engines.cpu.kernels import Bf16AttentionKernel
 from torch_hybrid_backend.engines.cpu.schedules.attention.amx_computed import AmxComputedAttention
 from torch_hybrid_backend.engines.cpu.schedules.attention.tiled import TiledAttention
 from torch_hybrid_backend.engines.cpu.schedules.axes import vectors
 from torch_hybrid_backend.engines.cpu.schedules.bf16_split import word
-from torch_hybrid_backend.engines.cpu.schedules.register_tiles import tile_start, zero
+from torch_hybrid_backend.engines.cpu.schedules.register_tiles import tile_start
 from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.engines.cpu.tile_sizes import lane_chunks
+from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
 from torch_hybrid_backend.loops.index import Index, as_index
@@ -44,7 +43,7 @@ class AmxBf16SplitAttention(AmxComputedAttention):
         return (*super()._buffers(), *self.exact._buffers(), self.state)
 
     def _set(self, number: int, value: int) -> Stmt:
-        return self.builder.store(self.state, number, tirx.IntImm("int32", value))
+        return self.builder.store(self.state, number, tir.const(value, "int32"))
 
     def _is_set(self, number: int) -> TirExpr:
         return self.builder.load(self.state, number) != 0
@@ -94,14 +93,14 @@ class AmxBf16SplitAttention(AmxComputedAttention):
                     return self.read(kernel.v, kernel.v_vars, batch, head, t * 2 + side, base + lane)
 
                 def keep(number: int, bits: TirExpr) -> Stmt:
-                    return b.store(low, lane + number * lanes, tirx.shift_right(bits, word(16)))
+                    return b.store(low, lane + number * lanes, bits >> word(16))
 
                 def put(number: int, bits: TirExpr) -> Stmt:
                     own = b.load(low, lane + number * lanes)
                     if is_pair:
-                        own = tirx.bitwise_or(own, tirx.bitwise_and(bits, word(0xFFFF0000)))
+                        own = own | (bits & word(0xFFFF0000))
                     place = t * self.padded + base + lane + number * self.of_v.part
-                    return b.store(self.packed_v, place, tirx.reinterpret("int32", own))
+                    return b.store(self.packed_v, place, tir.reinterpret(own, "int32"))
 
                 first = self.splitting.split(lane, value(0), keep)
                 if is_pair:
@@ -115,7 +114,7 @@ class AmxBf16SplitAttention(AmxComputedAttention):
         half = row(as_index(pairs), False) if odd else None
         size = parts * self.of_v.part
         is_padded = self.width < self.padded or pairs * self.padded < self.of_v.part
-        clear = self.fill(self.packed_v, as_index(0), size, zero("int32")) if is_padded else None
+        clear = self.fill(self.packed_v, as_index(0), size, tir.const(0, "int32")) if is_padded else None
         return b.seq(b.alloc(low), clear, self._watched(_PACKED_OUTSIDE, b.seq(whole, half)))
 
     # One tile of query rows.
@@ -132,9 +131,9 @@ class AmxBf16SplitAttention(AmxComputedAttention):
 
         pack = b.seq(self.exact._pack(batch, head), self._set(_HAS_PACKED, 1))
         exactly = b.seq(
-            b.when(tirx.Not(self._is_set(_HAS_PACKED)), pack), b.loop(known_int(ceil_div(rows, height)), part)
+            b.when(tir.logical_not(self._is_set(_HAS_PACKED)), pack), b.loop(known_int(ceil_div(rows, height)), part)
         )
-        is_outside = tirx.Or(self._is_set(_PACKED_OUTSIDE), self._is_set(_QUERY_OUTSIDE))
+        is_outside = tir.logical_or(self._is_set(_PACKED_OUTSIDE), self._is_set(_QUERY_OUTSIDE))
         return b.seq(copied, b.when(is_outside, exactly, super()._row_tile(batch, head, first, rows)))
 
     def _copy_q(self, batch: Index, head: Index, query: Index, r: Index) -> Stmt | None:
@@ -150,5 +149,5 @@ class AmxBf16SplitAttention(AmxComputedAttention):
         )
         left = self.query_size - known_int(self.depth)
         ends = [(r + 1) * self.of_q.row - left + number * self.of_q.part for number in range(parts)]
-        beyond = [self.fill(self.q, end, left, zero("uint16")) for end in ends] if left else []
+        beyond = [self.fill(self.q, end, left, tir.const(0, "uint16")) for end in ends] if left else []
         return b.seq(row, *beyond)

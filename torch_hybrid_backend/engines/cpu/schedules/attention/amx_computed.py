@@ -9,14 +9,12 @@ Source: Henry, Tang & Heinecke, ARITH 2019 (`amx_formats`).
 
 from __future__ import annotations
 
-from tvm import tirx
-
 from torch_hybrid_backend.engines.cpu.kernels import Bf16AttentionKernel
 from torch_hybrid_backend.engines.cpu.schedules.attention.amx_bf16 import AmxBf16Attention
 from torch_hybrid_backend.engines.cpu.schedules.axes import vectors
 from torch_hybrid_backend.engines.cpu.schedules.bf16_split import FloatParts, upper
-from torch_hybrid_backend.engines.cpu.schedules.register_tiles import zero
 from torch_hybrid_backend.engines.cpu.target import Target
+from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
@@ -42,7 +40,7 @@ class AmxComputedAttention(AmxBf16Attention):
 
     def _bits(self, expr: Expr, variables: tuple[LoopVar, ...], *point: Index) -> TirExpr:
         # Nothing is rounded: it is a bfloat16.
-        return upper(tirx.reinterpret("uint32", self.read(expr, variables, *point)))
+        return upper(tir.reinterpret(self.read(expr, variables, *point), "uint32"))
 
     def _row_of_key(self, batch: Index, head: Index, key: Index, row: Index) -> Stmt:
         """rows[row ...] = the key, in all parts."""
@@ -80,7 +78,11 @@ class AmxComputedAttention(AmxBf16Attention):
         panels += [panel_of(as_index(whole), tail)] if tail else []
         # Beyond a head's last element, and beyond the last key.
         is_ragged = size > known_int(self.depth) or tail
-        clear = self.fill(self.rows_of_keys, as_index(0), self.form.parts * part, zero("uint16")) if is_ragged else None
+        clear = (
+            self.fill(self.rows_of_keys, as_index(0), self.form.parts * part, tir.const(0, "uint16"))
+            if is_ragged
+            else None
+        )
         return b.seq(clear, *panels)
 
     # The softmax.
@@ -101,7 +103,7 @@ class AmxComputedAttention(AmxBf16Attention):
             if number >= vectors:
                 return b.seq(
                     *[
-                        self.fill(self.weights, at + own * part, self.lanes, zero("uint16"))
+                        self.fill(self.weights, at + own * part, self.lanes, tir.const(0, "uint16"))
                         for own in range(self.weight_parts)
                     ]
                 )

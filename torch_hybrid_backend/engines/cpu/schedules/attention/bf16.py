@@ -11,19 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tvm import tirx
-
 from torch_hybrid_backend.engines.cpu.dot_products import bf16_dot_product
 from torch_hybrid_backend.engines.cpu.kernels import Bf16AttentionKernel
 from torch_hybrid_backend.engines.cpu.schedules.attention.tiled import TiledAttention
 from torch_hybrid_backend.engines.cpu.schedules.bf16_split import upper
-from torch_hybrid_backend.engines.cpu.schedules.register_tiles import RegisterTile, zero
+from torch_hybrid_backend.engines.cpu.schedules.register_tiles import RegisterTile
 from torch_hybrid_backend.engines.cpu.target import Target
-from torch_hybrid_backend.engines.cpu.tir.arithmetic import literal
+from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirBuffer, TirExpr
-from torch_hybrid_backend.engines.cpu.tir.dot import load_word, rounded_words
+from torch_hybrid_backend.engines.cpu.tir.dot import load_word
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
 from torch_hybrid_backend.engines.cpu.tir.storage import narrow
+from torch_hybrid_backend.engines.cpu.tir.x86 import rounded_words
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
 from torch_hybrid_backend.loops.ir import Expr, Load
 from torch_hybrid_backend.loops.ops import round_to
@@ -62,7 +61,7 @@ class Bf16Attention(TiledAttention):
             env = dict(zip(variables, point, strict=True))
             return self.builder.load(array, self.printer.offset(expr.buffer, expr.index, env))
         rounded = self.read(round_to(expr, "bfloat16"), variables, *point)
-        return upper(tirx.reinterpret("uint32", rounded))
+        return upper(tir.reinterpret(rounded, "uint32"))
 
     def _of_key(self, batch: Index, head: Index, key: Index, d: Index) -> TirExpr:
         k, variables = self.kernel.k, self.kernel.k_vars
@@ -81,7 +80,7 @@ class Bf16Attention(TiledAttention):
                 return b.store(self.packed_v, t * padded + e, _pair(first, second))
 
             last = t * padded + (padded - self.lanes)
-            clear = self.fill(self.packed_v, last, self.lanes, zero("int32")) if self.width < padded else None
+            clear = self.fill(self.packed_v, last, self.lanes, tir.const(0, "int32")) if self.width < padded else None
             return b.seq(clear, self.along(self.width, one))
 
         pairs, odd = self.keys // 2, self.keys - self.keys // 2 * 2
@@ -93,7 +92,7 @@ class Bf16Attention(TiledAttention):
         beyond = self.panels * (self.panel // 2) - used
         rest = None
         if self._reads_beyond() and beyond != 0:
-            rest = self.fill(self.packed_v, as_index(used * padded), beyond * padded, zero("int32"))
+            rest = self.fill(self.packed_v, as_index(used * padded), beyond * padded, tir.const(0, "int32"))
         return b.seq(whole, half, rest)
 
     def _reads_beyond(self) -> bool:
@@ -143,7 +142,7 @@ class Bf16Attention(TiledAttention):
         assert dot is not None  # else the kernel is another
 
         def vector(number: int) -> TirExpr:
-            return tirx.reinterpret(f"uint16x{2 * lanes}", b.load_vector(right, at + number * lanes, lanes))
+            return tir.reinterpret(b.load_vector(right, at + number * lanes, lanes), f"uint16x{2 * lanes}")
 
         scalars = [load_word(left, b.index(pairs(row)), dot, lanes) for row in range(tile.rows)]
         return tile.accumulate_words(scalars, [vector(v) for v in range(tile.vectors)], dot, way)
@@ -151,7 +150,7 @@ class Bf16Attention(TiledAttention):
     # The softmax.
 
     def _scaled(self, product: TirExpr) -> TirExpr:
-        return product * literal(self.kernel.scale, self.dtype)
+        return product * tir.const(self.kernel.scale, self.dtype)
 
     def _row_locals(self) -> tuple[TirBuffer, ...]:
         self.recent = self.builder.local(self.panel, self.dtype, "recent")
@@ -167,20 +166,22 @@ class Bf16Attention(TiledAttention):
         b, lanes = self.builder, self.lanes
         if not self.rounds_panels:
             missing = (self.panel_vectors - vectors) * lanes
-            return self.fill(self.weights, start + vectors * lanes, missing, zero("uint16")) if missing else None
+            return (
+                self.fill(self.weights, start + vectors * lanes, missing, tir.const(0, "uint16")) if missing else None
+            )
 
         def vector(number: int) -> TirExpr:
             if number >= vectors:
-                return tirx.Broadcast(zero(self.dtype), lanes)
+                return tir.broadcast(tir.const(0, self.dtype), lanes)
             return b.load_vector(self.recent, number * lanes, lanes)
 
-        words = tirx.reinterpret(f"uint16x{self.panel}", rounded_words(b, vector(0), vector(1)))
+        words = tir.reinterpret(rounded_words(b, vector(0), vector(1)), f"uint16x{self.panel}")
         return b.store_vector(self.weights, start, words, self.panel)
 
 
 def _pair(low: TirExpr, high: TirExpr | None) -> TirExpr:
     """Two bfloat16, the second zero for None, in 32 bits."""
-    words = [tirx.Cast("uint32", half) for half in (low, high) if half is not None]
+    words = [tir.cast(half, "uint32") for half in (low, high) if half is not None]
     if high is not None:
-        words[0] = tirx.bitwise_or(words[0], tirx.shift_left(words[1], tirx.IntImm("uint32", 16)))
-    return tirx.reinterpret("int32", words[0])
+        words[0] = words[0] | (words[1] << tir.const(16, "uint32"))
+    return tir.reinterpret(words[0], "int32")

@@ -13,14 +13,12 @@ from __future__ import annotations
 
 from functools import partial
 
-from tvm import tirx
-
 from torch_hybrid_backend.engines.cpu.dot_products import integer_dot_product
 from torch_hybrid_backend.engines.cpu.kernels import Int8AttentionKernel
 from torch_hybrid_backend.engines.cpu.schedules.attention.tiled import TiledAttention
 from torch_hybrid_backend.engines.cpu.schedules.register_tiles import RegisterTile
 from torch_hybrid_backend.engines.cpu.target import Target
-from torch_hybrid_backend.engines.cpu.tir.arithmetic import literal
+from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.cpu.tir.dot import load_word
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
@@ -53,12 +51,12 @@ class Int8Attention(TiledAttention):
 
     def _of_key(self, batch: Index, head: Index, key: Index, d: Index) -> TirExpr:
         k, variables = self.kernel.k, self.kernel.k_vars
-        word = tirx.IntImm("uint32", 0)
+        word = tir.const(0, "uint32")
         for number in range(self.group):
-            byte = tirx.reinterpret("uint8", self.read(k, variables, batch, head, key, d * self.group + number))
-            part = tirx.shift_left(tirx.Cast("uint32", byte), tirx.IntImm("uint32", 8 * number))
-            word = tirx.bitwise_or(word, part)
-        return tirx.reinterpret("int32", word)
+            byte = tir.reinterpret(self.read(k, variables, batch, head, key, d * self.group + number), "uint8")
+            part = tir.cast(byte, "uint32") << tir.const(8 * number, "uint32")
+            word = word | part
+        return tir.reinterpret(word, "int32")
 
     def pack_k(self, batch: Index, head: Index) -> Stmt:
         b, pack = self.builder, super().pack_k(batch, head)
@@ -67,14 +65,14 @@ class Int8Attention(TiledAttention):
 
         def panel(number: Index) -> Stmt:
             tile = RegisterTile(b, self.printer, 1, self.panel_vectors, self.lanes, "int32")
-            ones = tirx.Broadcast(tirx.IntImm("int32", _ONES), self.lanes)
+            ones = tir.broadcast(tir.const(_ONES, "int32"), self.lanes)
 
             def step(group: Index, way: int) -> Stmt | None:
                 return tile.accumulate_words([ones], self._keys_of(tile, number, group), self.dot, way)
 
             def start(vector: int, lane: Index) -> Stmt:
                 at = number * self.panel + vector * self.lanes + lane
-                return b.store(self.starts, at, tile.at(0, vector, lane) * tirx.IntImm("int32", -self.shift))
+                return b.store(self.starts, at, tile.at(0, vector, lane) * tir.const(-self.shift, "int32"))
 
             starts = [self.vector(self.lanes, partial(start, v)) for v in range(self.panel_vectors)]
             return b.seq(tile.declare(), tile.clear(), tile.reduce(self.key_rows, step), *starts)
@@ -85,9 +83,9 @@ class Int8Attention(TiledAttention):
         """Group number `group` of a panel's keys, in vectors."""
         at = panel * (self.key_rows * self.panel) + group * self.panel
         return [
-            tirx.reinterpret(
-                f"int8x{self.group * self.lanes}",
+            tir.reinterpret(
                 self.builder.load_vector(self.packed_k, at + v * self.lanes, self.lanes),
+                f"int8x{self.group * self.lanes}",
             )
             for v in range(tile.vectors)
         ]
@@ -99,7 +97,7 @@ class Int8Attention(TiledAttention):
         def element(d: Index) -> Stmt:
             value = self.read(kernel.q, kernel.q_vars, batch, head, query, d)
             if self.is_signed:
-                value = tirx.bitwise_xor(tirx.reinterpret("uint8", value), tirx.const(0x80, "uint8"))
+                value = tir.reinterpret(value, "uint8") ^ tir.const(0x80, "uint8")
             return b.store(self.q, r * self.depth + d, value)
 
         return self.along(self.depth, element)
@@ -128,4 +126,4 @@ class Int8Attention(TiledAttention):
         )
 
     def _scaled(self, product: TirExpr) -> TirExpr:
-        return product * literal(self.kernel.scale, self.dtype)
+        return product * tir.const(self.kernel.scale, self.dtype)

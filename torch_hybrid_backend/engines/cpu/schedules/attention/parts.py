@@ -1,17 +1,16 @@
-"""Sizes, workspaces, packed keys and values of an attention task."""
+"""Operands and memory of an attention task: sizes, workspaces, packed keys and values."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 
-from tvm import tirx
-
 from torch_hybrid_backend.engines.cpu.schedules.axes import is_free_of, vectors
-from torch_hybrid_backend.engines.cpu.schedules.register_tiles import lanes_of, zero
+from torch_hybrid_backend.engines.cpu.schedules.register_tiles import lanes_of
 from torch_hybrid_backend.engines.cpu.schedules.transposition import transposed
 from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.engines.cpu.tile_sizes import max_rows
+from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
 from torch_hybrid_backend.loops.cache_updates import CacheUpdate, cache_update
@@ -100,11 +99,11 @@ class AttentionParts:
         return self.lanes
 
     def _most_rows(self) -> int:
-        """Of a tile of queries."""
+        """The most rows of a tile of queries."""
         return max_rows(2, self.target)
 
     def _key_rows(self) -> Dim:
-        """Of a packed panel of keys."""
+        """The rows of a packed panel of keys."""
         return self.depth // self.group
 
     def _panel_vectors(self) -> int:
@@ -118,7 +117,7 @@ class AttentionParts:
     def _workspace(self, size: Dim, name: str, dtype: str | None = None) -> TirBuffer:
         """An array of the kernel's compute dtype, or of `dtype`."""
         own = dtype or self.dtype
-        return tirx.decl_buffer((self.builder.size(size),), own, self.builder.fresh(name), scope="global")
+        return self.builder.workspace(size, own, name)
 
     def read(self, expr: Expr, variables: tuple[LoopVar, ...], *point: Index) -> TirExpr:
         return self.printer.expr(expr, dict(zip(variables, point, strict=True)))
@@ -166,7 +165,7 @@ class AttentionParts:
             def one(i: Index) -> Stmt:
                 return b.store(self.packed_k, start + i, self._of_key(batch, head, panel * self.panel + i, d))
 
-            nothing = zero(self.packed_dtype)
+            nothing = tir.const(0, self.packed_dtype)
             clear = self.fill(self.packed_k, start, self.panel, nothing) if count != self.panel else None
             return b.seq(clear, self.along(count, one))
 
@@ -204,19 +203,19 @@ class AttentionParts:
         if update is None:
             return None
         b, none = self.builder, as_index(0)
-        position = tirx.Var(b.fresh("position"), "int64")
-        key, bind = b.bound(tirx.Cast("int32", position), self.keys, "key")
-        inside = tirx.And(position >= tirx.IntImm("int64", 0), position < tirx.Cast("int64", b.size(self.keys)))
+        position = b.variable("position", "int64")
+        key, bind = b.bound(tir.cast(position, "int32"), self.keys, "key")
+        inside = tir.logical_and(position >= tir.const(0, "int64"), position < tir.cast(b.size(self.keys), "int64"))
         written = put(key, lambda d: self.read(update.new, variables, batch, head, none, d))
-        value = tirx.Cast("int64", self.read(update.position, variables, batch, head, none, none))
-        return b.seq(tirx.stmt.Bind(position, value), b.when(inside, b.seq(bind, written)))
+        value = tir.cast(self.read(update.position, variables, batch, head, none, none), "int64")
+        return b.seq(b.bind(position, value), b.when(inside, b.seq(bind, written)))
 
     def _of_key(self, batch: Index, head: Index, key: Index, d: Index) -> TirExpr:
-        """What is packed as number `d` of a key."""
+        """Element `d` of a packed key."""
         return self.read(self.packed_keys, self.kernel.k_vars, batch, head, key, d)
 
     def _squares(self) -> int:
-        """How many squares of `lanes` packed elements along a head's dimension can be loaded as vectors of keys and transposed."""
+        """The number of squares of `lanes` packed elements along a head's dimension can be loaded as vectors of keys and transposed."""
         k, d = self.packed_keys, self.kernel.k_vars[3]
         dtype = _PACKED[self.group]
         if not isinstance(k, Load) or k.buffer.dtype != dtype or self.lanes % 4 or not isinstance(d.extent, int):
@@ -248,9 +247,9 @@ class AttentionParts:
         b, lanes, dtype = self.builder, self.lanes, f"{self.packed_dtype}x{self.lanes}"
         rows, loads = [], []
         for start in starts:
-            row = tirx.Var(b.fresh("row"), dtype)
+            row = b.variable("row", dtype)
             value = b.load_vector(array, start, lanes * self.group)
-            loads.append(tirx.stmt.Bind(row, value if self.group == 1 else tirx.reinterpret(dtype, value)))
+            loads.append(b.bind(row, value if self.group == 1 else tir.reinterpret(value, dtype)))
             rows.append(row)
         stores = [
             b.store_vector(self.packed_k, first + j * self.panel, value, lanes)
@@ -268,13 +267,19 @@ class AttentionParts:
                 return b.store(self.packed_v, t * padded + e, value)
 
             last = t * padded + (padded - self.lanes)
-            clear = self.fill(self.packed_v, last, self.lanes, zero(self.dtype)) if self.width < padded else None
+            clear = (
+                self.fill(self.packed_v, last, self.lanes, tir.const(0, self.dtype)) if self.width < padded else None
+            )
             return b.seq(clear, self.along(self.width, one))
 
         beyond = self.panels * self.panel - self.keys
         start = as_index(self.keys * padded)
         is_read = isinstance(self.tail, Size)
-        rest = self.fill(self.packed_v, start, beyond * padded, zero(self.dtype)) if is_read and beyond != 0 else None
+        rest = (
+            self.fill(self.packed_v, start, beyond * padded, tir.const(0, self.dtype))
+            if is_read and beyond != 0
+            else None
+        )
 
         def put(key: Index, new: Callable[[Index], TirExpr]) -> Stmt:
             return self.along(self.width, lambda e: b.store(self.packed_v, key * padded + e, new(e)))
@@ -285,7 +290,8 @@ class AttentionParts:
 
 
 def _heads_alike(e: Expr, head: LoopVar) -> int:
-    """How many neighbouring heads read the same: heads divided by which alone are in the indices; all where none is."""
+    """The number of neighbouring heads that read the same keys: the divisor of the head in the indices; all heads where no index has the
+    head."""
     alike = known_int(head.extent)
     for part in parts([e], within_indices=True):
         for index in indices(part):

@@ -20,8 +20,6 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-from tvm import tirx
-
 from torch_hybrid_backend.engines.cpu.schedules.attention.parts import AttentionParts
 from torch_hybrid_backend.engines.cpu.schedules.register_tiles import (
     LaneFn,
@@ -30,10 +28,9 @@ from torch_hybrid_backend.engines.cpu.schedules.register_tiles import (
     by_part,
     partials,
     tile_start,
-    zero,
 )
 from torch_hybrid_backend.engines.cpu.tile_sizes import Split, split_at_most
-from torch_hybrid_backend.engines.cpu.tir.arithmetic import literal
+from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import Index, as_index
@@ -66,7 +63,7 @@ class TiledAttention(AttentionParts):
         return b.fused((self.batch, self.heads, pieces), task)
 
     def _buffers(self) -> tuple[TirBuffer, ...]:
-        """What a task has for itself."""
+        """Declare the buffers of one task."""
         return (self.packed_k, self.packed_v, self.q, self.scores, self.out, self.maximum, self.sum)
 
     def _pack(self, batch: Index, head: Index) -> Stmt | None:
@@ -113,7 +110,7 @@ class TiledAttention(AttentionParts):
         return min(range(1, min(split.parts, 4 * self.target.cores) + 1), key=time)
 
     def _end(self) -> Stmt | None:
-        """What a task does last."""
+        """Statements at the end of a task."""
         return None
 
     # One tile of query rows.
@@ -121,7 +118,7 @@ class TiledAttention(AttentionParts):
     def _copy_q(self, batch: Index, head: Index, query: Index, r: Index) -> Stmt | None:
         """q[r][d] = the query, scaled."""
         b, kernel = self.builder, self.kernel
-        scale = literal(kernel.scale, self.dtype)
+        scale = tir.const(kernel.scale, self.dtype)
 
         def scaled(d: Index) -> Stmt:
             value = self.read(kernel.q, kernel.q_vars, batch, head, query, d) * scale
@@ -135,8 +132,8 @@ class TiledAttention(AttentionParts):
         def start(r: Index) -> Stmt:
             return b.seq(
                 self._copy_q(batch, *self.place(head, first + r), r),
-                b.store(self.maximum, r, literal(-math.inf, self.dtype)),
-                b.store(self.sum, r, zero(self.dtype)),
+                b.store(self.maximum, r, tir.const(-math.inf, self.dtype)),
+                b.store(self.sum, r, tir.const(0, self.dtype)),
             )
 
         def block(number: Index) -> Stmt:
@@ -149,7 +146,7 @@ class TiledAttention(AttentionParts):
 
         width = self.value_vectors * self.lanes
         held = self._held(rows) * width
-        clear = self.fill(self.out, as_index(0), held, zero(self.dtype)) if self.is_online else None
+        clear = self.fill(self.out, as_index(0), held, tir.const(0, self.dtype)) if self.is_online else None
         return b.seq(
             b.loop(rows, start, name="r"),
             clear,
@@ -173,7 +170,7 @@ class TiledAttention(AttentionParts):
         if isinstance(self.panels, int):
             return b.loop(self.block_panels, at, name="p")
         left = b.size(self.panels) - b.index(block * self.block_panels)
-        return b.loop_until(tirx.Min(left, tirx.IntImm("int32", self.block_panels)), self.block_panels, at, name="p")
+        return b.loop_until(tir.minimum(left, tir.const(self.block_panels, "int32")), self.block_panels, at, name="p")
 
     def _tile(self, rows: int, vectors: int, extent: Dim) -> RegisterTile:
         ways = RegisterTile.ways_for(rows * vectors, extent)
@@ -212,7 +209,7 @@ class TiledAttention(AttentionParts):
         is_changed = kernel.score is not None or kernel.causal
         if not is_changed and keys == self.vectors_of(keys) * self.lanes:
             return None
-        never = literal(-math.inf, self.dtype)
+        never = tir.const(-math.inf, self.dtype)
 
         def row(r: Index) -> Stmt:
             start = r * self.stride + column
@@ -224,7 +221,7 @@ class TiledAttention(AttentionParts):
                 def stored(values: list[TirExpr]) -> Stmt:
                     (value,) = values
                     if kernel.causal:
-                        value = tirx.Select(b.index(key) <= b.index(first + r), value, never)
+                        value = tir.select(b.index(key) <= b.index(first + r), value, never)
                     return b.store(self.scores, start + i, value)
 
                 if kernel.score is None:
@@ -252,7 +249,7 @@ class TiledAttention(AttentionParts):
         return product
 
     def _operand_of_softmax(self, score: TirExpr) -> TirExpr:
-        """What the softmax is of, from what `_score` left in `scores`."""
+        """The operand of the softmax, read from the `scores` that `_score` has written."""
         return score if self.kernel.score is not None else self._scaled(score)
 
     def _horizontal(self, vector: TirBuffer, combine: Callable[[TirExpr, TirExpr], TirExpr]) -> Stmt:
@@ -279,7 +276,7 @@ class TiledAttention(AttentionParts):
         """scores = e^(scores - maximum); the row's running maximum and sum, and what it has summed so far, follow."""
         b, dtype = self.builder, self.dtype
         top, total = b.local(self.panel, dtype, "top"), b.local(self.panel, dtype, "total")
-        old, shift = tirx.Var(b.fresh("old"), dtype), tirx.Var(b.fresh("shift"), dtype)
+        old, shift = b.variable("old", dtype), b.variable("shift", dtype)
 
         def each_vector(
             body: Callable[[Index, Index], Stmt | None], after: Callable[[Index, int], Stmt | None] | None = None
@@ -300,7 +297,7 @@ class TiledAttention(AttentionParts):
             return each_panel(at)
 
         def raise_top(lane: Index, at: Index) -> Stmt:
-            return b.store(top, lane, tirx.max(b.load(top, lane), self._operand_of_softmax(b.load(self.scores, at))))
+            return b.store(top, lane, tir.maximum(b.load(top, lane), self._operand_of_softmax(b.load(self.scores, at))))
 
         def exponential(lane: Index, at: Index) -> Stmt:
             return self._exp(
@@ -308,19 +305,19 @@ class TiledAttention(AttentionParts):
                 lambda e: b.seq(self._keep(lane, at, e), b.store(total, lane, b.load(total, lane) + e)),
             )
 
-        lowest = literal(-math.inf, dtype)
-        maximum = tirx.max(old, b.load(top, 0))
+        lowest = tir.const(-math.inf, dtype)
+        maximum = tir.maximum(old, b.load(top, 0))
         # Nothing but masked keys so far: subtract zero, so that their exponentials are zero and not NaN.
-        finite = tirx.Select(b.load(self.maximum, r) == lowest, zero(dtype), b.load(self.maximum, r))
+        finite = tir.select(b.load(self.maximum, r) == lowest, tir.const(0, dtype), b.load(self.maximum, r))
         return b.seq(
             b.alloc(top), b.alloc(total), *map(b.alloc, self._row_locals()),
             self.fill(top, as_index(0), self.panel, lowest),
-            self.fill(total, as_index(0), self.panel, zero(dtype)),
+            self.fill(total, as_index(0), self.panel, tir.const(0, dtype)),
             each_vector(raise_top),
-            self._horizontal(top, tirx.max),
-            tirx.stmt.Bind(old, b.load(self.maximum, r)),
+            self._horizontal(top, tir.maximum),
+            b.bind(old, b.load(self.maximum, r)),
             b.store(self.maximum, r, maximum),
-            tirx.stmt.Bind(shift, finite),
+            b.bind(shift, finite),
             each_vector(exponential, self._kept),
             self._horizontal(total, lambda x, y: x + y),
             self._exp(old - shift, lambda e: self._rescale(r, rows, e, b.load(total, 0)))
@@ -329,7 +326,7 @@ class TiledAttention(AttentionParts):
         )  # fmt: skip
 
     def _row_locals(self) -> tuple[TirBuffer, ...]:
-        """What else the softmax of one row holds in registers."""
+        """Further registers of the softmax of one row."""
         return ()
 
     def _keep(self, lane: Index, at: Index, weight: TirExpr) -> Stmt:
@@ -337,7 +334,7 @@ class TiledAttention(AttentionParts):
         return self.builder.store(self.scores, at, weight)
 
     def _kept(self, start: Index, vectors: int) -> Stmt | None:
-        """What follows the weights of a row's panel of so many vectors, whose scores begin at `start`."""
+        """Statements after the weights of a row's panel of so many vectors, whose scores begin at `start`."""
         return None
 
     def _rescale(self, r: Index, rows: int, factor: TirExpr, added: TirExpr) -> Stmt:
@@ -405,17 +402,17 @@ class TiledAttention(AttentionParts):
         return self.by_length(panel, body)
 
     def _value(self, batch: Index, head: Index, panel: Index, t: Index, vector: int, lane: Index) -> TirExpr:
-        """One element of the values of a panel's key `t`."""
+        """Read one element of the values of a panel's key `t`."""
         padded = self.value_vectors * self.lanes
         return self.builder.load(self.packed_v, panel * (self.panel * padded) + t * padded + vector * self.lanes + lane)
 
     def _write_row(self, batch: Index, head: Index, first: Index, rows: int, r: Index) -> Stmt:
         """The kernel's stores for one query row, normalised."""
         b, dtype = self.builder, self.dtype
-        inverse = tirx.Var(b.fresh("inverse"), dtype)
+        inverse = b.variable("inverse", dtype)
         total = b.load(self.sum, r)
-        of_nothing = literal(math.nan if self.kernel.nan_rows else 0.0, dtype)
-        factor = tirx.Select(total == zero(dtype), of_nothing, literal(1.0, dtype) / total)
+        of_nothing = tir.const(math.nan if self.kernel.nan_rows else 0.0, dtype)
+        factor = tir.select(total == tir.const(0, dtype), of_nothing, tir.const(1.0, dtype) / total)
 
         def group(first_vector: int, vectors: int) -> Stmt:
             def one(i: Index) -> Stmt:
@@ -427,4 +424,4 @@ class TiledAttention(AttentionParts):
 
             return self.along(min(vectors * self.lanes, self.width - first_vector * self.lanes), one)
 
-        return b.seq(tirx.stmt.Bind(inverse, factor), *[group(v, n) for v, n in self._groups()])
+        return b.seq(b.bind(inverse, factor), *[group(v, n) for v, n in self._groups()])

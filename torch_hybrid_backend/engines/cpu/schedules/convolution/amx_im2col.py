@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from tvm import tirx
-
 from torch_hybrid_backend.engines.cpu.operands.amx_formats import PANEL
 from torch_hybrid_backend.engines.cpu.schedules.amx.blocks import Part
 from torch_hybrid_backend.engines.cpu.schedules.convolution.amx_pixels import TileConvolution
 from torch_hybrid_backend.engines.cpu.tile_sizes import lane_chunks
+from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Stmt, TirExpr
 from torch_hybrid_backend.engines.cpu.tir.storage import storage_dtype
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
@@ -53,7 +52,7 @@ class GatheredConvolution(TileConvolution):
         return (lines - 1) * self.y.stride + (self.y.kernel - 1) * self.y.dilation + 1
 
     def _image_at(self, lines: int) -> int:
-        """Where the image begins: vectors of the matrix's last row may end behind it."""
+        """The first element of the image in scratch memory: vectors of the matrix's last row may end behind it."""
         return self.rows_in_panels(lines) * self._row_elements() + self.form.depth
 
     def _elements(self, lines: int, images: int) -> int:
@@ -75,7 +74,7 @@ class GatheredConvolution(TileConvolution):
         )
 
     def _row(self, line: Index, x: Index) -> Stmt:
-        """One row of the matrix."""
+        """Write one row of the matrix."""
         b, depth = self.builder, self.form.depth
         to = (line * self.x.out + x) * self.a_row
         first = line * self.y.stride * self.image_width + x * self.x.stride
@@ -99,14 +98,14 @@ class GatheredConvolution(TileConvolution):
 
     def _some(self, source: Index, lanes: int, count: int) -> TirExpr:
         """A vector of scratch memory, whose first `count` lanes are read; the others are 0."""
-        zeros = tirx.Broadcast(tirx.const(0, storage_dtype(self.form.a_dtype)), lanes)
+        zeros = tir.broadcast(tir.const(0, storage_dtype(self.form.a_dtype)), lanes)
         if count <= 0:
             return zeros
         value = self.builder.load_vector(self.scratch, source, lanes)
-        return value if count >= lanes else tirx.Select(_lane_numbers(lanes) < _all(count, lanes), value, zeros)
+        return value if count >= lanes else tir.select(_lane_numbers(lanes) < _all(count, lanes), value, zeros)
 
     def _image_line(self, batch: Index, row: Index, line: Index) -> Stmt:
-        """One line of the image: the border, its pixels, the border."""
+        """Write one line of the image: the border, its pixels, the border."""
         b, conv, padding = self.builder, self.conv, self.x.padding
         source = (row * self.y.stride) + line - self.y.padding
         own: dict[LoopVar, Index] = {conv.x_vars[0]: batch}
@@ -124,12 +123,12 @@ class GatheredConvolution(TileConvolution):
         tests = [b.index(source) >= 0] if self.y.padding else []
         tests += [b.index(source) < self.y.size] if last >= self.y.size else []
         for test in tests[1:]:
-            tests[0] = tirx.And(tests[0], test)
+            tests[0] = tir.logical_and(tests[0], test)
         return b.when(tests[0], there, self._border_at(to, self.image_width)) if tests else there
 
     def _border_at(self, to: Index, pixels: int) -> Stmt | None:
-        border = tirx.const(self.conv.border, storage_dtype(self.form.a_dtype))
-        return self._vectors(to, pixels * self.pixel, lambda _, lanes: tirx.Broadcast(border, lanes))
+        border = tir.const(self.conv.border, storage_dtype(self.form.a_dtype))
+        return self._vectors(to, pixels * self.pixel, lambda _, lanes: tir.broadcast(border, lanes))
 
     def _pixels_at(self, own: Mapping[LoopVar, Index], to: Index, count: int) -> Stmt | None:
         """The first `count` pixels of a line."""
@@ -155,14 +154,14 @@ class GatheredConvolution(TileConvolution):
                     value = b.load_vector(array, at + start, lanes)
                     if self.channels == self.pixel:
                         return value
-                    channel = tirx.bitwise_and(_lane_numbers(lanes), _all(self.pixel - 1, lanes))
-                    zeros = tirx.Broadcast(tirx.const(0, storage_dtype(self.form.a_dtype)), lanes)
-                    return tirx.Select(channel < _all(self.channels, lanes), value, zeros)
+                    channel = _lane_numbers(lanes) & _all(self.pixel - 1, lanes)
+                    zeros = tir.broadcast(tir.const(0, storage_dtype(self.form.a_dtype)), lanes)
+                    return tir.select(channel < _all(self.channels, lanes), value, zeros)
 
                 return self._vectors(to, count * self.pixel, copied)
 
         def pixel(number: Index) -> Stmt:
-            start, zero = to + number * self.pixel, tirx.const(0, storage_dtype(self.form.a_dtype))
+            start, zero = to + number * self.pixel, tir.const(0, storage_dtype(self.form.a_dtype))
 
             def put(channel: Index) -> Stmt:
                 return b.store(self.scratch, start + channel, self.whole(env(number, channel)))
@@ -188,8 +187,8 @@ class GatheredConvolution(TileConvolution):
 
 
 def _lane_numbers(lanes: int) -> TirExpr:
-    return tirx.Ramp(tirx.IntImm("int32", 0), tirx.IntImm("int32", 1), lanes)
+    return tir.ramp(tir.const(0, "int32"), tir.const(1, "int32"), lanes)
 
 
 def _all(number: int, lanes: int) -> TirExpr:
-    return tirx.Broadcast(tirx.IntImm("int32", number), lanes)
+    return tir.broadcast(tir.const(number, "int32"), lanes)

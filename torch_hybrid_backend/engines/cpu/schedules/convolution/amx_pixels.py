@@ -23,8 +23,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from tvm import tirx
-
 from torch_hybrid_backend.engines.cpu.kernels import TileConvKernel
 from torch_hybrid_backend.engines.cpu.operands.amx_formats import FORMATS, PANEL
 from torch_hybrid_backend.engines.cpu.schedules.amx.blocks import LANES, PART_STEPS, Part, Products
@@ -34,6 +32,7 @@ from torch_hybrid_backend.engines.cpu.schedules.bf16_split import FloatParts
 from torch_hybrid_backend.engines.cpu.schedules.convolution.geometry import Axis
 from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.engines.cpu.tile_sizes import lane_chunks
+from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirExpr
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
 from torch_hybrid_backend.engines.cpu.tir.storage import storage_dtype
@@ -47,17 +46,17 @@ class _Axis(Axis):
 
     @property
     def remainders(self) -> list[int]:
-        """Of the kernel's positions by the stride: which images of every `stride`-th pixel are read."""
+        """Remainders of the kernel's positions by the stride: the images of every `stride`-th pixel that are read."""
         return sorted({tap * self.dilation % self.stride for tap in range(self.kernel)})
 
     @property
     def images(self) -> int:
-        """How many such images have a place."""
+        """The number of such images that have a place."""
         return self.remainders[-1] + 1
 
     @property
     def reach(self) -> int:
-        """How many pixels of such an image the last position lies behind the first, at most."""
+        """The largest distance between the first and the last position, in pixels of such an image."""
         return max(tap * self.dilation // self.stride for tap in range(self.kernel))
 
     def pixel(self, position: Index | int, remainder: Index | int) -> Index:
@@ -113,7 +112,7 @@ class TileConvolution(TileProduct):
         return self._b_of(batch) * self.n
 
     def _first_channel(self, batch: Index) -> Index:
-        """Of the group that a task multiplies."""
+        """The first channel of the group that a task multiplies."""
         return self._b_of(batch) * self.channels
 
     def _merges_images(self) -> bool:
@@ -143,7 +142,7 @@ class TileConvolution(TileProduct):
         return [length for length in lengths if length <= most] or [-(-self.steps // -(-self.steps // PART_STEPS))]
 
     def _image_counts(self) -> list[int]:
-        """How many whole images a task may have."""
+        """Numbers of whole images that a task may have."""
         if self.is_one_image or not isinstance(self.images, int):
             return [1]
         return [n for n in range(1, self.images + 1) if self.images % n == 0]
@@ -211,22 +210,22 @@ class TileConvolution(TileProduct):
     # Rows.
 
     def _lines_of(self, first: Index) -> TirExpr:
-        """How many lines a task has."""
-        return tirx.Min(self.builder.index(self.lines - first), tirx.IntImm("int32", self.block_lines))
+        """The number of lines of a task."""
+        return tir.minimum(self.builder.index(self.lines - first), tir.const(self.block_lines, "int32"))
 
     def _rows_of_task(self, first: Index) -> TirExpr:
         if self.lines % self.block_lines == 0:
-            return tirx.IntImm("int32", self._rows_in(self.block_lines))
+            return tir.const(self._rows_in(self.block_lines), "int32")
         return self._lines_of(first) * self.width - (self.width - self.x.out)
 
     def panels_in(self, first: Index) -> TirExpr | None:
         if self.lines % self.block_lines == 0:
             return None
-        return tirx.truncdiv(self._rows_of_task(first) + (PANEL - 1), tirx.IntImm("int32", PANEL))
+        return tir.truncdiv(self._rows_of_task(first) + (PANEL - 1), tir.const(PANEL, "int32"))
 
     def rows_of(self, row: Index, r: Index) -> TirExpr | None:
         left = self._rows_of_task(row) - self.builder.index(r % self.image_panels * PANEL)
-        return tirx.Min(left, tirx.IntImm("int32", PANEL))
+        return tir.minimum(left, tir.const(PANEL, "int32"))
 
     def has_half_panels(self) -> bool:
         last = self.lines % self.block_lines
@@ -245,12 +244,12 @@ class TileConvolution(TileProduct):
         counters = b.local(len(extents), "int32", "place")
 
         def count(number: int) -> Stmt:
-            """One more in a place; one that is full begins again, and the next has one more."""
+            """Count one more in a place; a place that is full begins again, and the next has one more."""
             more = b.store(counters, number, b.load(counters, number) + 1)
             if number == len(extents) - 1 or (number == 1 and not self.is_one_image):
                 return more
-            is_full = tirx.EQ(b.load(counters, number), tirx.IntImm("int32", extents[number]))
-            again = b.store(counters, number, tirx.IntImm("int32", 0))
+            is_full = tir.equal(b.load(counters, number), b.size(extents[number]))
+            again = b.store(counters, number, tir.const(0, "int32"))
             return b.seq(more, b.when(is_full, b.seq(again, count(number + 1))))
 
         def line(at: Index) -> Stmt:
@@ -286,7 +285,7 @@ class TileConvolution(TileProduct):
                 inside.append(b.index(at) < axis.size)
         condition = None
         for test in inside:
-            condition = test if condition is None else tirx.And(condition, test)
+            condition = test if condition is None else tir.logical_and(condition, test)
         first = env[conv.x_vars[1]]  # of the group
         return condition, lambda lane: {**own, conv.x_vars[1]: first + block * LANES + within + lane}
 
@@ -300,7 +299,7 @@ class TileConvolution(TileProduct):
         return self._place(step, number, y % self.y.stride, x % self.x.stride, pixel)
 
     def _place(self, step: Index, number: int, y: Index | int, x: Index | int, pixel: Index) -> Index:
-        """Where a pixel's channels of one step begin: a part of the numbers, in the image of remainders y and x."""
+        """The address of a pixel's channels of one step: a part of the numbers, in the image of remainders y and x."""
         image = ((step * self.form.parts + number) * self.y.images + y) * self.x.images + x
         return (image * self._plane(self.block_lines, self.task_images) + pixel) * self.form.depth
 
@@ -326,11 +325,11 @@ class TileConvolution(TileProduct):
         if not self.form.splits:
             return copied
         count = self.y.images * self.image_lines * self.task_images
-        none = b.loop(count, lambda at: b.store(self.flags, at, tirx.IntImm("int32", 0)), name="line")
+        none = b.loop(count, lambda at: b.store(self.flags, at, tir.const(0, "int32")), name="line")
         return b.seq(b.alloc(self.flags), none, copied, self._each_row(row, self._mark))
 
     def _line(self, batch: Index, row: Index, y: int, vectors: tuple[Index, int], place: tuple[Index, ...]) -> Stmt:
-        """One line of the image of a remainder: its pixels, and the border where the image has none; of some vectors of channels.
+        """Write one line of the image of a remainder: its pixels, and the border where the image has none; of some vectors of channels.
 
         place: which of the task's images, and which of its lines.
         """
@@ -351,13 +350,13 @@ class TileConvolution(TileProduct):
             tests.append(b.index(source) < self.y.size)
         condition = None
         for test in tests:
-            condition = test if condition is None else tirx.And(condition, test)
+            condition = test if condition is None else tir.logical_and(condition, test)
         splitting = FloatParts(b, self.printer, self.form.parts, self.target) if self.form.splits else None
         there = self._pixels_of(own, line, y, vectors, splitting)
         missing = self._border(line, y, *vectors)
         if splitting is not None:
             flag = y * (self.image_lines * self.task_images) + line
-            mark = b.store(self.flags, flag, tirx.IntImm("int32", 1))
+            mark = b.store(self.flags, flag, tir.const(1, "int32"))
             there = b.seq(splitting.begin(), there, splitting.when_outside(mark))
         return there if condition is None else b.when(condition, there, missing)
 
@@ -400,7 +399,7 @@ class TileConvolution(TileProduct):
         return b.seq(*statements)
 
     def _border(self, line: Index, y: int, first: Index, count: int) -> Stmt:
-        """What lies around the image in `count` vectors of channels from number `first` on, of a whole line."""
+        """Write the border of the image in `count` vectors of channels from number `first` on, of a whole line."""
         b = self.builder
 
         def vectors(position: tuple[Index, ...]) -> Stmt:
@@ -431,7 +430,7 @@ class TileConvolution(TileProduct):
             for number in range(form.parts)
         ]
 
-        border = tirx.const(self.conv.border, storage_dtype(form.a_dtype))
+        border = tir.const(self.conv.border, storage_dtype(form.a_dtype))
 
         def missing(lane: Index) -> Stmt:
             return b.seq(*[b.store(self.scratch, place + lane, border) for place in places])
@@ -477,8 +476,8 @@ class TileConvolution(TileProduct):
             flags = [b.load(self.flags, place) for place in places]
             is_outside = flags[0]
             for flag in flags[1:]:
-                is_outside = tirx.bitwise_or(is_outside, flag)
-            seen = tirx.bitwise_or(b.load(self.is_outside, r), is_outside)
+                is_outside = is_outside | flag
+            seen = b.load(self.is_outside, r) | is_outside
             return b.when(b.index(first + at) < lines, b.store(self.is_outside, r, seen))
 
-        return b.seq(b.store(self.is_outside, r, tirx.IntImm("int32", 0)), b.loop(count, look, name="line"))
+        return b.seq(b.store(self.is_outside, r, tir.const(0, "int32")), b.loop(count, look, name="line"))

@@ -47,7 +47,7 @@ def _blocks(parts: ConvParts) -> int:
 
 
 def _row(parts: ConvParts) -> Callable[[tuple[Index, ...]], Stmt] | None:
-    """One output row of a channel block: (image, block, output row)."""
+    """Compute one output row of a channel block: (image, block, output row)."""
     if len(parts.kernel.packed.shape) != 4:
         return None
     b, blocks = parts.builder, _blocks(parts)

@@ -20,7 +20,7 @@ from torch_hybrid_backend.engines.cpu.schedules.convolution.parts import ConvPar
 from torch_hybrid_backend.engines.cpu.schedules.register_tiles import RegisterTile
 from torch_hybrid_backend.engines.cpu.tile_sizes import max_rows
 from torch_hybrid_backend.engines.cpu.tir.builder import Stmt
-from torch_hybrid_backend.engines.cpu.tir.dot import dot_taps
+from torch_hybrid_backend.engines.cpu.tir.x86 import dot_taps
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import Load
 from torch_hybrid_backend.sizes.size import known_int

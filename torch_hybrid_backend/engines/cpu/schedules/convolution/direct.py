@@ -37,7 +37,7 @@ from torch_hybrid_backend.engines.cpu.schedules.convolution.weight_stream import
 from torch_hybrid_backend.engines.cpu.schedules.register_tiles import RegisterTile, by_part, has_polynomial
 from torch_hybrid_backend.engines.cpu.tile_sizes import Split, split_into
 from torch_hybrid_backend.engines.cpu.tir.builder import Stmt, TirExpr
-from torch_hybrid_backend.engines.cpu.tir.dot import word_of
+from torch_hybrid_backend.engines.cpu.tir.expressions import word_of
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.sizes.size import known_int
 
@@ -101,7 +101,7 @@ class _Direct:
         return self.builder.fused(order, lambda at: task(*at))
 
     def whole_row(self, image: Index, row: Index) -> Stmt:
-        """One output row, all groups and blocks of channels one after the other."""
+        """Compute one output row, all groups and blocks of channels one after the other."""
         return self.builder.nest(
             (self.groups, self.tiling.blocks.parts),
             lambda at: self._by_blocks(image, at[0], at[1], lambda task: self._row(task, row)),
@@ -118,7 +118,7 @@ class _Direct:
         )
 
     def _flat_tile(self, task: Task, columns: Split, part: Index) -> Stmt:
-        """One tile of the single long row of a 1x1 kernel."""
+        """Compute one tile of the single long row of a 1x1 kernel."""
         return by_part(
             self.builder,
             columns,
@@ -127,7 +127,7 @@ class _Direct:
         )
 
     def _row(self, task: Task, row: Index) -> Stmt:
-        """One output row: its column tiles, kind by kind."""
+        """Compute one output row: its column tiles, kind by kind."""
         b = self.builder
 
         def of(kind: ColumnTiles) -> Stmt:
@@ -143,7 +143,7 @@ class _Direct:
     def _tile(
         self, task: Task, row: Index, first: Index, columns: int, inside: tuple[tuple[bool, ...], ...], turn: Index
     ) -> Stmt:
-        """One register tile, from zero to its stores; `turn`: of the inner loop over the input."""
+        """Compute one register tile, from zero to its stores; `turn`: the inner loop's over the input."""
         b = self.builder
         tile = self._register_tile(task, columns)
 
@@ -159,7 +159,7 @@ class _Direct:
         return b.seq(tile.declare(), self._begin(tile, task), reduce, write)
 
     def _begin(self, tile: RegisterTile, task: Task) -> Stmt:
-        """What the sums of a tile start at."""
+        """Begin the sums of a tile."""
         if self.parts.kernel.start is None:
             return tile.clear()
         block = task.group * self.blocks + task.first_block
@@ -211,7 +211,7 @@ class _Direct:
         def step(
             kh: Index, source_row: Index, channel: Index, kw: Index, columns: Sequence[bool | None]
         ) -> Stmt | None:
-            """One tap and channel. `columns`: whether each reads a pixel; None leaves it alone."""
+            """Add one tap and channel. `columns`: True for each column that reads a pixel; None leaves the sum alone."""
             if dot is not None:
 
                 def word(c: int) -> TirExpr | None:

@@ -20,8 +20,6 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tvm import tirx
-
 from torch_hybrid_backend.engines.cpu.kernels import FusedConvKernel, PackedConvKernel
 from torch_hybrid_backend.engines.cpu.schedules.convolution.depthwise import depthwise_row
 from torch_hybrid_backend.engines.cpu.schedules.convolution.direct import direct_row
@@ -29,6 +27,7 @@ from torch_hybrid_backend.engines.cpu.schedules.convolution.geometry import Axis
 from torch_hybrid_backend.engines.cpu.schedules.convolution.parts import ConvParts
 from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.engines.cpu.tile_sizes import strips
+from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirBuffer
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
 from torch_hybrid_backend.loops.index import Index, as_index
@@ -81,7 +80,7 @@ class _Chain:
                 position, bind = b.bound(b.index(first + i), out, "row")
                 return b.seq(bind, self._row(len(self.parts) - 1, image, position))
 
-            here = tirx.Min(b.size(height), b.index(first * -1 + out)) if count * height > out else b.size(height)
+            here = tir.minimum(b.size(height), b.index(first * -1 + out)) if count * height > out else b.size(height)
             declared = [b.alloc(array) for ring in self.rings for array in (ring.array, ring.next_row)]
             return b.seq(*declared, *self._begin(first), b.loop_until(here, height, row, name="r"))
 
@@ -92,12 +91,12 @@ class _Chain:
         b, low, found = self.builder, self.builder.index(first), []
         for n in reversed(range(len(self.rings))):
             axis = self.parts[n + 1].rows
-            low = tirx.Max(low * axis.stride - axis.padding, b.size(0))
+            low = tir.maximum(low * axis.stride - axis.padding, b.size(0))
             found.append(b.store(self.rings[n].next_row, 0, low))
         return found
 
     def _row(self, stage: int, image: Index, row: Index) -> Stmt:
-        """One output row of a stage, after all that it needs."""
+        """Compute one output row of a stage, after the rows that it needs."""
         before = None if stage == 0 else self._advance(stage - 1, image, row)
         return self.builder.seq(before, self.rows[stage](image, row))
 
@@ -106,7 +105,7 @@ class _Chain:
         b, axis, ring = self.builder, self.parts[stage + 1].rows, self.rings[stage]
         if axis.is_pointwise:
             return self._row(stage, image, row)
-        end = tirx.Min(b.index(axis.source(row, axis.kernel - 1) + 1), b.size(axis.size))
+        end = tir.minimum(b.index(axis.source(row, axis.kernel - 1) + 1), b.size(axis.size))
         begin, bind = b.bound(b.load(ring.next_row, 0), axis.size + 1, "begin")
 
         def at(i: Index) -> Stmt:
@@ -114,7 +113,7 @@ class _Chain:
             return b.seq(bound, self._row(stage, image, position))
 
         loop = b.loop_until(end - b.index(begin), _window(axis), at, name="new")
-        return b.seq(bind, loop, b.store(ring.next_row, 0, tirx.Max(end, b.index(begin))))
+        return b.seq(bind, loop, b.store(ring.next_row, 0, tir.maximum(end, b.index(begin))))
 
 
 def _window(axis: Axis) -> int:

@@ -20,7 +20,7 @@ _UNROLLED_COLUMNS = 15
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One spatial dimension: input and output size, kernel size, stride, padding, dilation (elements)."""
+    """A spatial dimension: input and output size, kernel size, stride, padding, dilation (elements)."""
 
     size: int
     out: int
@@ -38,7 +38,7 @@ class Axis:
         return self.kernel == 1 and self.stride == 1 and self.padding == 0 and self.size == self.out
 
     def shared(self, outs: int) -> int:
-        """How many input positions several of `outs` neighbouring output positions read."""
+        """The number of input positions that several of `outs` neighbouring output positions read."""
         reads = Counter(o * self.stride + t * self.dilation for o in range(outs) for t in range(self.kernel))
         return sum(readers > 1 for readers in reads.values())
 

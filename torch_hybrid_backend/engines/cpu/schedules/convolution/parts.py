@@ -1,4 +1,4 @@
-"""What the convolution rules share: reading input and weight, writing output, all in two spatial dimensions."""
+"""Parts that the convolution rules share: reading input and weight, writing output, all in two spatial dimensions."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import tvm
-from tvm import tirx
-
 from torch_hybrid_backend.engines.cpu.dot_products import DotProduct
 from torch_hybrid_backend.engines.cpu.kernels import PackedConvKernel
 from torch_hybrid_backend.engines.cpu.schedules.convolution.geometry import Axis, axes
-from torch_hybrid_backend.engines.cpu.schedules.register_tiles import RegisterTile, has_long_epilogue, zero
+from torch_hybrid_backend.engines.cpu.schedules.register_tiles import RegisterTile, has_long_epilogue
 from torch_hybrid_backend.engines.cpu.schedules.transposition import transposed
 from torch_hybrid_backend.engines.cpu.schedules.vector_stores import stored_vector
 from torch_hybrid_backend.engines.cpu.target import LINE_BYTES, Target
 from torch_hybrid_backend.engines.cpu.tile_sizes import lane_chunks
+from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.cpu.tir.dot import load_word, load_words
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
@@ -42,10 +40,8 @@ class ConvParts:
         self.long_epilogue = has_long_epilogue(kernel.stores)
         # Input channels of one step of a sum, and the bytes that one output channel's weight takes for it.
         self.together = 1 if kernel.dot is None else kernel.dot.group
-        self.weight_bytes = self.together * int(tvm.DataType(kernel.packed.dtype).bits) // 8
-        self.x_bytes = self.together * max(
-            (int(tvm.DataType(load.buffer.dtype).bits) // 8 for load in loads_of(kernel.x)), default=4
-        )
+        self.weight_bytes = self.together * tir.itemsize(kernel.packed.dtype)
+        self.x_bytes = self.together * max((tir.itemsize(load.buffer.dtype) for load in loads_of(kernel.x)), default=4)
 
     def _spatial(self, variables: tuple[LoopVar, ...], row: Index, column: Index) -> dict[LoopVar, Index]:
         return dict(zip(variables[2:], (row, column)[4 - len(variables) :], strict=True))
@@ -56,7 +52,7 @@ class ConvParts:
         return {variables[0]: image, variables[1]: channel * self.together, **self._spatial(variables, row, column)}
 
     def x(self, image: Index, channel: Index, row: Index, column: Index) -> TirExpr:
-        """One input element; the position must lie inside the input."""
+        """Read one input element; the position must lie inside the input."""
         return self.printer.expr(self.kernel.x, self.x_env(image, channel, row, column))
 
     def word(self, dot: DotProduct, image: Index, channel: Index, row: Index, column: Index) -> TirExpr:
@@ -75,9 +71,9 @@ class ConvParts:
         return load_words(array, self.builder.index(offset), dot, self.block)
 
     def start(self, channel: Index) -> TirExpr:
-        """What the sums of an output channel start at; channels are counted as they are in the packed weight."""
+        """The first value of the sums of an output channel; channels are counted as in the packed weight."""
         start = self.kernel.start
-        return zero(self.dtype) if start is None else self.printer.expr(Load(self.dtype, start, (channel,)), {})
+        return tir.const(0, self.dtype) if start is None else self.printer.expr(Load(self.dtype, start, (channel,)), {})
 
     def fetch(
         self,
@@ -102,13 +98,13 @@ class ConvParts:
         def offset(place: tuple[Index, ...]) -> TirExpr:
             return self.builder.index(self.printer.offset(load.buffer, load.index, self.x_env(*place)))
 
-        step = max(1, LINE_BYTES * 8 // (layout.block * int(tvm.DataType(load.buffer.dtype).bits)))
+        step = max(1, LINE_BYTES // (layout.block * tir.itemsize(load.buffer.dtype)))
         lines = range(0, width, step)
-        choices = [tirx.Select(condition, offset(then(i)), offset(otherwise(i))) for i in lines]
+        choices = [tir.select(condition, offset(then(i)), offset(otherwise(i))) for i in lines]
         return self.builder.seq(*[self.builder.prefetch(array, choice, level=1) for choice in choices])
 
     def weight(self, *position: Index) -> TirExpr:
-        """One element of the packed weight."""
+        """Read one element of the packed weight."""
         packed = self.kernel.packed
         return self.printer.expr(Load(compute_dtype(packed.dtype), packed, position), {})
 
@@ -121,7 +117,7 @@ class ConvParts:
             tests.append(b.index(position) >= 0)
         if last.high >= axis.size:
             tests.append(b.index(last) < axis.size)
-        return b.when(functools.reduce(tirx.And, tests), body, other) if tests else body
+        return b.when(functools.reduce(tir.logical_and, tests), body, other) if tests else body
 
     def env(self, image: Index, channel: Index, row: Index, column: Index) -> dict[LoopVar, Index]:
         """The kernel's variables at one output element."""
@@ -138,12 +134,14 @@ class ConvParts:
         return self.printer.stores(self.kernel.stores, self.env(image, channel, row, column))
 
     def clear(self, buffer: TirBuffer, offset: Index) -> Stmt:
-        """One block of zeros."""
+        """Write a block of zeros."""
         b = self.builder
-        return self.printer.vector_loop(self.block, lambda lane: b.store(buffer, offset + lane, zero(self.dtype)))
+        return self.printer.vector_loop(
+            self.block, lambda lane: b.store(buffer, offset + lane, tir.const(0, self.dtype))
+        )
 
     def begin(self, buffer: TirBuffer, offset: Index, block: Index) -> Stmt:
-        """What the sums of an output block start at."""
+        """Begin the sums of an output block."""
         b = self.builder
         return self.printer.vector_loop(
             self.block, lambda lane: b.store(buffer, offset + lane, self.start(block * self.block + lane))
@@ -249,8 +247,8 @@ class ConvParts:
             loads = [
                 b.load_vector(tile.buffer, tile.offset(first + min(c, count - 1), vector), lanes) for c in range(lanes)
             ]
-            rows = [tirx.Var(b.fresh("row"), f"{self.dtype}x{lanes}") for _ in loads]
-            binds = [tirx.stmt.Bind(row, load) for row, load in zip(rows, loads, strict=True)]
+            rows = [b.variable("row", f"{self.dtype}x{lanes}") for _ in loads]
+            binds = [b.bind(row, load) for row, load in zip(rows, loads, strict=True)]
             puts = [b.store_vector(turned, c * lanes, values, lanes) for c, values in enumerate(transposed(rows))]
 
             def write(channel: Index) -> Stmt:

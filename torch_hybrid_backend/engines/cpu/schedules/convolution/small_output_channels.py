@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tvm import tirx
-
 from torch_hybrid_backend.engines.cpu.schedules.convolution.geometry import ColumnTiles, column_tiles, is_wide
 from torch_hybrid_backend.engines.cpu.schedules.convolution.parts import ConvParts
 from torch_hybrid_backend.engines.cpu.schedules.register_tiles import IN_FLIGHT, RegisterTile, by_part, partials
@@ -84,7 +82,7 @@ class _FewOutputs:
         self.columns = found
         self.strips = split_into(parts.rows.out, strips(parts.images, parts.rows.out, parts.target))
         size = self.taps * parts.in_channels * self.outputs
-        self.weight = tirx.decl_buffer((size,), parts.dtype, parts.builder.fresh("copied"), scope="global")
+        self.weight = parts.builder.workspace(size, parts.dtype, "copied")
 
     def emit(self) -> Stmt:
         b, columns = self.builder, self.parts.columns
@@ -98,7 +96,7 @@ class _FewOutputs:
                     count, lambda r: b.seq(*[self._chunks(kind, image, start + r) for kind in kinds]), name="row"
                 )
 
-            return b.seq(tirx.stmt.AllocBuffer(self.weight), self._copy(), by_part(b, self.strips, strip, rows))
+            return b.seq(b.alloc_on_heap(self.weight), self._copy(), by_part(b, self.strips, strip, rows))
 
         return b.fused((self.parts.images, self.strips.parts), task)
 
@@ -196,10 +194,10 @@ class _FewOutputs:
         b, lanes, dtype = self.builder, self.lanes, self.parts.dtype
         vectors, binds = [], []
         for column in range(lanes):
-            vectors.append(tirx.Var(b.fresh("sum"), f"{dtype}x{lanes}"))
+            vectors.append(b.variable("sum", f"{dtype}x{lanes}"))
             place = (output * lanes + min(column, count - 1)) * lanes  # columns that are not there repeat the last
             load = b.load_vector(sums, place, lanes)
-            binds.append(tirx.stmt.Bind(vectors[-1], load))
+            binds.append(b.bind(vectors[-1], load))
         found = transposed(vectors)
         while len(found) > 1:
             found = [a + c for a, c in zip(found[::2], found[1::2], strict=True)]

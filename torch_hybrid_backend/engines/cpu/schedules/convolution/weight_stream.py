@@ -10,11 +10,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import tvm
-from tvm import tirx
-
 from torch_hybrid_backend.engines.cpu.schedules.convolution.parts import ConvParts
 from torch_hybrid_backend.engines.cpu.target import LINE_BYTES
+from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Stmt, TirExpr
 from torch_hybrid_backend.loops.index import Index
 from torch_hybrid_backend.sizes.size import known_int, size_hint
@@ -32,7 +30,7 @@ def streams(parts: ConvParts) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Where a task writes: image, group, first channel block and how many, and which part of the channel blocks that is."""
+    """The part of the result that a task writes: image, group, first channel block, number of blocks, and its part of all channel blocks."""
 
     image: Index
     group: Index
@@ -56,7 +54,7 @@ class WeightStream:
         `step`: its number among those of the part, all turns counted.
         """
         groups, group_blocks, *inner = map(known_int, self.parts.kernel.packed.shape)
-        block_size, line = math.prod(inner), LINE_BYTES * 8 // int(tvm.DataType(self.parts.kernel.packed.dtype).bits)
+        block_size, line = math.prod(inner), LINE_BYTES // tir.itemsize(self.parts.kernel.packed.dtype)
         share = -(-task.blocks * block_size // (line * self.turns * self.steps))
         if share > _MAX_LINES:
             return None
@@ -64,8 +62,8 @@ class WeightStream:
         per_core = -(-size_hint(self.parts.images) * groups * self.blocks * self.turns // self.parts.target.cores)
         block = task.group * group_blocks + task.first_block
         b, following = self.parts.builder, (block + task.blocks) % (groups * group_blocks)
-        mine = tirx.EQ(b.index((first + self.turns) // per_core), b.index((first + step // self.steps) // per_core))
-        start: TirExpr = tirx.Select(mine, b.index(following * block_size), b.index(block * block_size))
+        mine = tir.equal(b.index((first + self.turns) // per_core), b.index((first + step // self.steps) // per_core))
+        start: TirExpr = tir.select(mine, b.index(following * block_size), b.index(block * block_size))
         array = self.parts.printer.arguments[self.parts.kernel.packed][0]
         places = [start + b.index(step * (share * line) + i * line) for i in range(share)]
         return b.seq(*[b.prefetch(array, place) for place in places])
@@ -88,7 +86,7 @@ class WeightChunks:
         """A row's share of the next chunk, or of the next task's first: what lies there as kernel row `kh` and `channel` do here."""
         groups, blocks, kernel_rows, channels, columns, lanes = map(known_int, self.parts.kernel.packed.shape[:6])
         block = lanes * self.parts.together
-        line = LINE_BYTES * 8 // int(tvm.DataType(self.parts.kernel.packed.dtype).bits)
+        line = LINE_BYTES // tir.itemsize(self.parts.kernel.packed.dtype)
         share = -(-self.together * columns * block // (line * self.rows))
         if share * task.blocks > _MAX_LINES:
             return None
@@ -97,8 +95,8 @@ class WeightChunks:
         following = own if self.pieces > 1 else (own + task.blocks) % (groups * blocks)
         step = channels // self.chunks
         within = (kh * channels + channel) * (columns * block) + row * (share * line)
-        is_last = b.index(chunk).equal(b.index(self.chunks - 1))
-        start: TirExpr = tirx.Select(
+        is_last = tir.equal(b.index(chunk), b.index(self.chunks - 1))
+        start: TirExpr = tir.select(
             is_last,
             b.index(following * size + within - (self.chunks - 1) * step * columns * block),
             b.index(own * size + within + step * columns * block),

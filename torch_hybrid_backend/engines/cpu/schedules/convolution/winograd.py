@@ -20,22 +20,20 @@ N-dimensional, Winograd-based convolution for manycore CPUs", PPoPP 2018.
 from __future__ import annotations
 
 import functools
-import math
 import operator
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-
-from tvm import tirx
 
 from torch_hybrid_backend.engines.cpu.operands.winograd_cost import winograd_tasks
 from torch_hybrid_backend.engines.cpu.operands.winograd_transform import POINTS, even_polynomial, tile_size
 from torch_hybrid_backend.engines.cpu.schedules.convolution.geometry import Axis
 from torch_hybrid_backend.engines.cpu.schedules.convolution.parts import ConvParts
-from torch_hybrid_backend.engines.cpu.schedules.register_tiles import RegisterTile, zero
+from torch_hybrid_backend.engines.cpu.schedules.register_tiles import RegisterTile
 from torch_hybrid_backend.engines.cpu.target import LINE_BYTES
 from torch_hybrid_backend.engines.cpu.tile_sizes import max_rows, split_at_most
+from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Stmt, TirBuffer, TirExpr
-from torch_hybrid_backend.engines.cpu.tir.math import is_nan, opaque
+from torch_hybrid_backend.engines.cpu.tir.math import is_finite, is_nan, opaque
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.sizes.size import known_int
 
@@ -97,10 +95,10 @@ class _Winograd:
                 b.alloc(transformed),
                 b.alloc(products),
                 b.alloc(self.unusual),
-                self._vector(lambda lane: b.store(self.unusual, lane, zero(self.dtype))),
+                self._vector(lambda lane: b.store(self.unusual, lane, tir.const(0, self.dtype))),
                 self._input(transformed, run, group),
                 b.loop(self.lanes - 1, lambda i: self._seen(as_index(0), b.load(self.unusual, i + 1)), name="l"),
-                b.when(self._has_unusual(), self._input(transformed, run, group, is_finite=True)),
+                b.when(self._has_unusual(), self._input(transformed, run, group, only_finite=True)),
                 b.loop(per_task, part, name="o"),
             )
 
@@ -126,14 +124,14 @@ class _Winograd:
 
     def _seen(self, lane: Index, value: TirExpr) -> Stmt:
         """Notes in a lane whether a value is infinite or NaN."""
-        noted = self.builder.load(self.unusual, lane) + value * opaque(zero(self.dtype), self.dtype)
+        noted = self.builder.load(self.unusual, lane) + value * opaque(tir.const(0, self.dtype), self.dtype)
         return self.builder.store(self.unusual, lane, noted)
 
     def _has_unusual(self) -> TirExpr:
         return is_nan(self.builder.load(self.unusual, 0), self.dtype)
 
-    def _input(self, out: TirBuffer, run: Index, group: Index, is_finite: bool = False) -> Stmt:
-        """The transform of a run of tiles; `is_finite`: of the finite elements alone, with zeros for the others."""
+    def _input(self, out: TirBuffer, run: Index, group: Index, only_finite: bool = False) -> Stmt:
+        """The transform of a run of tiles; `only_finite`: of the finite elements alone, with zeros for the others."""
         b = self.builder
 
         def tile(t: Index, image: Index, tile_row: Index, tile_column: Index) -> Stmt:
@@ -141,11 +139,11 @@ class _Winograd:
                 def block(number: Index) -> Stmt:
                     def read(column: TirBuffer, j: Index) -> Stmt:
                         source = group * self.channel_blocks + number
-                        return self._read(column, image, source, tile_row, tile_column, j, is_masked, is_finite)
+                        return self._read(column, image, source, tile_row, tile_column, j, is_masked, only_finite)
 
                     start = (number * self.tiles + t) * self.lanes
                     transformed = self._transform_block(out, start, read)
-                    return transformed if is_finite else b.seq(transformed, self._corners(out, start))
+                    return transformed if only_finite else b.seq(transformed, self._corners(out, start))
 
                 return b.loop(self.channel_blocks, block, name="cb")
 
@@ -155,9 +153,9 @@ class _Winograd:
                 for i in (0, self.n - 1)
                 for test in _tests(self.parts, self._source(axis, first, as_index(i)), axis.size)
             ]
-            if not inside or is_finite:
+            if not inside or only_finite:
                 return blocks(is_masked=bool(inside))
-            return b.when(functools.reduce(tirx.And, inside), blocks(is_masked=False), blocks(is_masked=True))
+            return b.when(functools.reduce(tir.logical_and, inside), blocks(is_masked=False), blocks(is_masked=True))
 
         return self._each_tile(run, tile)
 
@@ -174,7 +172,7 @@ class _Winograd:
         tile_column: Index,
         j: Index,
         is_masked: bool,
-        is_finite: bool,
+        only_finite: bool,
     ) -> Stmt:
         """column = column `j` of the input tile of one block of channels; masked: zero outside the input; finite: zero for what is not."""
         b, parts = self.builder, self.parts
@@ -188,8 +186,8 @@ class _Winograd:
                 return source, []
             tests = _tests(parts, source, axis.size)
             if tests:
-                inside = tirx.Max(
-                    tirx.Min(b.index(source), tirx.IntImm("int32", axis.size - 1)), tirx.IntImm("int32", 0)
+                inside = tir.maximum(
+                    tir.minimum(b.index(source), tir.const(axis.size - 1, "int32")), tir.const(0, "int32")
                 )
                 source, bind = b.bound(inside, axis.size, "at")
                 binds.append(bind)
@@ -203,9 +201,9 @@ class _Winograd:
 
             def put(values: list[TirExpr]) -> Stmt:
                 value = values[0]
-                conditions = [*tests, *x_tests, *([_is_finite(value, self.dtype)] if is_finite else [])]
+                conditions = [*tests, *x_tests, *([is_finite(value, self.dtype)] if only_finite else [])]
                 if conditions:
-                    value = tirx.Select(functools.reduce(tirx.And, conditions), value, zero(self.dtype))
+                    value = tir.select(functools.reduce(tir.logical_and, conditions), value, tir.const(0, self.dtype))
                 return b.store(column, lane + i * self.lanes, value)
 
             env = parts.x_env(image, block * self.lanes + lane, row, x)
@@ -319,9 +317,9 @@ class _Winograd:
         line = LINE_BYTES // 4
         share = -(-unroll * self.width // (line * tiles))
         each, per_block = self.channels // unroll * (share * line), self.lanes // unroll * (share * line)
-        start = tirx.Var(b.fresh("next"), "int32")
+        start = b.variable("next", "int32")
         first = panel * (self.channels * self.width) + number * each + block * per_block
-        begin = tirx.stmt.Bind(start, b.index(first))
+        begin = b.bind(start, b.index(first))
 
         def ahead(k: Index) -> Stmt:
             return b.seq(*[b.prefetch(array, start + b.index(k * (share * line) + i * line)) for i in range(share)])
@@ -369,7 +367,7 @@ class _Winograd:
 
                     body = parts.write_vectors(result, (i * m + j) * self.width, lanes, widths, place)
                     tests = [*_tests(parts, row, parts.rows.out), *_tests(parts, column, parts.columns.out)]
-                    return b.when(functools.reduce(tirx.And, tests), body) if tests else body
+                    return b.when(functools.reduce(tir.logical_and, tests), body) if tests else body
 
                 return b.loop(m, lambda i: b.loop(m, lambda j: pixel(i, j), name="j"), name="i")
 
@@ -402,21 +400,21 @@ class _Winograd:
                 r, c, output = of
                 to = (r * m + c) * self.width + output
                 tap = b.index((i - r) * 3 + (j - c))
-                signs = tirx.Cast("int32", parts.weight(part, as_index(self.positions), channel, output))
-                sign = ((signs >> (tap * 2)) & tirx.IntImm("int32", 3)) - 1
-                added = b.store(result, to, b.load(result, to) + value * tirx.Cast(self.dtype, sign))
+                signs = tir.cast(parts.weight(part, as_index(self.positions), channel, output), "int32")
+                sign = ((signs >> (tap * 2)) & tir.const(3, "int32")) - 1
+                added = b.store(result, to, b.load(result, to) + value * tir.cast(sign, self.dtype))
                 reaches = [t for offset in (i - r, j - c) for t in (b.index(offset) >= 0, b.index(offset) < 3)]
-                return b.when(functools.reduce(tirx.And, reaches), added)
+                return b.when(functools.reduce(tir.logical_and, reaches), added)
 
             def products(values: list[TirExpr]) -> Stmt:
                 (value,) = values
                 outputs = b.nest((m, m, self.width), lambda of: product(of, value), name="r")
-                return b.when(tirx.Not(_is_finite(value, self.dtype)), outputs)
+                return b.when(tir.logical_not(is_finite(value, self.dtype)), outputs)
 
             env = parts.x_env(image, group * (self.channel_blocks * self.lanes) + channel, row, column)
             body = parts.printer.evaluate([parts.kernel.x], env, products)
             tests = [*_tests(parts, row, parts.rows.size), *_tests(parts, column, parts.columns.size)]
-            return b.when(functools.reduce(tirx.And, tests), body) if tests else body
+            return b.when(functools.reduce(tir.logical_and, tests), body) if tests else body
 
         return b.nest((self.n, self.n, self.channel_blocks, self.lanes), element, name="u")
 
@@ -439,23 +437,19 @@ class _Winograd:
         total: TirExpr = None
         for coefficient, value in sorted(terms, key=lambda term: abs(term[0]) != 1):
             if total is None:
-                total = value if coefficient == 1 else value * tirx.const(float(coefficient), self.dtype)
+                total = value if coefficient == 1 else value * tir.const(float(coefficient), self.dtype)
             elif abs(coefficient) == 1:
                 total = total + value if coefficient == 1 else total - value
             else:
-                total = total + value * tirx.const(float(coefficient), self.dtype)
+                total = total + value * tir.const(float(coefficient), self.dtype)
         return total
 
     def _vector(self, body: Callable[[Index], Stmt]) -> Stmt:
         return self.parts.printer.vector_loop(self.lanes, body)
 
 
-def _is_finite(value: TirExpr, dtype: str) -> TirExpr:
-    return tirx.LT(tirx.abs(value), tirx.FloatImm(dtype, math.inf))
-
-
 def _tests(parts: ConvParts, position: Index, size: int) -> list[TirExpr]:
-    """What has to be tested to know that 0 <= position < size."""
+    """The tests that tell whether 0 <= position < size."""
     b, tests = parts.builder, []
     if position.low < 0:
         tests.append(b.index(position) >= 0)

@@ -12,14 +12,13 @@ Source: Van Zee & van de Geijn, "BLIS", 2015, level-1f `dotxf`: several dot prod
 
 from __future__ import annotations
 
-from tvm import tirx
-
 from torch_hybrid_backend.engines.cpu.kernels import UnpackedMatMulKernel
 from torch_hybrid_backend.engines.cpu.schedules.axes import offsets_of, step
 from torch_hybrid_backend.engines.cpu.schedules.register_tiles import RegisterTile, partials
 from torch_hybrid_backend.engines.cpu.schedules.transposition import transposed
 from torch_hybrid_backend.engines.cpu.target import LINE_BYTES, Target
 from torch_hybrid_backend.engines.cpu.tile_sizes import register_count
+from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
 from torch_hybrid_backend.loops.index import Index, as_index
@@ -51,26 +50,26 @@ class _DotRows:
         # How many rows of W before its use a line is asked for: a block, or what a quarter of the second-level cache holds.
         held = max(1, target.l2_bytes // 4 // (_ITEMSIZE * self.depth))
         self.distance = max(_MAX_STREAMS, min(self.lanes, 1 << (held.bit_length() - 1)))
-        self.copied = tirx.decl_buffer((self.rows * self.depth,), self.dtype, builder.fresh("copied"), scope="global")
+        self.copied = builder.workspace(self.rows * self.depth, self.dtype, "copied")
 
     def emit(self) -> Stmt:
         return self.builder.loop(self.tasks, self._task, "parallel", "task")
 
     def _task(self, task: Index) -> Stmt:
-        """One task's share of W's rows."""
+        """Multiply one task's share of W's rows."""
         b, lanes = self.builder, self.lanes
         first, end = task * self.blocks // self.tasks, (task + 1) * self.blocks // self.tasks
-        count = tirx.Var(b.fresh("count"), "int32")
-        last = tirx.IntImm("int32", self.columns - lanes)
+        count = b.variable("count", "int32")
+        last = tir.const(self.columns - lanes, "int32")
 
         def block(inner: Index) -> Stmt:
-            start = tirx.Min((b.index(first) + b.index(inner)) * b.size(lanes), last)
+            start = tir.minimum((b.index(first) + b.index(inner)) * b.size(lanes), last)
             column, bind = b.bound(start, self.columns - lanes + 1, "column")
             return b.seq(bind, self._block(column))
 
         return b.seq(
-            tirx.stmt.Bind(count, b.index(end) - b.index(first)),
-            tirx.stmt.AllocBuffer(self.copied),
+            b.bind(count, b.index(end) - b.index(first)),
+            b.alloc_on_heap(self.copied),
             b.loop(self.rows, self._copy, name="row"),
             b.loop_until(count, -(-self.blocks // self.tasks), block, "block"),
         )
@@ -116,8 +115,8 @@ class _DotRows:
                 return masked(b.load(self.copied, row * self.depth + k + lane), lane)
 
             def masked(value: TirExpr, lane: Index) -> TirExpr:
-                zero = tirx.const(0, self.dtype)
-                return tirx.Select(b.index(lane) >= first_lane, value, zero) if first_lane else value
+                zero = tir.const(0, self.dtype)
+                return tir.select(b.index(lane) >= first_lane, value, zero) if first_lane else value
 
             return tile.accumulate(partials(a, self.rows), partials(w, self.streams), way)
 
@@ -140,9 +139,9 @@ class _DotRows:
         for number in range(lanes):
             tile, stream = divmod(number, streams)
             place = row * (streams * lanes) + (tile * self.rows * streams + stream) * lanes
-            vectors.append(tirx.Var(b.fresh("product"), f"{self.dtype}x{lanes}"))
+            vectors.append(b.variable("product", f"{self.dtype}x{lanes}"))
             load = b.load_vector(products, place, lanes)
-            binds.append(tirx.stmt.Bind(vectors[-1], load))
+            binds.append(b.bind(vectors[-1], load))
         parts = transposed(vectors)
         while len(parts) > 1:
             parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]

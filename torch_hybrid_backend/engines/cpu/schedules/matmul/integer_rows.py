@@ -21,13 +21,13 @@ as sums of integers of 8 bits, by the largest of them).
 
 from __future__ import annotations
 
+import operator
 import struct
 from collections.abc import Callable
 
-from tvm import tirx
-
 from torch_hybrid_backend.engines.cpu.dot_products import ROW_PARTS, DotProduct
 from torch_hybrid_backend.engines.cpu.schedules.register_tiles import RegisterTile
+from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.cpu.tir.dot import load_word
 from torch_hybrid_backend.engines.cpu.tir.math import round_even
@@ -53,7 +53,7 @@ class IntegerRows:
         self._largest = 127 << (8 * (parts - 1))  # of as many signed bytes: room for what rounding adds
 
         def array(size: int, dtype: str, name: str) -> TirBuffer:
-            return tirx.decl_buffer((size,), dtype, builder.fresh(name), scope="global")
+            return builder.workspace(size, dtype, name)
 
         self._bytes = array(rows * parts * depth, "int8", "bytes")
         self._scales = array(rows * self.groups, "float32", "steps")
@@ -62,13 +62,13 @@ class IntegerRows:
 
     def declare(self) -> Stmt:
         b = self._builder
-        arrays = (tirx.stmt.AllocBuffer(array) for array in (self._bytes, self._scales, self._totals))
-        return b.seq(*arrays, b.alloc(self._outside), b.store(self._outside, 0, tirx.IntImm("int32", 0)))
+        arrays = (b.alloc_on_heap(array) for array in (self._bytes, self._scales, self._totals))
+        return b.seq(*arrays, b.alloc(self._outside), b.store(self._outside, 0, tir.const(0, "int32")))
 
     @property
     def holds(self) -> TirExpr:
         """True if all numbers that were split are in the range of these sums."""
-        return self._builder.load(self._outside, 0).equal(tirx.IntImm("int32", 0))
+        return tir.equal(self._builder.load(self._outside, 0), tir.const(0, "int32"))
 
     # The rows.
 
@@ -84,7 +84,7 @@ class IntegerRows:
         """A group of row `read` of `source` as bytes of row `row`."""
         b, lanes = self._builder, self._lanes
         top, numbers, total = (b.local(lanes, "int32", name) for name in ("top", "numbers", "total"))
-        largest, inverse = tirx.Var(b.fresh("largest"), "float32"), tirx.Var(b.fresh("inverse"), "float32")
+        largest, inverse = b.variable("largest", "float32"), b.variable("inverse", "float32")
         first, place = group * self.group, row * self.groups + group
 
         def each(body: Callable[[Index, Index], Stmt]) -> Stmt:
@@ -96,20 +96,20 @@ class IntegerRows:
 
         def raise_top(lane: Index, k: Index) -> Stmt:
             # The bits of magnitudes are in their order, NaN the largest.
-            bits = tirx.reinterpret("int32", b.load(source, read * self._depth + k))
-            magnitude = tirx.bitwise_and(bits, _int(0x7FFFFFFF))
-            return b.store(top, lane, tirx.Max(b.load(top, lane), magnitude))
+            bits = tir.reinterpret(b.load(source, read * self._depth + k), "int32")
+            magnitude = bits & _int(0x7FFFFFFF)
+            return b.store(top, lane, tir.maximum(b.load(top, lane), magnitude))
 
         def put(lane: Index, k: Index) -> Stmt:
             x, start = b.load(numbers, lane), row * (self._parts * self._depth) + k
             rounded = round_even(b.load(source, read * self._depth + k) * inverse, "float32")
             # Each part is what is left, rounded to whole units of it.
-            parts = (x, tirx.shift_right(x + _int(0x80), _int(8)), tirx.shift_right(x + _int(0x8080), _int(16)))
+            parts = (x, (x + _int(0x80)) >> _int(8), (x + _int(0x8080)) >> _int(16))
             return b.seq(
-                b.store(numbers, lane, tirx.Cast("int32", rounded)),
+                b.store(numbers, lane, tir.cast(rounded, "int32")),
                 b.store(total, lane, b.load(total, lane) + x),
                 *[
-                    b.store(self._bytes, start + number * self._depth, tirx.Cast("int8", part))
+                    b.store(self._bytes, start + number * self._depth, tir.cast(part, "int8"))
                     for number, part in enumerate(parts[: self._parts])
                 ],
             )
@@ -119,16 +119,16 @@ class IntegerRows:
 
         bits = b.load(top, 0)
         least, most = (_int(struct.unpack("<i", struct.pack("<f", limit))[0]) for limit in _RANGE)
-        is_outside = tirx.Or(bits > most, tirx.And(bits > _int(0), bits < least))
-        per_unit = tirx.Select(bits > _int(0), tirx.const(self._largest, "float32") / largest, tirx.const(0, "float32"))
+        is_outside = tir.logical_or(bits > most, tir.logical_and(bits > _int(0), bits < least))
+        per_unit = tir.select(bits > _int(0), tir.const(self._largest, "float32") / largest, tir.const(0, "float32"))
         return b.seq(
             *map(b.alloc, (top, numbers, total)), clear(top), clear(total),
-            each(raise_top), self._over_lanes(top, tirx.Max),
-            tirx.stmt.Bind(largest, tirx.reinterpret("float32", bits)),
-            tirx.stmt.Bind(inverse, per_unit),
+            each(raise_top), self._over_lanes(top, tir.maximum),
+            b.bind(largest, tir.reinterpret(bits, "float32")),
+            b.bind(inverse, per_unit),
             b.when(is_outside, b.store(self._outside, 0, _int(1))),
-            b.store(self._scales, place, largest * tirx.const(self._unit / self._largest, "float32")),
-            each(put), self._over_lanes(total, tirx.Add),
+            b.store(self._scales, place, largest * tir.const(self._unit / self._largest, "float32")),
+            each(put), self._over_lanes(total, operator.add),
             b.store(self._totals, place, b.load(total, 0)),
         )  # fmt: skip
 
@@ -165,31 +165,29 @@ class IntegerRows:
             if parts < 3:  # their sum fits into 32 bits, whatever each of them wraps to
                 return total * _int(-self._raised) if part == 0 else _int(0)
             if part == 0:
-                return tirx.bitwise_and(total, _int((1 << upper) - 1)) * _int(-self._raised)
-            return tirx.shift_right(total, _int(upper)) * _int(-self._raised) if part == parts - 1 else _int(0)
+                return (total & _int((1 << upper) - 1)) * _int(-self._raised)
+            return (total >> _int(upper)) * _int(-self._raised) if part == parts - 1 else _int(0)
 
         def word(i: Index) -> Stmt | None:
             steps = []
             of_word = [words(i, vector) for vector in range(vectors)]
             for half in range(in_word // dot.group):
-                raised = [
-                    tirx.bitwise_xor(self._bytes_of(w, half), self._all(self._raised * 0x01010101)) for w in of_word
-                ]
+                raised = [self._bytes_of(w, half) ^ self._all(self._raised * 0x01010101) for w in of_word]
                 at = first * (parts * self._depth) + group * self.group + i * in_word + half * dot.group
                 places = [at + column * self._depth for column in range(columns)]
                 numbers = [load_word(self._bytes, b.index(place), dot, lanes) for place in places]
-                signed = [tirx.reinterpret(f"int8x{lanes * dot.group}", number) for number in numbers]
+                signed = [tir.reinterpret(number, f"int8x{lanes * dot.group}") for number in numbers]
                 steps.append(tile.accumulate_words(raised, signed, dot, one_by_one=True))
             return b.seq(ahead(i), *steps)
 
         def total(row: int, vector: int, lane: Index) -> TirExpr:
             of_parts = [tile.at(vector, row * parts + part, lane) for part in range(parts)]
             if parts == 1:
-                return tirx.Cast("float32", of_parts[0])
+                return tir.cast(of_parts[0], "float32")
             if parts == 2:
-                return tirx.Cast("float32", tirx.shift_left(of_parts[1], _int(8)) + of_parts[0])
-            low, middle, high = (tirx.Cast("float32", part) for part in of_parts)
-            return high * tirx.const(65536, "float32") + (middle * tirx.const(256, "float32") + low)
+                return tir.cast((of_parts[1] << _int(8)) + of_parts[0], "float32")
+            low, middle, high = (tir.cast(part, "float32") for part in of_parts)
+            return high * tir.const(65536, "float32") + (middle * tir.const(256, "float32") + low)
 
         return b.seq(tile.declare(), tile.fill(start), b.loop(self.group // in_word, word, name="w"), use(total))
 
@@ -197,19 +195,19 @@ class IntegerRows:
         """Four neighbouring weights of each word, as bytes."""
         if self._bits == 8:
             return words
-        return tirx.bitwise_and(tirx.shift_right(words, self._all(4)) if half else words, self._all(0x0F0F0F0F))
+        return ((words >> self._all(4)) if half else words) & self._all(0x0F0F0F0F)
 
     def scale(self, row: Index | int, group: Index) -> TirExpr:
-        """What a group's sums are multiplied by."""
+        """The scale of a group's sums."""
         return self._builder.load(self._scales, group + row * self.groups)
 
     def total(self, row: Index | int, group: Index) -> TirExpr:
         """The sum of a group's numbers, in units of its scale."""
-        return tirx.Cast("float32", self._builder.load(self._totals, group + row * self.groups))
+        return tir.cast(self._builder.load(self._totals, group + row * self.groups), "float32")
 
     def _all(self, number: int) -> TirExpr:
-        return tirx.Broadcast(_int(number - (1 << _WORD_BITS) if number >> (_WORD_BITS - 1) else number), self._lanes)
+        return tir.broadcast(_int(number - (1 << _WORD_BITS) if number >> (_WORD_BITS - 1) else number), self._lanes)
 
 
 def _int(number: int) -> TirExpr:
-    return tirx.IntImm("int32", number)
+    return tir.const(number, "int32")

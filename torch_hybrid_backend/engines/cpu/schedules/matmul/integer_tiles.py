@@ -1,16 +1,15 @@
-"""How many rows of float32, written as integers (`integer_rows`), are multiplied with a weight of 8 or 4 bits: blocks of register tiles."""
+"""Register tiles of rows of float32, written as integers (`integer_rows`), with a weight of 8 or 4 bits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tvm import tirx
-
 from torch_hybrid_backend.engines.cpu.dot_products import DotProduct
 from torch_hybrid_backend.engines.cpu.schedules.register_tiles import by_part, tile_start
 from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.engines.cpu.tile_sizes import register_count, split_at_most, split_into
+from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt
 from torch_hybrid_backend.loops.index import Index
 from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, function, known_int
@@ -90,7 +89,7 @@ def integer_tiles(
                 first, begin = tile_start(b, m, height, block * per_block + inner)
                 return b.seq(begin, body(inner, first, height))
 
-            held = tirx.Min(b.size(tiles) - b.index(block * per_block), b.size(per_block))
+            held = tir.minimum(b.size(tiles) - b.index(block * per_block), b.size(per_block))
             return b.loop_until(held, fitting, tile, "tile")
 
     shares = function("min", function("max", ceil_div(cores, blocks), 1), panels)

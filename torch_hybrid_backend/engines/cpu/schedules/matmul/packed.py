@@ -22,9 +22,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import tvm
-from tvm import tirx
-
 from torch_hybrid_backend.engines.cpu.dot_products import DotProduct
 from torch_hybrid_backend.engines.cpu.kernels import PackedMatMulKernel
 from torch_hybrid_backend.engines.cpu.schedules.axes import Chunk, chunks, step
@@ -37,10 +34,10 @@ from torch_hybrid_backend.engines.cpu.schedules.register_tiles import (
     lanes_of,
     partials,
     tile_start,
-    zero,
 )
 from torch_hybrid_backend.engines.cpu.target import LINE_BYTES, Target
 from torch_hybrid_backend.engines.cpu.tile_sizes import Split, max_rows, split_at_most, split_into
+from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirExpr
 from torch_hybrid_backend.engines.cpu.tir.dot import load_word, load_words
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
@@ -62,7 +59,7 @@ def emit(kernel: PackedMatMulKernel, builder: Builder, printer: Printer, target:
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """How tiles are visited: `blocks` blocks of `per_block` row tiles; `rows` says how the rows are cut."""
+    """The order of tiles: `blocks` blocks of `per_block` row tiles; `rows` says how the rows are cut."""
 
     rows: Split
     blocks: int
@@ -71,7 +68,8 @@ class _Order:
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """Who fetches the next panel: tile number `tile` of about `tiles` that work on one panel. `repeats`: the first follows the last."""
+    """The tile that prefetches the next panel: tile number `tile` of about `tiles` that work on one panel. `repeats`: the first follows the
+    last."""
 
     tile: Index
     tiles: int
@@ -151,13 +149,13 @@ class MatMul:
         found = []
         for load in loads_of(self.kernel.a):
             if load.buffer in self.printer.arguments:
-                itemsize = max(1, int(tvm.DataType(load.buffer.dtype).bits) // 8)
+                itemsize = tir.itemsize(load.buffer.dtype)
                 found.append(step(self.printer.offset(load.buffer, load.index, {}), self.m) * itemsize)
         return found
 
     def _fitting(self, rows: int) -> int:
         """Tiles of `rows` rows of A that fit half the second-level cache."""
-        itemsize = max(4, int(tvm.DataType(self.dtype).bits) // 8)
+        itemsize = max(4, tir.itemsize(self.dtype))
         return max(1, self.target.l2_bytes // 2 // (rows * max(1, size_hint(self.steps)) * itemsize))
 
     def _order(self) -> _Order:
@@ -213,7 +211,7 @@ class MatMul:
         return self.printer.expr(Load(compute_dtype(kernel.packed.dtype), kernel.packed, position), {})
 
     def _tile(self, batch: Index, first: Index, rows: int, panel: Index, columns: Dim, ahead: Ahead) -> Stmt:
-        """One register tile: `rows` rows from `first`, the first `columns` columns of a panel."""
+        """Compute one register tile: `rows` rows from `first`, the first `columns` columns of a panel."""
         b, kernel, k_extent = self.builder, self.kernel, self.steps
         vectors = self.vectors if isinstance(columns, Size) else -(-columns // self.lanes)
         ways = RegisterTile.ways_for(rows * vectors, k_extent)
@@ -240,7 +238,7 @@ class MatMul:
         return b.seq(compute, self._write(tile, batch, first, panel * self.kernel.tile_n, columns))
 
     def _start(self, tile: RegisterTile, batch: Index, panel: Index) -> Stmt | None:
-        """What the sums start at, where that is not zero: it may overwrite the first copy alone."""
+        """Begin the sums where they do not begin at zero: only the first copy may be overwritten."""
         kernel, start = self.kernel, self.kernel.start
         if start is None:
             return None
@@ -275,7 +273,7 @@ class MatMul:
         panels = self.panels * (self.b.extent if kernel.batched_b else 1)
         unroll = tile.unrolled(k_extent)
         # Lines of a panel for one unrolled step, and how many of them each of the tiles fetches.
-        itemsize = max(1, int(tvm.DataType(kernel.packed.dtype).bits) // 8)
+        itemsize = tir.itemsize(kernel.packed.dtype)
         line = LINE_BYTES // itemsize
         step_elements = kernel.tile_n * (1 if kernel.dot is None else kernel.dot.group)
         lines = -(-unroll * step_elements // line)
@@ -288,9 +286,9 @@ class MatMul:
             following = following % panels
         # The last tiles ask again for what is there already, where tiles outnumber lines.
         each = k_extent // unroll * (share * line)
-        start = tirx.Var(b.fresh("next"), "int32")
-        mine = tirx.Min(b.index(ahead.tile), tirx.IntImm("int32", -(-lines // share) - 1)) * b.size(each)
-        begin = tirx.stmt.Bind(start, b.index(following * (k_extent * step_elements)) + mine)
+        start = b.variable("next", "int32")
+        mine = tir.minimum(b.index(ahead.tile), tir.const(-(-lines // share) - 1, "int32")) * b.size(each)
+        begin = b.bind(start, b.index(following * (k_extent * step_elements)) + mine)
         array = self.printer.arguments[kernel.packed][0]
 
         def prefetch(k: Index) -> Stmt:
@@ -334,7 +332,7 @@ class MatMul:
         return self.printer.stores(self.kernel.stores, {self.b: batch, self.m: row, self.n: column})
 
     def _dot_tile(self, batch: Index, first: Index, rows: int) -> Stmt:
-        """One column: rows of A, read along k, times the only panel, which is a plain vector over k."""
+        """Compute one column: rows of A, read along k, times the only panel, which is a plain vector over k."""
         b, k_extent = self.builder, self.kernel.k.extent
         lanes = lanes_of(self.target, self.dtype)
         ways = (
@@ -371,7 +369,7 @@ class MatMul:
 
             return b.seq(
                 b.alloc(total),
-                b.store(total, 0, zero(self.dtype)),
+                b.store(total, 0, tir.const(0, self.dtype)),
                 b.loop(lanes, lambda lane: add(b.load(spilled, r * lanes + lane)), name="l"),
                 b.loop(left, rest, name="k") if left != 0 else None,
                 self._stores(b.load(total, 0), batch, first + r, none),

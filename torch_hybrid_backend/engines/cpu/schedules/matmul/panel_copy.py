@@ -14,13 +14,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tvm import tirx
-
 from torch_hybrid_backend.engines.cpu.kernels import PackedMatMulKernel, UnpackedMatMulKernel
 from torch_hybrid_backend.engines.cpu.schedules.matmul.packed import Ahead, MatMul
 from torch_hybrid_backend.engines.cpu.schedules.register_tiles import RegisterTile, by_part
 from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.engines.cpu.tile_sizes import tile_n
+from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirExpr
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
 from torch_hybrid_backend.loops.index import Index, as_index
@@ -87,7 +86,7 @@ class _CopiedPanels(MatMul):
         self.sums = self._array(self.sums_size * self.most if self.parts > 1 else 1, "sums")
 
     def _array(self, size: int, name: str) -> TirExpr:
-        return tirx.decl_buffer((size,), self.dtype, self.builder.fresh(name), scope="global")
+        return self.builder.workspace(size, self.dtype, name)
 
     def _fitting(self, rows: int) -> int:
         return max(1, self.target.l2_bytes // 2 // (rows * self.depth * 4))
@@ -98,7 +97,7 @@ class _CopiedPanels(MatMul):
     def _task(self, number: Index) -> Stmt:
         b = self.builder
         first = number * self.count // self.tasks
-        held = tirx.Var(b.fresh("count"), "int32")
+        held = b.variable("count", "int32")
 
         def part(block: Index, at: Index, size: int, is_last: bool) -> Stmt:
             return b.loop_until(
@@ -112,9 +111,9 @@ class _CopiedPanels(MatMul):
             return b.seq(b.loop(self.parts - 1, lambda p: part(at, p, self.depth, False), name="part"), last)
 
         begin = first * self.width + self.unpacked.offset
-        arrays = [tirx.stmt.AllocBuffer(array) for array in ([self.held, self.sums] if self.parts > 1 else [self.held])]
+        arrays = [b.alloc_on_heap(array) for array in ([self.held, self.sums] if self.parts > 1 else [self.held])]
         return b.seq(
-            tirx.stmt.Bind(held, b.index((number + 1) * self.count // self.tasks) - b.index(first)),
+            b.bind(held, b.index((number + 1) * self.count // self.tasks) - b.index(first)),
             *arrays,
             b.loop(self.depth, lambda row: self._copy(row, begin, as_index(0)), name="row"),
             b.loop(self.order.blocks, block, name="block"),
@@ -127,17 +126,17 @@ class _CopiedPanels(MatMul):
         b, order = self.builder, self.order
         panel, bind = b.bound(b.index(first) + b.index(inner), self.count, "panel")
         done = (b.index(block * self.parts + part)) * held + b.index(inner)
-        odd, bind_odd = b.bound(tirx.bitwise_and(done, tirx.IntImm("int32", 1)), 2, "odd")
+        odd, bind_odd = b.bound(done & tir.const(1, "int32"), 2, "odd")
         ends = b.index(inner) + 1 >= held
-        following = tirx.Select(ends, b.index(first), b.index(panel) + 1)
-        after = tirx.IntImm("int32", 0) if is_last else b.index(part) + 1
-        row = tirx.Select(ends, after, b.index(part)) * tirx.IntImm("int32", self.depth)
-        begin = following * self.width + row * tirx.IntImm("int32", self.unpacked.k_stride)
+        following = tir.select(ends, b.index(first), b.index(panel) + 1)
+        after = tir.const(0, "int32") if is_last else b.index(part) + 1
+        row = tir.select(ends, after, b.index(part)) * tir.const(self.depth, "int32")
+        begin = following * self.width + row * tir.const(self.unpacked.k_stride, "int32")
         limit = self.count * self.width + self.k_extent * self.unpacked.k_stride
         start, bind_start = b.bound(begin, limit, "next")
-        last = tirx.Var(b.fresh("last"), "int32")
-        bind_last = tirx.stmt.Bind(
-            last, tirx.Min(tirx.IntImm("int32", self.depth), tirx.IntImm("int32", self.k_extent) - row) - 1
+        last = b.variable("last", "int32")
+        bind_last = b.bind(
+            last, tir.minimum(tir.const(self.depth, "int32"), tir.const(self.k_extent, "int32") - row) - 1
         )
         turn = _Turn(
             part * self.depth, size, is_last, odd * self.room, inner * self.sums_size, (1 - odd) * self.room,
@@ -184,7 +183,7 @@ class _CopiedPanels(MatMul):
             copied = (ahead.tile * chunks + at) * share
             copies = []
             for i in range(share):
-                row, bind = b.bound(tirx.Min(b.index(copied + i), turn.next_last), self.depth, "row")
+                row, bind = b.bound(tir.minimum(b.index(copied + i), turn.next_last), self.depth, "row")
                 copies += [bind, self._fetch(row, share), self._copy(row, turn.next_start, turn.next_place)]
             # The last tiles have nothing to copy where shares do not come out even.
             copying = b.when(b.index(copied) <= turn.next_last, b.seq(*copies))
@@ -202,14 +201,14 @@ class _CopiedPanels(MatMul):
         b, later = self.builder, row + _AHEAD * share
         here = self.turn.next_start + later * self.unpacked.k_stride
         behind = here - (self.depth * self.unpacked.k_stride - self.width)
-        start = tirx.Var(b.fresh("later"), "int32")
-        bind = tirx.stmt.Bind(start, tirx.Select(b.index(later) < self.depth, b.index(here), b.index(behind)))
+        start = b.variable("later", "int32")
+        bind = b.bind(start, tir.select(b.index(later) < self.depth, b.index(here), b.index(behind)))
         return b.seq(
-            bind, *[b.prefetch(self.weight, start + tirx.IntImm("int32", v * self.lanes)) for v in range(self.vectors)]
+            bind, *[b.prefetch(self.weight, start + tir.const(v * self.lanes, "int32")) for v in range(self.vectors)]
         )
 
     def _copy(self, row: Index, start: Index, to: Index) -> Stmt:
-        """One row of the panel of W that begins at element `start`, to its place in the panel held at `to`."""
+        """Copy one row of the panel of W that begins at element `start` to its place in the panel held at `to`."""
         b = self.builder
 
         def vector(v: int) -> Stmt:

@@ -8,23 +8,20 @@ shift and a permutation of a vector (vpermps), which reads 4 bits of each lane; 
 
 from __future__ import annotations
 
-import tvm
-from tvm import tirx
-
 from torch_hybrid_backend.engines.cpu.kernels import DequantizedMatMulKernel
 from torch_hybrid_backend.engines.cpu.target import LINE_BYTES
 from torch_hybrid_backend.engines.cpu.tile_sizes import NIBBLES, nibble_place
+from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirExpr
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
 from torch_hybrid_backend.engines.cpu.tir.storage import widen
+from torch_hybrid_backend.engines.cpu.tir.x86 import looked_up
 from torch_hybrid_backend.loops.index import Index
 from torch_hybrid_backend.loops.lookups import MOST_VALUES
 from torch_hybrid_backend.sizes.size import known_int
 
-_TOP = tirx.IntImm("int32", -(1 << 28))  # the mask of a word's last nibble
+_TOP = tir.const(-(1 << 28), "int32")  # the mask of a word's last nibble
 _TOP_UNIT = 2.0**28  # what a 1 there counts as
-# Lanes -> an instruction that gives each lane the element of a vector which its lowest bits say.
-_PERMUTE = {8: "llvm.x86.avx2.permps", 16: "llvm.x86.avx512.permvar.sf.512"}
 # By a weight's bits, how far ahead of its use a line is asked for: what the prefetcher of a core, which stops at a page's end, does not see.
 _AHEAD_BYTES = {8: 4096, 4: 8192}
 
@@ -54,7 +51,7 @@ class QuantizedWeight:
         return panel * self.panel_words + k // self.per_word * self._width
 
     def table(self) -> tuple[Stmt | None, Stmt | None]:
-        """What declares and fills `values`, in registers, at the begin of a task."""
+        """Statements that declare and fill `values`, in registers, at the begin of a task."""
         if self._kernel.table is None:
             return None, None
         table = self._printer.arguments[self._kernel.table][0]
@@ -69,18 +66,15 @@ class QuantizedWeight:
         return self._builder.alloc(self._values), self._builder.seq(*map(keep, range(MOST_VALUES // self._lanes)))
 
     def _looked_up(self, word: TirExpr, nibble: int, lane: Index) -> TirExpr:
-        """What a nibble of a word stands for: of a whole vector of words, `lane` by lane, which the intrinsics are of."""
+        """Look up the values of a nibble of each word: of a whole vector of words, `lane` by lane, which the intrinsics are of."""
         b = self._builder
-        place = tirx.shift_right(word, tirx.IntImm("int32", 4 * nibble))  # the bits above are not looked at
+        place = word >> tir.const(4 * nibble, "int32")  # the bits above are not looked at
         if self._lanes == MOST_VALUES:
-            return tirx.call_llvm_pure_intrin("float32", _PERMUTE[MOST_VALUES], b.load(self._values, lane), place)
-        low, high = (
-            tirx.call_llvm_pure_intrin("float32", _PERMUTE[self._lanes], b.load(self._values, lane + first), place)
-            for first in (0, self._lanes)
-        )
+            return looked_up(b.load(self._values, lane), place, self._lanes)
+        low, high = (looked_up(b.load(self._values, lane + first), place, self._lanes) for first in (0, self._lanes))
         # The fourth bit where the word has its sign.
-        top = tirx.shift_left(word, tirx.IntImm("int32", 4 * (NIBBLES - 1 - nibble)))
-        return tirx.Select(top < tirx.IntImm("int32", 0), high, low)
+        top = word << tir.const(4 * (NIBBLES - 1 - nibble), "int32")
+        return tir.select(top < tir.const(0, "int32"), high, low)
 
     def integer(self, word: Index, j: int, column: Index) -> TirExpr:
         """Step `j` of the word at element `word` of a panel, as float32 times `unit`; with a table, the value that it stands for."""
@@ -90,17 +84,17 @@ class QuantizedWeight:
             if self._kernel.table is not None:
                 return self._looked_up(value, place, column % self._lanes)
             if place < NIBBLES - 1:
-                value = tirx.shift_left(value, tirx.IntImm("int32", 4 * (NIBBLES - 1 - place)))
-            value = tirx.bitwise_and(value, _TOP)
+                value = value << tir.const(4 * (NIBBLES - 1 - place), "int32")
+            value = value & _TOP
         elif self.per_word > 1:
             if j < self.per_word - 1:
-                value = tirx.shift_left(value, tirx.IntImm("int32", 8 * (self.per_word - 1 - j)))
-            value = tirx.shift_right(value, tirx.IntImm("int32", 24))
-        return tirx.Cast("float32", value)
+                value = value << tir.const(8 * (self.per_word - 1 - j), "int32")
+            value = value >> tir.const(24, "int32")
+        return tir.cast(value, "float32")
 
     @property
     def unit(self) -> float:
-        """What an integer 1 counts as."""
+        """The value of the integer 1."""
         return _TOP_UNIT if self._kernel.bits == 4 and self._kernel.table is None else 1.0
 
     def of_group(self, panel: Index, group: Index, column: Index, *, zero: bool) -> TirExpr:
@@ -115,11 +109,11 @@ class QuantizedWeight:
         if self._kernel.zeros is None:
             return value
         zero = self.of_group(panel, group, column, zero=True)
-        return value - (zero if self.unit == 1 else zero * tirx.const(self.unit, "float32"))
+        return value - (zero if self.unit == 1 else zero * tir.const(self.unit, "float32"))
 
     def ahead(self, word: Index, words: int, distance: int | None = None) -> Stmt:
         """Asks for the lines that lie `distance` elements, or `_AHEAD_BYTES`, behind some words of a panel."""
-        b, itemsize = self._builder, max(1, int(tvm.DataType(str(self.array.dtype)).bits) // 8)
+        b, itemsize = self._builder, tir.itemsize(str(self.array.dtype))
         line, start = LINE_BYTES // itemsize, word + (distance or _AHEAD_BYTES[self._kernel.bits] // itemsize)
         lines = range(0, words * self._width, line)
         return b.seq(*[b.prefetch(self.array, b.index(start + place)) for place in lines])

@@ -19,8 +19,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tvm import tirx
-
 from torch_hybrid_backend.engines.cpu.kernels import UnpackedMatMulKernel
 from torch_hybrid_backend.engines.cpu.schedules.axes import offsets_of, step
 from torch_hybrid_backend.engines.cpu.schedules.matmul import few_rows, panel_copy
@@ -28,6 +26,7 @@ from torch_hybrid_backend.engines.cpu.schedules.register_tiles import RegisterTi
 from torch_hybrid_backend.engines.cpu.schedules.transposition import transposed
 from torch_hybrid_backend.engines.cpu.target import LINE_BYTES, Target
 from torch_hybrid_backend.engines.cpu.tile_sizes import Split, split_at_most
+from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
 from torch_hybrid_backend.loops.index import Index, as_index
@@ -108,7 +107,7 @@ class _UnpackedMatMul:
 
     def _array(self, size: int, name: str) -> TirBuffer:
         """An array on the heap."""
-        return tirx.decl_buffer((size,), self.dtype, self.builder.fresh(name), scope="global")
+        return self.builder.workspace(size, self.dtype, name)
 
     def emit(self) -> Stmt:
         return self.builder.loop(self.tasks, self._task, "parallel", "task")
@@ -116,7 +115,7 @@ class _UnpackedMatMul:
     # Packing A.
 
     def _pack(self, panel: Index, position: Index, part: _Part) -> Stmt:
-        """One panel, at `position` of the group's, for one part of k."""
+        """Pack one panel, at `position` of the group's, for one part of k."""
         b, lanes = self.builder, self.lanes
         squares, left = divmod(part.size, lanes)
         place = position * self.panel_size
@@ -168,8 +167,8 @@ class _UnpackedMatMul:
         """A row of A, or the last one in place of one that is not there; and what must come before."""
         if self.rows % self.lanes == 0:
             return row, None
-        limit = tirx.IntImm("int32", self.rows - 1)
-        return self.builder.bound(tirx.Min(self.builder.index(row), limit), self.rows, "row")
+        limit = tir.const(self.rows - 1, "int32")
+        return self.builder.bound(tir.minimum(self.builder.index(row), limit), self.rows, "row")
 
     def _transpose(
         self, square: TirBuffer, put: Callable[[int, TirExpr], Stmt], begin: Index | int = 0, stride: int = 0
@@ -178,9 +177,9 @@ class _UnpackedMatMul:
         b, lanes = self.builder, self.lanes
         rows, binds = [], []
         for j in range(lanes):
-            row = tirx.Var(b.fresh("row"), f"{self.dtype}x{lanes}")
+            row = b.variable("row", f"{self.dtype}x{lanes}")
             place = as_index(begin) + j * (stride or lanes)
-            binds.append(tirx.stmt.Bind(row, b.load_vector(square, place, lanes)))
+            binds.append(b.bind(row, b.load_vector(square, place, lanes)))
             rows.append(row)
         return b.seq(*binds, *[put(j, column) for j, column in enumerate(transposed(rows))])
 
@@ -190,15 +189,15 @@ class _UnpackedMatMul:
     # The product.
 
     def _task(self, task: Index) -> Stmt:
-        """One task's share of W's rows, for all of A."""
+        """Multiply one task's share of W's rows by all of A."""
         b, depth = self.builder, self.depth
         first, end = task * self.blocks // self.tasks, (task + 1) * self.blocks // self.tasks
-        count = tirx.Var(b.fresh("count"), "int32")
+        count = b.variable("count", "int32")
         own = -(-self.blocks // self.tasks)
 
         def group(number: Index) -> Stmt:
             panels = self.panels.parts - number * self.per_group
-            held = tirx.Min(b.index(panels), tirx.IntImm("int32", self.per_group))
+            held = tir.minimum(b.index(panels), tir.const(self.per_group, "int32"))
 
             def part(at: _Part) -> Stmt:
                 pack = self._panels(held, lambda i: self._pack(number * self.per_group + i, i, at))
@@ -215,18 +214,18 @@ class _UnpackedMatMul:
             return b.seq(before, last)
 
         return b.seq(
-            tirx.stmt.Bind(count, b.index(end) - b.index(first)),
-            tirx.stmt.AllocBuffer(self.packed),
-            tirx.stmt.AllocBuffer(self.sums),
+            b.bind(count, b.index(end) - b.index(first)),
+            b.alloc_on_heap(self.packed),
+            b.alloc_on_heap(self.sums),
             b.loop(self.groups, group, name="group"),
         )
 
     def _first_row(self, block: TirExpr) -> TirExpr:
-        first = block * tirx.IntImm("int32", self.lanes)
+        first = block * tir.const(self.lanes, "int32")
         return (
             first
             if self.columns % self.lanes == 0
-            else tirx.Min(first, tirx.IntImm("int32", self.columns - self.lanes))
+            else tir.minimum(first, tir.const(self.columns - self.lanes, "int32"))
         )
 
     def _block(self, begin: Index, inner: Index, count: TirExpr, part: _Part, group: Index, held: TirExpr) -> Stmt:
@@ -238,15 +237,15 @@ class _UnpackedMatMul:
         if self.columns % lanes:
             first, bind = b.bound(self._first_row(b.index(number)), self.columns - lanes + 1, "first")
             binds.append(bind)
-        ahead = tirx.Var(b.fresh("ahead"), "int32")
+        ahead = b.variable("ahead", "int32")
         next_start = as_index(0) if part.is_last else part.start + part.size
-        stride = tirx.IntImm("int32", self.kernel.row_stride)
-        following = tirx.Select(
+        stride = tir.const(self.kernel.row_stride, "int32")
+        following = tir.select(
             b.index(inner) + 1 < count,
             self._first_row(b.index(number) + 1) * stride + b.index(part.start),
             self._first_row(b.index(begin)) * stride + b.index(next_start),
         )
-        binds.append(tirx.stmt.Bind(ahead, following + tirx.IntImm("int32", self.kernel.offset)))
+        binds.append(b.bind(ahead, following + tir.const(self.kernel.offset, "int32")))
         block = _Block(inner, first, ahead)
 
         def panel(position: Index) -> Stmt:
@@ -302,10 +301,10 @@ class _UnpackedMatMul:
 
         tiles = self.per_group * (lanes // self.height)
         share = -(-lanes // tiles)
-        fetched = tirx.Var(b.fresh("fetched"), "int32")
+        fetched = b.variable("fetched", "int32")
         number = position * (lanes // self.height) + half
-        own = tirx.Min(b.index(number * share), tirx.IntImm("int32", lanes - share))
-        bind = tirx.stmt.Bind(fetched, block.ahead + own * tirx.IntImm("int32", stride))
+        own = tir.minimum(b.index(number * share), tir.const(lanes - share, "int32"))
+        bind = b.bind(fetched, block.ahead + own * tir.const(stride, "int32"))
 
         def line(c: Index) -> Stmt:
             ahead = [b.prefetch(self.weight, fetched + b.index(c * _LINE + i * stride)) for i in range(share)]
@@ -347,7 +346,7 @@ class _UnpackedMatMul:
         if self.rows % lanes == 0:
             stores = b.loop(lanes, row, name="r")
         else:
-            held = tirx.Min(tirx.IntImm("int32", self.rows) - b.index(first), tirx.IntImm("int32", lanes))
+            held = tir.minimum(tir.const(self.rows, "int32") - b.index(first), tir.const(lanes, "int32"))
             stores = b.loop_until(held, lanes, row, "r")
         moves = self._transpose(self.sums, lambda j, v: self._put(out, as_index(j * lanes), v), place, stride)
         return b.seq(b.alloc(out), moves, stores)

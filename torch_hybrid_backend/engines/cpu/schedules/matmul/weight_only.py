@@ -28,8 +28,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from tvm import tirx
-
 from torch_hybrid_backend.engines.cpu.dot_products import ROW_PARTS, row_dot_product, row_group
 from torch_hybrid_backend.engines.cpu.kernels import DequantizedMatMulKernel, PackedMatMulKernel
 from torch_hybrid_backend.engines.cpu.schedules.axes import offsets_of, step
@@ -46,6 +44,7 @@ from torch_hybrid_backend.engines.cpu.schedules.register_tiles import (
 )
 from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.engines.cpu.tile_sizes import register_count
+from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
 from torch_hybrid_backend.loops.index import Index, as_index
@@ -115,7 +114,7 @@ class _Dequantized(MatMul):
                 first, begin = tile_start(b, self.m.extent, rows, block * fitting + inner)
                 return b.seq(begin, tile(inner, first, rows))
 
-            held = tirx.Min(b.size(parts) - b.index(block * fitting), tirx.IntImm("int32", fitting))
+            held = tir.minimum(b.size(parts) - b.index(block * fitting), tir.const(fitting, "int32"))
             return b.loop_until(held, fitting, at, "tile")
 
         return self._unpacked(ceil_div(parts, fitting), fitting * rows, rows, tiles)
@@ -141,12 +140,12 @@ class _Dequantized(MatMul):
         """`rows` rows from `row` on (the first), all panels: each task copies the rows, then goes through its share of the panels."""
         b, first_row = self.builder, as_index(0) if row is None else row
         tasks = min(self.target.cores, self.count)
-        copied = tirx.decl_buffer((rows * self.depth_of_all,), "float32", b.fresh("copied"), scope="global")
+        copied = b.workspace(rows * self.depth_of_all, "float32", "copied")
         integers = self._integer_rows(rows)
 
         def task(number: Index) -> Stmt:
             first, end = number * self.count // tasks, (number + 1) * self.count // tasks
-            held = tirx.Var(b.fresh("count"), "int32")
+            held = b.variable("count", "int32")
 
             def panels(groups: int, add_group: AddGroup) -> Stmt:
                 def panel(inner: Index) -> Stmt:
@@ -165,8 +164,8 @@ class _Dequantized(MatMul):
                 split = b.seq(integers.declare(), integers.split(copied))
                 products = b.seq(split, b.when(integers.holds, exact, products))
             return b.seq(
-                tirx.stmt.Bind(held, b.index(end) - b.index(first)),
-                tirx.stmt.AllocBuffer(copied),
+                b.bind(held, b.index(end) - b.index(first)),
+                b.alloc_on_heap(copied),
                 *self.weight.table(),
                 b.loop(rows, lambda r: self._copy(copied, r, first_row + r), name="row"),
                 products,
@@ -179,7 +178,7 @@ class _Dequantized(MatMul):
         last = known_int(self.last)
         if last == self.width or self.count == 1:
             return body(panel, last)
-        is_whole = self.builder.index(panel) < tirx.IntImm("int32", self.count - 1)
+        is_whole = self.builder.index(panel) < tir.const(self.count - 1, "int32")
         return self.builder.when(is_whole, body(panel, self.width), body(as_index(self.count - 1), last))
 
     def _copy(self, copied: TirBuffer, to: Index, row: Index) -> Stmt:
@@ -190,7 +189,7 @@ class _Dequantized(MatMul):
 
         def element(k: Index) -> Stmt:
             value = self._a(as_index(0), row, k)
-            value = value if self.weight.unit == 1 else value * tirx.const(1 / self.weight.unit, "float32")
+            value = value if self.weight.unit == 1 else value * tir.const(1 / self.weight.unit, "float32")
             return b.store(copied, to * self.depth_of_all + k, value)
 
         def vector(i: Index) -> Stmt:
@@ -201,7 +200,7 @@ class _Dequantized(MatMul):
         return b.seq(b.loop(whole, vector, name="k") if whole else None, rest)
 
     def _integers(self, rows: int, parts: int) -> IntegerForm | None:
-        """How a tile of `rows` rows is multiplied as integers of `parts` bytes; None where all is float32."""
+        """The integer product of a tile of `rows` rows of `parts` bytes; None where everything is float32."""
         group = min(self.quantized.group, self.depth_of_all)
         if self.quantized.table is not None or self.weight.per_word == 1:
             return None
@@ -234,7 +233,7 @@ class _Dequantized(MatMul):
     # Many rows, as integers.
 
     def _integer_tiles(self, m: Dim) -> IntegerTiles | None:
-        """How `m` rows, where their number is known only at run time a tile or more, are multiplied as integers; None: as float32."""
+        """The integer tiles of `m` rows (a tile or more where their number is known only at run time); None where rows stay float32."""
         form = self._integers(1, self.quantized.row_parts)
         if form is None:
             return None
@@ -244,12 +243,12 @@ class _Dequantized(MatMul):
         """Blocks of rows, each written as integers once, by panels."""
         b, shares = self.builder, tiles.shares
         rows = self._as_integers(tiles.form, tiles.per_block * tiles.height)
-        copied = tirx.decl_buffer((self.depth_of_all,), "float32", b.fresh("copied"), scope="global")
+        copied = b.workspace(self.depth_of_all, "float32", "copied")
 
         def task(position: tuple[Index, ...]) -> Stmt:
             block, share = position
             first, end = share * self.count // shares, (share + 1) * self.count // shares
-            held = tirx.Var(b.fresh("count"), "int32")
+            held = b.variable("count", "int32")
             each_tile = partial(tiles.each, block)
 
             def each_panel(body: Callable[[Index, int], Stmt]) -> Stmt:
@@ -285,8 +284,8 @@ class _Dequantized(MatMul):
                 return b.loop(count, one, name="row")
 
             return b.seq(
-                tirx.stmt.Bind(held, b.index(end) - b.index(first)),
-                tirx.stmt.AllocBuffer(copied),
+                b.bind(held, b.index(end) - b.index(first)),
+                b.alloc_on_heap(copied),
                 rows.declare(),
                 each_tile(write_rows),
                 b.when(rows.holds, each_panel(product), each_tile(in_floats)),
@@ -295,7 +294,7 @@ class _Dequantized(MatMul):
         return b.fused((tiles.blocks, shares), task, name="task")
 
     def _sums(self, count: int, add_group: AddGroup, rows: int, row: Index, panel: Index, columns: int) -> Stmt:
-        """One panel times the rows of a task, in `count` groups of k, and its stores."""
+        """Multiply one panel by the rows of a task, in `count` groups of k, and store the results."""
         b, vectors = self.builder, -(-columns // self.lanes)
         total = RegisterTile(b, self.printer, rows, vectors, self.lanes, self.dtype)
         groups = b.loop(count, lambda number: add_group(total, panel, number), name="group")
@@ -386,12 +385,12 @@ class _Dequantized(MatMul):
         b = self.builder
         items = blocks * self.count
         tasks = min(self.target.cores, items) if isinstance(items, int) else self.target.cores
-        held = tirx.decl_buffer((self.depth * self.width,), "float32", b.fresh("held"), scope="global")
-        sums = tirx.decl_buffer((rows * self.width,), "float32", b.fresh("sums"), scope="global")
+        held = b.workspace(self.depth * self.width, "float32", "held")
+        sums = b.workspace(rows * self.width, "float32", "sums")
 
         def task(number: Index) -> Stmt:
-            first, end = (b.index(n) * b.size(items) // tirx.IntImm("int32", tasks) for n in (number, number + 1))
-            begin, count = tirx.Var(b.fresh("begin"), "int32"), tirx.Var(b.fresh("count"), "int32")
+            first, end = (b.index(n) * b.size(items) // tir.const(tasks, "int32") for n in (number, number + 1))
+            begin, count = b.variable("begin", "int32"), b.variable("count", "int32")
 
             def item(inner: Index) -> Stmt:
                 at, bind = b.bound(begin + b.index(inner), items, "item")
@@ -413,9 +412,9 @@ class _Dequantized(MatMul):
                 return b.seq(bind, b.loop(self.parts - 1, lambda p: over(p, self.depth, False), name="part"), last)
 
             return b.seq(
-                tirx.stmt.Bind(begin, first),
-                tirx.stmt.Bind(count, end - begin),
-                *[tirx.stmt.AllocBuffer(array) for array in ([held, sums] if self.parts > 1 else [held])],
+                b.bind(begin, first),
+                b.bind(count, end - begin),
+                *[b.alloc_on_heap(array) for array in ([held, sums] if self.parts > 1 else [held])],
                 *self.weight.table(),
                 b.loop_until(count, items, item, "item"),
             )
@@ -436,7 +435,7 @@ class _Dequantized(MatMul):
                 def of(lane: Index) -> Stmt:
                     column = lane + v * self.lanes
                     value = self.weight.of_group(panel, number, column, zero=False)
-                    return b.store(scale, column, value * tirx.const(1 / self.weight.unit, "float32"))
+                    return b.store(scale, column, value * tir.const(1 / self.weight.unit, "float32"))
 
                 return self.printer.vector_loop(self.lanes, of)
 

@@ -21,8 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tvm import tirx
-
 from torch_hybrid_backend.engines.cpu.kernels import TileDequantizedMatMulKernel
 from torch_hybrid_backend.engines.cpu.operands.amx_formats import FORMATS, PANEL
 from torch_hybrid_backend.engines.cpu.schedules.amx import instructions
@@ -32,10 +30,11 @@ from torch_hybrid_backend.engines.cpu.schedules.matmul.amx import TileMatMul
 from torch_hybrid_backend.engines.cpu.schedules.matmul.quantized_weight import QuantizedWeight
 from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.engines.cpu.tile_sizes import nibble_place
+from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirBuffer, TirExpr
-from torch_hybrid_backend.engines.cpu.tir.dot import bf16_of_nibbles, rounded_pairs
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
 from torch_hybrid_backend.engines.cpu.tir.storage import narrow
+from torch_hybrid_backend.engines.cpu.tir.x86 import bf16_of_nibbles, rounded_pairs
 from torch_hybrid_backend.loops.index import Index, as_index
 
 # Words of 32 bits in a tile: two integers along k of one column each.
@@ -89,7 +88,7 @@ class _UnpackedWeight(TileMatMul):
             return b.seq(ahead, unpack(number, unit))
 
         def zero(line: Index) -> Stmt:
-            return b.seq(*[self._put(line, j, lambda _: tirx.IntImm("int32", 0)) for j in (0, 1)])
+            return b.seq(*[self._put(line, j, lambda _: tir.const(0, "int32")) for j in (0, 1)])
 
         return b.seq(
             b.loop(whole, words, name="word") if whole else None,
@@ -98,7 +97,7 @@ class _UnpackedWeight(TileMatMul):
         )
 
     def _line_at(self, line: Index, j: int) -> Index:
-        """Where a line of a tile is: two elements along k of 16 columns, the `j`-th ones of a panel."""
+        """The address of a line of a tile: two elements along k of 16 columns, the `j`-th ones of a panel."""
         return (line // LANES * 2 + j) * _TILE_WORDS + line % LANES * LANES
 
     def _put(self, line: Index, j: int, value: Callable[[Index], TirExpr]) -> Stmt:
@@ -121,7 +120,7 @@ class _UnpackedWeight(TileMatMul):
 
 
 class _RoundedWeight(_UnpackedWeight):
-    """Of activations that are bfloat16, or may be: by the weight dequantised and rounded to bfloat16."""
+    """A weight that is dequantized and rounded to bfloat16, for activations that are bfloat16, or may be."""
 
     def _part_lengths(self) -> list[int]:
         return [_even(self.steps, _FEW_STEPS if self.row_panels == 1 else _MOST_STEPS)]
@@ -136,10 +135,10 @@ class _RoundedWeight(_UnpackedWeight):
                 column = lane + j * LANES
                 value = self.weight.moved(self._integer(panel, k, i, column), panel, group, column)
                 scale = self.weight.of_group(panel, group, column, zero=False)
-                return b.store(array, lane, value * (scale * tirx.const(1 / self.weight.unit, "float32")))
+                return b.store(array, lane, value * (scale * tir.const(1 / self.weight.unit, "float32")))
 
             if i >= count:
-                return self.printer.vector_loop(LANES, lambda lane: b.store(array, lane, tirx.const(0, "float32")))
+                return self.printer.vector_loop(LANES, lambda lane: b.store(array, lane, tir.const(0, "float32")))
             return self.printer.vector_loop(LANES, of)
 
         def pair(i: int, j: int) -> Stmt:
@@ -158,14 +157,14 @@ class _RoundedWeight(_UnpackedWeight):
             return b.store_vector(self.unpacked, self._line_at(line, j), pairs, LANES)
 
         def pair(lane: Index) -> TirExpr:
-            low, high = (tirx.Cast("int32", narrow(b.load(array, lane), "bfloat16")) for array in (first, second))
-            return tirx.bitwise_or(low, tirx.shift_left(high, tirx.IntImm("int32", 16)))
+            low, high = (tir.cast(narrow(b.load(array, lane), "bfloat16"), "int32") for array in (first, second))
+            return low | (high << tir.const(16, "int32"))
 
         return self._put(line, j, pair)
 
 
 class _IntegerWeight(_UnpackedWeight):
-    """Of operands that are split: by integers, in groups."""
+    """A weight of integers in groups, for operands that are split."""
 
     def __init__(self, kernel: TileDequantizedMatMulKernel, builder: Builder, printer: Printer, target: Target) -> None:
         super().__init__(kernel, builder, printer, target)
@@ -204,7 +203,7 @@ class _IntegerWeight(_UnpackedWeight):
     def _before(self, batch: Index, row: Index) -> Stmt | None:
         if not self.has_zeros:
             return None
-        one = tirx.IntImm("int32", _ONE)
+        one = tir.const(_ONE, "int32")
         return self.builder.loop(
             LANES,
             lambda i: self.printer.vector_loop(
@@ -256,16 +255,16 @@ class _IntegerWeight(_UnpackedWeight):
             return b.seq(*[self._look_up(word, line, j) for j in (0, 1)])
 
         def bits(i: int, column: Index) -> TirExpr:
-            return tirx.reinterpret("uint32", self._integer(panel, k, i, column))
+            return tir.reinterpret(self._integer(panel, k, i, column), "uint32")
 
         def pair(i: int, j: int) -> Stmt:
             def of(lane: Index) -> TirExpr:
                 column = lane + j * LANES
-                both = tirx.shift_right(bits(2 * i, column), tirx.IntImm("uint32", 16))
+                both = bits(2 * i, column) >> tir.const(16, "uint32")
                 if 2 * i + 1 < count:
-                    second = tirx.bitwise_and(bits(2 * i + 1, column), tirx.IntImm("uint32", 0xFFFF0000))
-                    both = tirx.bitwise_or(both, second)
-                return tirx.reinterpret("int32", both)
+                    second = bits(2 * i + 1, column) & tir.const(0xFFFF0000, "uint32")
+                    both = both | second
+                return tir.reinterpret(both, "int32")
 
             return self._put(line + i, j, of)
 
@@ -277,26 +276,26 @@ class _IntegerWeight(_UnpackedWeight):
         A pair's first nibble and its second one, two places further up, are moved to the lowest bits of the halves of a word.
         """
         b = self.builder
-        words = tirx.Var(b.fresh("words"), f"int32x{LANES}")
+        words = b.variable("words", f"int32x{LANES}")
 
         def moved(by: int) -> TirExpr:
             """The words moved down by so many nibbles, or up."""
             if by == 0:
                 return words
-            shift = tirx.shift_right if by > 0 else tirx.shift_left
-            return shift(words, tirx.Broadcast(tirx.IntImm("int32", 4 * abs(by)), LANES))
+            bits = tir.broadcast(tir.const(4 * abs(by), "int32"), LANES)
+            return words >> bits if by > 0 else words << bits
 
         def half(value: TirExpr, mask: int) -> TirExpr:
-            return tirx.bitwise_and(value, tirx.Broadcast(tirx.IntImm("int32", mask), LANES))
+            return value & tir.broadcast(tir.const(mask, "int32"), LANES)
 
         def pair(i: int) -> Stmt:
             low = nibble_place(2 * i)
             # Bits that are not looked at may be any.
-            both = tirx.bitwise_or(half(moved(low), 0xFFFF), half(moved(nibble_place(2 * i + 1) - 4), -0x10000))
+            both = half(moved(low), 0xFFFF) | half(moved(nibble_place(2 * i + 1) - 4), -0x10000)
             return b.store_vector(self.unpacked, self._line_at(line + i, j), bf16_of_nibbles(b, both), LANES)
 
         load = b.load_vector(self.weight.array, word + j * LANES, LANES)
-        return b.seq(tirx.stmt.Bind(words, load), *[pair(i) for i in range(4)])
+        return b.seq(b.bind(words, load), *[pair(i) for i in range(4)])
 
     def _numbers(self, panel: Index, part: Part, is_plain: bool) -> Stmt:
         b = self.builder
@@ -306,14 +305,14 @@ class _IntegerWeight(_UnpackedWeight):
             at, to = s * (2 * _TILE_WORDS) + j * _TILE_WORDS + i * LANES, (s * LANES + i) * 2 * PANEL + j * LANES
 
             def of(lane: Index) -> Stmt:
-                word, column = tirx.reinterpret("uint32", b.load(self.unpacked, at + lane)), j * LANES + lane
+                word, column = tir.reinterpret(b.load(self.unpacked, at + lane), "uint32"), j * LANES + lane
                 halves = (
-                    tirx.shift_left(word, tirx.IntImm("uint32", 16)),
-                    tirx.bitwise_and(word, tirx.IntImm("uint32", 0xFFFF0000)),
+                    word << tir.const(16, "uint32"),
+                    word & tir.const(0xFFFF0000, "uint32"),
                 )
                 group, stores = self._number(part, s // self.group_steps), []
                 for odd, bits in enumerate(halves):
-                    number = tirx.reinterpret("float32", bits)
+                    number = tir.reinterpret(bits, "float32")
                     if self.has_zeros:
                         number = number - self._zero(panel, group, column)
                     scale = self._scale(panel, group, column)
@@ -360,12 +359,12 @@ class _IntegerWeight(_UnpackedWeight):
             return b.seq(begin, products(before + 1, [add(as_index(line)) for line in range(lines)]))
 
         def zero(i: Index) -> Stmt:
-            nothing = tirx.const(0, "float32")
+            nothing = tir.const(0, "float32")
             return self.printer.vector_loop(LANES, lambda lane: b.store(self.sums, sums + i * LANES + lane, nothing))
 
         begin, add = added(as_index(count - 1))
         return b.seq(
-            b.when(b.index(part.number).equal(0), b.loop(row_tiles * PANEL, zero, name="zero")),
+            b.when(tir.equal(b.index(part.number), 0), b.loop(row_tiles * PANEL, zero, name="zero")),
             products(as_index(0), []),
             b.loop(count - 1, group, name="group") if count > 1 else None,
             begin,
@@ -375,13 +374,13 @@ class _IntegerWeight(_UnpackedWeight):
     def _added(
         self, r: Index, panel: Index, sums: Index, part: Part, group: Index
     ) -> tuple[Stmt, Callable[[Index], Stmt]]:
-        """What adds the sums of a group, which are in `near`, to those of the groups before, less zero points and times scales: what comes
-        first, and what adds a line."""
+        """Add the sums of a group, which are in `near`, to those of the groups before, less zero points and times scales. Returns the first
+        statements, and the function that adds a line."""
         b, number = self.builder, self._number(part, group)
         scale, zero = (b.local(PANEL, "float32", name) for name in ("scale", "zero"))
 
         def each(of: Callable[[Index], Stmt]) -> Stmt:
-            """`of(column)` for a panel's columns."""
+            """Call `of(column)` for a panel's columns."""
             first = self.printer.vector_loop(LANES, of)
             return b.seq(first, self.printer.vector_loop(LANES, lambda lane: of(lane + LANES)))
 
@@ -406,18 +405,18 @@ class _IntegerWeight(_UnpackedWeight):
         return b.seq(*arrays, each(keep)), line
 
     def _unit(self) -> float:
-        """What an integer 1 is in tiles."""
+        """The value of the integer 1 in tiles."""
         return 1.0 if self.looks_up else self.weight.unit
 
     def _scale(self, panel: Index, group: Index, column: Index) -> TirExpr:
-        """What the sums of a column's group are multiplied by."""
+        """The scale of the sums of a column's group."""
         scale = self.weight.of_group(panel, group, column, zero=False)
-        return scale if self._unit() == 1 else scale * tirx.const(1 / self._unit(), "float32")
+        return scale if self._unit() == 1 else scale * tir.const(1 / self._unit(), "float32")
 
     def _zero(self, panel: Index, group: Index, column: Index) -> TirExpr:
-        """What counts as 0 in a column's group, as integers in tiles count."""
+        """The zero point of a column's group, in units of the integers in tiles."""
         zero = self.weight.of_group(panel, group, column, zero=True)
-        return zero if self._unit() == 1 else zero * tirx.const(self._unit(), "float32")
+        return zero if self._unit() == 1 else zero * tir.const(self._unit(), "float32")
 
     def _kept(self, sums: Index, part: Part) -> Stmt | None:
         return None

@@ -113,7 +113,7 @@ class Row:
         return self.flat.extent if self.flat.variables else 1
 
     def _one_by_one(self, stage: Stage, result: TirBuffer, combine: Combiner) -> Stmt:
-        """One element at a time: short rows, and values that cannot be computed in vectors."""
+        """Compute one element at a time: short rows, and values that cannot be computed in vectors."""
         order = [*self.rest, *self.flat.variables]
 
         def element(place: tuple[Index, ...]) -> Stmt:
@@ -199,7 +199,7 @@ class SplitRow(Row):
 
     @staticmethod
     def pieces(rows: Rows, rest: Sequence[LoopVar], flat: Flat) -> int:
-        """How many pieces the rows are worth being cut into, at most one a core; 1 where they are not."""
+        """The number of pieces that the rows are cut into, at most one a core; 1 where pieces do not pay."""
         cores, kept = rows.target.cores, product(v.extent for v in rows.kept)
         if rest or not flat.variables or isinstance(flat.extent, Size) or isinstance(kept, Size) or kept >= cores:
             return 1

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tvm import tirx
-
 from torch_hybrid_backend.engines.cpu.schedules.axes import Env, Flat, depends, flatten, offsets_of, step
 from torch_hybrid_backend.engines.cpu.schedules.reduction.parts import (
     EXTREMES,
@@ -16,6 +14,7 @@ from torch_hybrid_backend.engines.cpu.schedules.reduction.parts import (
     computed,
     element_of,
 )
+from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.cpu.tir.storage import storage_dtype, widen
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
@@ -194,14 +193,14 @@ class VectorOfRows:
             linear = as_index(0)
             for variable in self.reduced:
                 linear = linear * variable.extent + env[variable]
-            position = tirx.Cast("int64", self.b.index(linear))
+            position = tir.cast(self.b.index(linear), "int64")
 
             def update(lane: Index, value: TirExpr) -> Stmt:
                 old, at = self.b.load(best, lane), self.b.load(positions, lane)
                 wins = beats(stage.combiner, value, old, dtype)
                 return self.b.seq(
-                    self.b.store(positions, lane, tirx.Select(wins, position, at)),
-                    self.b.store(best, lane, tirx.Select(wins, value, old)),
+                    self.b.store(positions, lane, tir.select(wins, position, at)),
+                    self.b.store(best, lane, tir.select(wins, value, old)),
                 )
 
             return self._vector(
@@ -209,5 +208,5 @@ class VectorOfRows:
                 env,
             )
 
-        zero = self._vector(lambda lane, _: self.b.store(positions, lane, tirx.IntImm("int64", 0)))
+        zero = self._vector(lambda lane, _: self.b.store(positions, lane, tir.const(0, "int64")))
         return self.b.seq(zero, self._vector(start, {**self.env, **first}), self._window(element))

@@ -1,14 +1,12 @@
-"""What reductions along rows and across them share: how partial results combine, and values in locals, in the form of `storage`."""
+"""Parts that reductions along rows and across them share: how partial results combine, and values in locals, in the form of `storage`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 
-import tvm
-from tvm import tirx
-
 from torch_hybrid_backend.engines.cpu.schedules.axes import Env
+from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.cpu.tir.math import is_nan
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
@@ -33,10 +31,10 @@ def computed(printer: Printer, expr: Expr, env: Env, dtype: str, use: Callable[[
 
 def beats(combiner: str, value: TirExpr, old: TirExpr, dtype: str) -> TirExpr:
     """True if a later element replaces the best so far: a NaN does, unless that is one."""
-    wins = tirx.GT(value, old) if combiner == "argmax" else tirx.LT(value, old)
+    wins = value > old if combiner == "argmax" else value < old
     if not is_float(dtype):
         return wins
-    return tirx.Or(wins, tirx.And(is_nan(value, dtype), tirx.Not(is_nan(old, dtype))))
+    return tir.logical_or(wins, tir.logical_and(is_nan(value, dtype), tir.logical_not(is_nan(old, dtype))))
 
 
 def element_of(
@@ -48,7 +46,7 @@ def element_of(
     order: Sequence[LoopVar],
     place: Callable[[Index, tuple[Index, ...]], Index] = lambda row, _: row,
 ) -> Callable[[Env], Stmt]:
-    """What computes and keeps one element of a `map` stage. From here on its local is read from `buffer`.
+    """Statements that compute and keep one element of a `map` stage. From here on its local is read from `buffer`.
 
     order: the loops that tell an element's place in the row, outermost first; place: where in `buffer` that is, from the place in the
     row and the element's index over `domain`.
@@ -73,14 +71,14 @@ def element_of(
 
 
 class Combiner:
-    """How two partial results of a reduction become one; on values as locals hold them (bool as uint8)."""
+    """The combiner of two partial results of a reduction, on values as locals hold them (bool as uint8)."""
 
     def __init__(self, name: str, dtype: str, printer: Printer) -> None:
         self.name, self.dtype, self.printer = name, dtype, printer
 
     @property
     def identity(self) -> TirExpr:
-        return tvm.tirx.const(self._identity(), storage_dtype(self.dtype))
+        return tir.const(self._identity(), storage_dtype(self.dtype))
 
     def _identity(self) -> float | int:
         if self.name in ("sum", "any"):
@@ -92,7 +90,7 @@ class Combiner:
             return -math.inf if lowest else math.inf
         if self.dtype == "bool":
             return 0 if lowest else 1
-        bits = int(tvm.DataType(self.dtype).bits)
+        bits = 8 * tir.itemsize(self.dtype)
         if str(self.dtype).startswith("u"):
             return 0 if lowest else int(2**bits - 1)
         return -int(2 ** (bits - 1)) if lowest else int(2 ** (bits - 1) - 1)
@@ -104,12 +102,12 @@ class Combiner:
             case "prod":
                 return a * b
             case "any":
-                return tirx.Max(a, b)
+                return tir.maximum(a, b)
             case "all":
-                return tirx.Min(a, b)
+                return tir.minimum(a, b)
         if not is_float(self.dtype):
-            return tirx.Max(a, b) if self.name == "max" else tirx.Min(a, b)
+            return tir.maximum(a, b) if self.name == "max" else tir.minimum(a, b)
         # NaN wins: a comparison with NaN is false, so `a` stays where it is one, and `b` must be taken where it is. Whether a new
         # element is NaN is known before the accumulator is: one comparison less between one element and the next.
-        beats = tirx.GT(b, a) if self.name == "max" else tirx.LT(b, a)
-        return tirx.Select(is_nan(b, self.dtype), b, tirx.Select(beats, b, a))
+        beats = b > a if self.name == "max" else b < a
+        return tir.select(is_nan(b, self.dtype), b, tir.select(beats, b, a))

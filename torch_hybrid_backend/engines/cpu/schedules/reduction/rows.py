@@ -54,7 +54,7 @@ def emit(kernel: RowKernel, builder: Builder, printer: Printer, target: Target) 
 
 
 class Rows:
-    """One row kernel being emitted."""
+    """A row kernel that is being emitted."""
 
     def __init__(self, kernel: RowKernel, builder: Builder, printer: Printer, target: Target) -> None:
         self.kernel, self.b, self.p, self.target = kernel, builder, printer, target
