@@ -295,6 +295,46 @@ def test_tvm_is_imported_by_tir_and_target_only() -> None:
     assert not {name for name in importers if not name.startswith((f"{folder}/tir/", f"{folder}/target.py"))}
 
 
+_FEATURE = re.compile(r"(avx|amx[-_]|sse|asimd|neon|sve|.*vnni)", re.IGNORECASE)
+
+
+def _literals(tree: ast.AST) -> Iterator[ast.Constant]:
+    """String literals of a module but its docstrings."""
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield node
+
+
+def test_instruction_sets_are_named_in_one_table() -> None:
+    """Properties of `engines/cpu/isa.py` tell what kernels may use, `machine.py` what a process may use; `engines/cpu/tir/x86.py` emits LLVM's
+    intrinsics of x86."""
+    tables = {"torch_hybrid_backend/engines/cpu/isa.py", "torch_hybrid_backend/machine.py"}
+    named, emitting = set(), set()
+    for path in MODULES:
+        texts = [str(literal.value) for literal in _literals(ast.parse(path.read_text()))]
+        if any(_FEATURE.match(text) for text in texts):
+            named.add(_named(path))
+        if any("llvm.x86." in text for text in texts):
+            emitting.add(_named(path))
+    assert named == tables
+    assert emitting == {"torch_hybrid_backend/engines/cpu/tir/x86.py"}
+
+
+def test_no_way_of_computing_is_dropped_by_a_number_of_lanes() -> None:
+    """An instruction set refuses it by a property that has a name: `lanes < 8` tells nobody what is missing."""
+    found = [
+        f"{_named(path)}, line {node.lineno}"
+        for path in (PACKAGE / "engines/cpu").rglob("*.py")
+        if path.name != "isa.py"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Compare)
+        and any(isinstance(side, ast.Attribute) and side.attr == "lanes" for side in (node.left, *node.comparators))
+        and any(isinstance(side, ast.Constant) and side.value in (4, 8, 16) for side in (node.left, *node.comparators))
+    ]
+    assert not found
+
+
 def test_torch_tensorrt_is_imported_by_its_adapter_only() -> None:
     """Its releases differ, and importing it takes seconds and a GPU: one module knows it, with its converters. `loaded` imports TensorRT alone,
     by the name of what is installed."""

@@ -60,24 +60,32 @@ def neutral_kernel(anchor: Anchor) -> Kernel:
             batch, m, n = anchor.point
             a = op.a.at((batch, m, index_of(k)))
             b = op.b.at((as_index(0) if op.b.shape[0] == 1 else batch, index_of(k), n))
-            reads = anchor.reads([a, b])
-            return MatMulKernel(reads, anchor.writes, anchor.domain, k, a, b, anchor.accumulator, anchor.stores)
+            return MatMulKernel(
+                anchor.reads([a, b]),
+                anchor.writes,
+                anchor.domain,
+                k=k,
+                a=a,
+                b=b,
+                accumulator=anchor.accumulator,
+                stores=anchor.stores,
+            )
         case ConvOp():
             (x_vars, x), (w_vars, w) = over(op.x, "x"), over(op.w, "w")
             return ConvKernel(
                 anchor.reads([x, w]),
                 anchor.writes,
                 anchor.domain,
-                x_vars,
-                x,
-                w_vars,
-                w,
-                op.stride,
-                op.padding,
-                op.dilation,
-                op.groups,
-                anchor.accumulator,
-                anchor.stores,
+                x_vars=x_vars,
+                x=x,
+                w_vars=w_vars,
+                w=w,
+                stride=op.stride,
+                padding=op.padding,
+                dilation=op.dilation,
+                groups=op.groups,
+                accumulator=anchor.accumulator,
+                stores=anchor.stores,
                 transposed=op.transposed,
             )
         case AttentionOp():

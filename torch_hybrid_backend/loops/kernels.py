@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -50,6 +51,12 @@ class Kernel:
     domain: tuple[LoopVar, ...]  # one per dimension of the domain; extent 1 dimensions included
     # The number of the schedule's choice, in the order of its own estimates: 0 is the best.
     schedule_rank: int = field(default=0, kw_only=True)
+
+    @property
+    def kind(self) -> str:
+        """The beginning of the kernel's name (`codegen.kernel_name`): that of its class in lower case, "map", "fused_conv"."""
+        words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(self).__name__.removesuffix("Kernel"))
+        return words.lower().replace("mat_mul", "matmul")
 
     @property
     def multiply_adds(self) -> float:

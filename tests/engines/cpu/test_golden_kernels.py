@@ -121,11 +121,11 @@ class _Described:
             yield f"[{variant.name or 'itself'}{marks} {variant.cost:.4g}{' ' if shown else ''}{shown}]"
 
     def _emitted(self, kernel: Kernel) -> str:
-        """The hash of the kernel's TIR; where its schedule refuses, of the kernel."""
+        """The hash of the kernel's TIR; "refused" where its schedule has no such rank."""
         try:
             function = emit_kernel(kernel, "kernel", self.target)
         except ScheduleError:
-            return f"refused-{_hash(canonical_text(kernel))}"
+            return "refused"
         digest = f"{tvm_ffi.structural_hash(function) & (1 << 64) - 1:016x}"
         self.texts[f"{kernel_name(kernel)}-{digest}"] = f"{canonical_text(kernel)}\n\n{function.script()}\n"
         return digest

@@ -71,7 +71,7 @@ class TvmBackend:
     def describe(self) -> Sequence[tuple[str, str]]:
         """TVM, what kernels are compiled for, and what links them."""
         caches = f"{self.target.l1_bytes >> 10} KiB and {self.target.l2_bytes >> 10} KiB of cache each"
-        lanes = f"{self.target.lanes} lanes of float32{' and AMX' if 'amx_tile' in self.target.features else ''}"
+        lanes = f"{self.target.lanes} lanes of float32{' and AMX' if self.target.isa.tiles else ''}"
         return (
             ("tvm", compiler.version() or "not installed"),
             ("target", f"{lanes}, {self.target.cores} cores with {caches}"),

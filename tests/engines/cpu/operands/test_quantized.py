@@ -13,9 +13,10 @@ from tests.codegen.regions_for_tests import region_of
 from torch_hybrid_backend.codegen.assemble import RegionKernels, assemble
 from torch_hybrid_backend.core.precision import ROW_BITS
 from torch_hybrid_backend.engines.cpu.backend import TvmBackend
-from torch_hybrid_backend.engines.cpu.kernels import DequantizedMatMulKernel, PackedMatMulKernel
+from torch_hybrid_backend.engines.cpu.kernels import CpuMatMulKernel
 from torch_hybrid_backend.engines.cpu.operands.packing import pack_b, pack_nibbles
 from torch_hybrid_backend.engines.cpu.target import Target
+from torch_hybrid_backend.engines.cpu.weights import Panels, Quantized, Weight
 from torch_hybrid_backend.loops.kernels import MapKernel
 
 quantized = torch.ops.quantized_decomposed
@@ -53,10 +54,16 @@ def by_group(x: torch.Tensor, q: torch.Tensor, scales: torch.Tensor, *zeros: tor
     return torch.mm(x, w.t())
 
 
-def kernel_of(found: RegionKernels) -> DequantizedMatMulKernel:
-    (kernel,) = found.kernels
-    assert isinstance(kernel, DequantizedMatMulKernel)
-    return kernel
+def weights(found: RegionKernels) -> list[Weight]:
+    """The weights of the region's products."""
+    return [kernel.weight for kernel in found.kernels if isinstance(kernel, CpuMatMulKernel)]
+
+
+def weight_of(found: RegionKernels) -> Quantized:
+    """The weight of the region's one kernel."""
+    (_,), (weight,) = found.kernels, weights(found)
+    assert isinstance(weight, Quantized)
+    return weight
 
 
 def packed_of(found: RegionKernels, *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -68,8 +75,8 @@ def test_bytes() -> None:
     """A scale for each column: one group, in panels, four times smaller than float32."""
     x, q, scales = torch.randn(5, K), torch.randint(-128, 128, (N, K), dtype=torch.int8), torch.rand(N)
     found = assembled(by_channel, x, q, scales)
-    kernel = kernel_of(found)
-    assert (kernel.bits, kernel.group, kernel.tile_n, kernel.zeros) == (8, K, 32, None)
+    weight = weight_of(found)
+    assert (weight.bits, weight.group, weight.width, weight.zeros) == (8, K, 32, None)
     integers, factors = packed_of(found, q, scales)
     assert torch.equal(integers, pack_b(q.t()[None], 32))
     assert torch.equal(factors, pack_b(scales[None, None], 32))
@@ -80,7 +87,7 @@ def test_bytes_with_zero_points() -> None:
     x, q, scales = torch.randn(5, K), torch.randint(0, 256, (N, K), dtype=torch.uint8), torch.rand(N)
     zeros = torch.randint(0, 256, (N,))
     found = assembled(by_channel, x, q, scales, zeros)
-    assert kernel_of(found).zeros is not None
+    assert weight_of(found).zeros is not None
     assert torch.equal(packed_of(found, q, scales, zeros)[2], pack_b(zeros.float()[None, None], 32))
 
 
@@ -91,13 +98,13 @@ def test_nibbles(dtype: torch.dtype) -> None:
     x, q = torch.randn(5, K), torch.randint(low, low + 16, (N, K), dtype=dtype)
     scales, zeros = torch.rand(N, K // GROUP), torch.randint(low, low + 16, (N, K // GROUP), dtype=torch.int32)
     found = assembled(by_group, x, q, scales, zeros)
-    kernel = kernel_of(found)
-    assert (kernel.bits, kernel.group) == (4, GROUP)
+    weight = weight_of(found)
+    assert (weight.bits, weight.group) == (4, GROUP)
     integers, factors, moved = packed_of(found, q, scales, zeros)
     assert torch.equal(integers, pack_nibbles(q.t()[None].to(torch.int32) - (low + 8), 32))
     assert torch.equal(factors, pack_b(scales.t()[None], 32))
     assert torch.equal(moved, pack_b(zeros.t()[None].float() - (low + 8), 32))
-    without = kernel_of(assembled(by_group, x, q, scales))
+    without = weight_of(assembled(by_group, x, q, scales))
     assert (without.zeros is None) == (low == -8)
 
 
@@ -109,7 +116,7 @@ def test_weights_laid_out_by_column() -> None:
 
     x, q, scales = torch.randn(1, K), torch.randint(-128, 128, (K, N), dtype=torch.int8), torch.rand(N)
     found = assembled(columns, x, q, scales)
-    assert kernel_of(found).group == K
+    assert weight_of(found).group == K
     assert torch.equal(packed_of(found, q, scales)[0], pack_b(q[None], 32))
 
 
@@ -121,7 +128,7 @@ def test_one_weight_of_two_products_is_packed_once() -> None:
         return torch.mm(torch.relu(torch.mm(x, w.t())), w.t())
 
     found = assembled(twice, torch.randn(5, 64), torch.ones(64, 64, dtype=torch.int8), torch.rand(64))
-    assert [type(kernel) for kernel in found.kernels] == [DequantizedMatMulKernel] * 2
+    assert [type(weight) for weight in weights(found)] == [Quantized] * 2
     assert len(found.packed) == 2
 
 
@@ -137,12 +144,12 @@ def test_one_scale_and_none() -> None:
     x, q, scales = torch.randn(5, K), torch.randint(-128, 128, (N, K), dtype=torch.int8), torch.rand(N)
     found = assembled(by_tensor, x, q)
     integers, factors, moved = packed_of(found, q)
-    assert kernel_of(found).group == K
+    assert weight_of(found).group == K
     assert torch.equal(integers, pack_b(q.t()[None], 32))
     assert (factors.flatten()[:N] == 0.25).all()
     assert (moved.flatten()[:N] == 3).all()
     found = assembled(scaled_product, x, q, scales)
-    assert kernel_of(found).zeros is None
+    assert weight_of(found).zeros is None
     assert (packed_of(found, q, scales)[1].flatten()[:N] == 1).all()
 
 
@@ -155,7 +162,7 @@ def test_clamped_weights_are_packed_clamped(low: int, high: int, bits: int) -> N
 
     x, q, scales = torch.randn(5, K), torch.randint(-128, 128, (N, K), dtype=torch.int8), torch.rand(N)
     found = assembled(product, x, q, scales)
-    assert kernel_of(found).bits == bits
+    assert weight_of(found).bits == bits
     clamped = q.clamp(low, high).t()[None]
     expected = pack_b(clamped, 32) if bits == 8 else pack_nibbles(clamped.to(torch.int32) - (low + 8), 32)
     assert torch.equal(packed_of(found, q, scales)[0], expected)
@@ -175,12 +182,12 @@ def test_tables(by_column: bool) -> None:
         torch.randn(11),
     )
     found = assembled(looked_up, x, q, values)
-    kernel = kernel_of(found)
-    assert (kernel.bits, kernel.group, kernel.zeros) == (4, K, None)
+    weight = weight_of(found)
+    assert (weight.bits, weight.group, weight.zeros) == (4, K, None)
     by_name = dict(zip((packed.buffer for packed in found.packed), packed_of(found, q, values), strict=True))
-    assert torch.equal(by_name[kernel.packed], pack_nibbles((q if by_column else q.t())[None].to(torch.int32) - 8, 32))
-    assert kernel.table is not None
-    table = by_name[kernel.table]
+    assert torch.equal(by_name[weight.buffer], pack_nibbles((q if by_column else q.t())[None].to(torch.int32) - 8, 32))
+    assert weight.table is not None
+    table = by_name[weight.table]
     assert table.shape == (16,)
     assert all(table[(place - 8) % 16] == values[place] for place in range(11))
 
@@ -194,23 +201,23 @@ def test_what_is_no_such_table() -> None:
     q = torch.randint(0, 11, (N, K)).to(torch.uint8)
     for k, count, dtype in ((K, 17, torch.uint8), (K, 11, torch.int32), (K - 4, 11, torch.uint8)):
         found = assembled(looked_up, torch.randn(5, k), q[:, :k].contiguous().to(dtype), torch.randn(count))
-        assert not any(isinstance(kernel, DequantizedMatMulKernel) for kernel in found.kernels)
+        assert not any(isinstance(weight, Quantized) for weight in weights(found))
 
 
 @pytest.mark.parametrize(("bits", "parts"), [(8, 1), (16, 2), (32, 3)])
 def test_rows_that_may_be_rounded(bits: int, parts: int) -> None:
     """A product with the mark has rows of as many bytes a number as it says; all have two where PyTorch allows products of float32 less."""
     x, q, scales = torch.randn(5, K), torch.randint(-8, 8, (N, K), dtype=torch.int8), torch.rand(N, K // GROUP)
-    assert kernel_of(assembled(by_group, x, q, scales)).row_parts == 3
+    assert weight_of(assembled(by_group, x, q, scales)).row_parts == 3
     region = region_of(by_group, x, q, scales)
     for node in region.graph_module.graph.nodes:
         if node.target is torch.ops.aten.mm.default:
             node.meta[ROW_BITS] = bits
     named = tuple(replace(i, is_constant=_argument(i.name) >= 1) for i in region.inputs)
-    assert kernel_of(assemble(replace(region, inputs=named), TvmBackend(_AVX512))).row_parts == parts
+    assert weight_of(assemble(replace(region, inputs=named), TvmBackend(_AVX512))).row_parts == parts
     try:
         torch.set_float32_matmul_precision("high")
-        assert kernel_of(assembled(by_group, x, q, scales)).row_parts == 2
+        assert weight_of(assembled(by_group, x, q, scales)).row_parts == 2
     finally:
         torch.set_float32_matmul_precision("highest")
 
@@ -225,9 +232,9 @@ def test_half_activations() -> None:
         return torch.ops.aten._weight_int8pack_mm.default(x, q, scales)
 
     x, q, scales = torch.randn(5, K).bfloat16(), torch.ones(N, K, dtype=torch.int8), torch.rand(N)
-    assert kernel_of(assembled(in_half, x, q, scales)).bits == 8
-    kernel = kernel_of(assembled(by_torch, x, q, scales.bfloat16()))
-    assert kernel.scales.dtype == "bfloat16"
+    assert weight_of(assembled(in_half, x, q, scales)).bits == 8
+    weight = weight_of(assembled(by_torch, x, q, scales.bfloat16()))
+    assert weight.scales.dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
@@ -241,9 +248,9 @@ def test_scales_are_packed_in_their_type(dtype: torch.dtype) -> None:
     scales = torch.rand(N, K // GROUP).to(dtype)
     found = assembled(widened, x, q, scales)
     if dtype == torch.float64:
-        assert not any(isinstance(kernel, DequantizedMatMulKernel) for kernel in found.kernels)
+        assert not any(isinstance(weight, Quantized) for weight in weights(found))
         return
-    assert kernel_of(found).scales.dtype == str(dtype).removeprefix("torch.")
+    assert weight_of(found).scales.dtype == str(dtype).removeprefix("torch.")
     packed = packed_of(found, q, scales)[1]
     assert torch.equal(packed, pack_b(scales.t()[None], 32))
 
@@ -271,5 +278,5 @@ def test_others_are_dequantised_in_every_call(case: str) -> None:
             return torch.mm(x, (q.float() * scales).t())
 
     found = assembled(function, x, q, scales, changing=changing)
-    assert any(isinstance(kernel, PackedMatMulKernel) for kernel in found.kernels)
+    assert any(isinstance(weight, Panels) for weight in weights(found))
     assert any(isinstance(kernel, MapKernel) for kernel in found.kernels)

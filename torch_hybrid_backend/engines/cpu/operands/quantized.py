@@ -15,19 +15,21 @@ from functools import partial
 import torch
 
 from torch_hybrid_backend.codegen.operands import OperandPacker, strided_view
-from torch_hybrid_backend.engines.cpu.dot_products import ROW_PARTS, row_dot_product
+from torch_hybrid_backend.engines.cpu.dot_products import ROW_PARTS, row_dot_product, row_parts
 from torch_hybrid_backend.engines.cpu.operands.packing import pack_b, pack_bytes, pack_nibbles, packed_b_shape
-from torch_hybrid_backend.engines.cpu.operations import DequantizedMatMulOp
+from torch_hybrid_backend.engines.cpu.operations import CpuMatMulOp
 from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.engines.cpu.tile_sizes import NIBBLES, tile_n
+from torch_hybrid_backend.engines.cpu.weights import Quantized
 from torch_hybrid_backend.loops import ops as scalar
 from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar
 from torch_hybrid_backend.loops.integer_products import affine, bounded
 from torch_hybrid_backend.loops.ir import Buffer, Call, Const, Expr, Load, Map, MatMulOp, compute_dtype, domain_vars
 from torch_hybrid_backend.loops.lookups import MOST_VALUES, lookup
+from torch_hybrid_backend.machine import may_round_products
 
 
-def dequantized_operand(op: MatMulOp, packer: OperandPacker, target: Target) -> DequantizedMatMulOp | None:
+def dequantized_operand(op: MatMulOp, packer: OperandPacker, target: Target) -> CpuMatMulOp | None:
     """The product with its dequantised weight packed; None where its right operand is none, or kernels do not take it.
 
     They take whole groups, one matrix of known sizes and more columns than a vector has lanes; of 4 bits, groups of whole words.
@@ -35,7 +37,7 @@ def dequantized_operand(op: MatMulOp, packer: OperandPacker, target: Target) -> 
     _, k, n = op.b.shape
     if op.a.shape[0] != 1 or op.b.shape[0] != 1 or not isinstance(k, int) or not isinstance(n, int):
         return None
-    if isinstance(op.b, Buffer) or n <= target.lanes or target.lanes < 8:
+    if isinstance(op.b, Buffer) or n <= target.lanes or not target.isa.multiplies_quantized:
         return None
     if {compute_dtype(op.a.dtype), compute_dtype(op.out.dtype)} != {"float32"}:
         return None
@@ -43,7 +45,7 @@ def dequantized_operand(op: MatMulOp, packer: OperandPacker, target: Target) -> 
     weight = _Weight.of(op.b.at(index))
     if weight is None:
         return None
-    if weight.table is not None and not {"avx2", "avx512f"}.intersection(target.features):
+    if weight.table is not None and not target.isa.looks_up_float32:
         return None
     groups = {_group(load, index[1], k) for load in (weight.scale, weight.zero) if isinstance(load, Load)} or {k}
     group = groups.pop()
@@ -101,18 +103,17 @@ def dequantized_operand(op: MatMulOp, packer: OperandPacker, target: Target) -> 
         form = packed_b_shape(1, n, rows, tile)
         return packer.pack(part.value, part.ahead, lambda value: Map(form, dtype, value.at), (part.how, tile))
 
-    return DequantizedMatMulOp(
-        op.out,
-        op.a,
-        packed(parts[0], *((k * bits // 32, "int32") if in_words else (k, integers.dtype))),
-        bits,
-        packed(parts[1], k // group, scales),
-        packed(parts[2], k // group, "float32") if has_zeros else None,
-        group,
-        tile,
-        None if weight.table is None else _packed_table(weight.table, packer),
-        a_bits=op.a_bits,
+    quantized = Quantized(
+        buffer=packed(parts[0], *((k * bits // 32, "int32") if in_words else (k, integers.dtype))),
+        bits=bits,
+        scales=packed(parts[1], k // group, scales),
+        zeros=packed(parts[2], k // group, "float32") if has_zeros else None,
+        group=group,
+        width=tile,
+        table=None if weight.table is None else _packed_table(weight.table, packer),
+        row_parts=row_parts(op.a_bits, may_round=may_round_products()),
     )
+    return CpuMatMulOp(op.out, op.a, op.b, weight=quantized)
 
 
 def _packed_table(table: Buffer, packer: OperandPacker) -> Buffer:

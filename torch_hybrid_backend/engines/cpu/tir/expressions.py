@@ -39,8 +39,8 @@ def maximum(a: TirExpr, b: TirExpr) -> TirExpr:
 
 
 def equal(a: TirExpr, b: TirExpr) -> TirExpr:
-    """True, a bool, where two numbers of one dtype are equal; folded where both are constants."""
-    return a.equal(b)
+    """True, a bool, where two numbers of one dtype are equal. For indices there is `Builder.equal`."""
+    return tirx.EQ(a, b)
 
 
 def logical_and(a: TirExpr, b: TirExpr) -> TirExpr:

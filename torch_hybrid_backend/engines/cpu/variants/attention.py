@@ -57,7 +57,7 @@ def low_precision_attention(kernel: AttentionKernel, weight: Packed | None, targ
     if is_bfloat16 and known_int(kernel.q_vars[3].extent) % 2:
         return []
     is_known = not kernel_sizes(kernel)
-    if {"amx_bf16", "amx_tile"} <= set(target.features) and (is_known or (is_bfloat16 and isinstance(kernel.k, Load))):
+    if "bfloat16" in target.isa.tiles and (is_known or (is_bfloat16 and isinstance(kernel.k, Load))):
         precision, _ = float32_precision("cpu")
         form = "float32" if precision in EXACT_PRECISIONS else "float32 high"
         form = "bfloat16" if is_bfloat16 else "float16 split" if is_float16 else form

@@ -47,7 +47,7 @@ class Bf16Attention(TiledAttention):
         self.out = self._workspace(self.tallest * self.padded, "out")
         # The weights of a row's panel, until they are rounded: in registers; of the row whose softmax is emitted.
         self.recent: TirBuffer = None
-        self.rounds_panels = "avx512_bf16" in target.features and self.panel == 32
+        self.rounds_panels = target.isa.rounds_to_bfloat16 and self.panel == 32
 
     def _buffers(self) -> tuple[TirBuffer, ...]:
         return (*super()._buffers(), self.weights)
