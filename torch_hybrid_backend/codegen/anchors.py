@@ -1,6 +1,6 @@
-"""Anchors: the kernel of a group around a matmul, a convolution or attention, as the loops language has it.
+"""Anchors: kernels of fusion groups around a matmul, a convolution or attention.
 
-`Anchor` is what every backend gets of such a group; `neutral_kernel` is the kernel that packs nothing and assumes no layout.
+Every backend gets an `Anchor` for such a group. `neutral_kernel` makes the kernel that packs nothing and assumes no layout.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch_hybrid_backend.loops.ops import add, cast
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Anchor:
-    """`op` is the matmul, convolution or attention; `stores` are written from what it leaves in `accumulator`, over `domain`.
+    """A group around `op`, a matmul, a convolution or attention. `stores`, the epilogue, read the result from `accumulator`, over `domain`.
 
     `point`: the domain's variables as an index. `inside`: the buffers that the group itself computes, which are no arguments of its kernel.
     """
@@ -47,7 +47,7 @@ class Anchor:
         return tuple(map(index_of, self.domain))
 
     def reads(self, exprs: Sequence[Expr], operands: Sequence[Buffer] = ()) -> tuple[Argument, ...]:
-        """The kernel's arguments that it reads: whole `operands`, and what `exprs` and the stores load."""
+        """Arguments that the kernel reads: whole `operands`, and the buffers that `exprs` and the stores load."""
         return arguments([*exprs, *(store.value for store in self.stores)], operands, self.inside, self.layouts)
 
 
@@ -94,7 +94,7 @@ def neutral_kernel(anchor: Anchor) -> Kernel:
 
 
 def _attention_kernel(anchor: Anchor, op: AttentionOp) -> Kernel:
-    """The kernel has batches and heads: heads of one behind batches, where the operation has them as one dimension."""
+    """The kernel of attention, with a dimension for batches and one for heads. An operation with one leading dimension gets one head."""
     (q_vars, q), (k_vars, k), (v_vars, v) = over(op.q, "q"), over(op.k, "k"), over(op.v, "v")
     product = Buffer((*op.q.shape[:-1], op.k.shape[-2]), compute_dtype(op.out.dtype), "product")
     score_vars, product_at_point = over(product, "z")
@@ -136,7 +136,7 @@ def _with_heads(variables: tuple[LoopVar, ...]) -> tuple[LoopVar, ...]:
 
 
 def over(value: Value, prefix: str) -> tuple[tuple[LoopVar, ...], Expr]:
-    """A value over loop variables of its own: them, and the scalar."""
+    """(loop variables, scalar): a value over loop variables of its own."""
     variables = tuple(LoopVar(f"{prefix}{d}", n) for d, n in enumerate(value.shape))
     return variables, value.at(tuple(map(index_of, variables)))
 
@@ -144,7 +144,7 @@ def over(value: Value, prefix: str) -> tuple[tuple[LoopVar, ...], Expr]:
 def arguments(
     exprs: Sequence[Expr], operands: Sequence[Buffer], inside: frozenset[Buffer], layouts: Mapping[Buffer, Layout]
 ) -> tuple[Argument, ...]:
-    """The buffers a kernel reads from outside itself: `operands` first, then what `exprs` load."""
+    """The buffers that a kernel reads from outside: `operands` first, then those that `exprs` load."""
     found = dict.fromkeys(operands)
     for expr in exprs:
         for buffer in buffers_of_expr(expr):

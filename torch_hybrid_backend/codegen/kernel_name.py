@@ -1,6 +1,6 @@
-"""Kernel names: what profilers, reports and error messages call a kernel. They say what it computes: "row_softmax_gelu_0f3a9c...".
+"""Kernel names for profilers, reports and error messages. A name tells what the kernel computes: "row_softmax_gelu_0f3a9c...".
 
-A name follows from the kernel's content and its key alone: another process, which finds the kernel on disk, gives it the same one.
+A name depends on the kernel's content and key alone: another process that finds the kernel on disk gives it the same name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Abilities of an engine's kernels beyond the common, and its limits of inlining and fusion."""
+"""Abilities of an engine's kernels beyond the common ones, and its limits of inlining and fusion."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """Abilities that lowerings may ask of kernels, beyond those of every backend's.
+    """Abilities that only some backends' kernels have. A lowering asks for them, and refuses without.
 
     `float8`: tensors may hold float8_e4m3fn and float8_e5m2.
     `scans`: kernels for `loops.ir.ScanOp`; elsewhere each element of a running sum reduces all before it, and long ones are refused.

@@ -96,27 +96,30 @@ class FusedConvKernel(Kernel):
         return sum(stage.multiply_adds for stage in self.stages)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class WordAttentionKernel(AttentionKernel):
-    """Attention with products of bfloat16: q k^T is scaled, masked and made weights in float32, which is also what sums are in.
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Bf16AttentionKernel(AttentionKernel):
+    """Attention with products of bfloat16: q k^T is scaled, masked and made weights in float32, in which sums are, too.
 
     `format`: one of `amx_formats.FORMATS` for products on AMX's tiles, of known sizes; "" for dot products
-    (`dot_products.bf16_dot_product`). Operands are of bfloat16, an even number of elements for each head of queries, and weights are rounded to
-    it; in the formats of float32 both are float32, split into several. Heads are of known size; `scale` is positive.
+    (`dot_products.bf16_dot_product`). Heads are of known size; `scale` is positive.
 
-    `weight_parts`: where operands of "bfloat16" are integers of 8 bits, which it holds exactly, into how many of it float32 weights are split.
+    Operands are bfloat16, with an even number of elements for each head of queries, and weights are rounded to bfloat16. In the formats of
+    float32 operands and weights are float32, each split into several bfloat16.
+
+    `weight_parts`: into how many bfloat16 float32 weights are split where operands of "bfloat16" are integers of 8 bits, which bfloat16 holds
+    exactly.
     """
 
     format: str = ""
     weight_parts: int = 1
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ByteAttentionKernel(AttentionKernel):
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Int8AttentionKernel(AttentionKernel):
     """Attention whose queries, int8 or uint8, and keys, int8, are multiplied as integers: q k^T is exact, then scaled in float32.
 
-    Their scales are part of `scale`; `zero` is the queries' zero point. Values are float32, and so is what they are multiplied by. Heads are of
-    known size, a multiple of four; `scale` is positive. By vpdpbusd (`dot_products`).
+    `zero`: the queries' zero point; the scales of queries and keys are part of `scale`, which is positive. Values and weights are float32.
+    Heads are of known size, a multiple of four. By vpdpbusd (`dot_products`).
     """
 
     zero: int = 0

@@ -1,5 +1,5 @@
-"""Gradients of resampling, adaptive pooling and padding, for kernels that combine in place: each element of the result's gradient is added to
-those elements that it was made of. Other engines leave them to eager."""
+"""Gradients of resampling, adaptive pooling and padding, by scatters: each element of the result's gradient is added to the elements that it
+was computed from. Engines without scatters leave them to eager."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ _interpolation_gradient(cubic_taps, aten.upsample_bicubic2d_backward.default)
 
 @lowers(aten._adaptive_avg_pool2d_backward.default, aten._adaptive_avg_pool3d_backward.default)
 def adaptive_avg_pool_backward(ctx: Context, grad: Value, x: Value) -> Value:
-    """Each pixel of a window receives the window's gradient, divided by how many they are."""
+    """Each pixel of a window receives the window's gradient divided by the number of its pixels."""
     assert ctx.node is not None
     rank = 3 if "3d" in str(ctx.node.target) else 2
     lead = len(x.shape) - rank

@@ -243,8 +243,8 @@ def _clamp(ctx: Context, x: Value, low: Operand | None, high: Operand | None) ->
 
 
 def _common(ctx: Context, operand: Operand) -> Operand:
-    """An operand in the result's dtype, as eager's kernels of the host convert it: where a half type meets a number or a tensor without
-    dimensions, that is rounded to the half type."""
+    """An operand in the result's dtype, as eager's kernels of the host convert it: a number, or a tensor without dimensions, beside a half type
+    is rounded to the half type."""
     if not ctx.out.device.is_host:
         return operand
     if isinstance(operand, Value):
@@ -264,7 +264,7 @@ def _binary(targets: tuple[OpOverload, ...], fn: Callable[[Expr, Expr], Expr]) -
 
 
 def _scaling(targets: tuple[OpOverload, ...], fn: Callable[[Expr, Expr], Expr]) -> None:
-    """Lower as `_binary`; but eager takes a half tensor times or over a number with the number in float32."""
+    """Lower as `_binary`, but with a number beside a half tensor in float32: eager multiplies and divides so."""
 
     @lowers(*targets)
     def lower(ctx: Context, x: Operand, y: Operand) -> Value:
@@ -299,7 +299,7 @@ _binary((aten.logaddexp2.default,), lambda a, b: formula.log_add_exp(a, b, "exp2
 
 
 def _quotient(targets: tuple[OpOverload, ...], fn: Callable[[Expr, Expr], Expr], *, scales: bool) -> None:
-    """Lower as `_scaling` or `_binary`; of integers eager refuses a divisor of 0."""
+    """Lower as `_scaling` or `_binary`. Integers divided by 0 are refused, as in eager."""
 
     @lowers(*targets)
     def lower(ctx: Context, x: Operand, y: Operand) -> Value:
@@ -324,7 +324,7 @@ def div_mode(ctx: Context, x: Value, y: Operand, *, rounding_mode: str | None) -
 
 
 def _divided(ctx: Context, x: Operand, y: Operand, fn: Callable[[Expr, Expr], Expr]) -> Value:
-    """A quotient or remainder: of integers eager refuses one by 0."""
+    """A quotient or remainder. Integers divided by 0 are refused, as in eager."""
     if not is_float(compute_dtype(ctx.out.dtype)):
         if isinstance(y, Value):
             ctx.refuse(y, lambda divisor: call("eq", divisor, const(0, divisor.dtype)))
@@ -447,7 +447,7 @@ def masked_fill(ctx: Context, x: Value, mask: Value, value: Operand) -> Value:
 
 
 def _choose(ctx: Context, condition: Value, x: Operand, y: Operand) -> Value:
-    """x where the condition holds, else y. The condition goes through the operands' dtype, which keeps 0 and 1 apart."""
+    """x where the condition holds, else y. The condition is cast to the operands' dtype on the way, which holds 0 and 1."""
     if ctx.out.dtype == "bool":
         return ctx.pointwise(where, condition, x, y)
     return ctx.pointwise(lambda c, a, b: where(formula.nonzero(c), a, b), condition, x, y)

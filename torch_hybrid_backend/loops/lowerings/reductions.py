@@ -123,7 +123,7 @@ def _extremum(target: OpOverload, combiner: str) -> None:
 
 
 def extreme(ctx: Context, combiner: str, x: Value, axes: tuple[int, ...], keepdim: bool) -> Value:
-    """The largest or smallest element; NaN where there is one. Of booleans: any or all."""
+    """The largest or smallest element, NaN if there is one; any or all of booleans."""
     if x.dtype == "bool":
         combiner = {"max": "any", "min": "all"}[combiner]
     return reduced(ctx, combiner, x, axes, dtype=x.dtype, keepdim=keepdim)
@@ -257,7 +257,7 @@ def softmax(ctx: Context, x: Value, dim: int, half_to_float: bool) -> Value:
 
 @lowers(aten._safe_softmax.default)
 def safe_softmax(ctx: Context, x: Value, dim: int, dtype: torch.dtype | None = None) -> Value:
-    """Softmax that is 0, not NaN, in rows of nothing but -inf."""
+    """Softmax that is 0, not NaN, in rows of -inf alone."""
     top, total = _row_statistics(ctx, x, dim)
 
     def fn(a: Expr, m: Expr, s: Expr) -> Expr:

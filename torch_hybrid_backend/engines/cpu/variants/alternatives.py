@@ -27,7 +27,7 @@ from torch_hybrid_backend.engines.cpu.operands.winograd_cost import winograd_gai
 from torch_hybrid_backend.engines.cpu.operands.winograd_transform import packed_winograd_shape
 from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.engines.cpu.variants.amx import tile_convolutions, tile_dequantized_products, tile_products
-from torch_hybrid_backend.engines.cpu.variants.attention import word_attention
+from torch_hybrid_backend.engines.cpu.variants.attention import low_precision_attention
 from torch_hybrid_backend.engines.cpu.variants.onednn import onednn_convolution, onednn_linear
 from torch_hybrid_backend.engines.cpu.weights import InPlace, Panels, Quantized, Taps, Weight, Winograd
 from torch_hybrid_backend.loops.ir import Buffer, compute_dtype
@@ -60,7 +60,7 @@ def _ways(kernel: Kernel) -> tuple[Ways, ...]:
         case CpuMatMulKernel(weight=Quantized()):
             return (tile_dequantized_products,)
         case AttentionKernel():
-            return (word_attention,)
+            return (low_precision_attention,)
     return ()
 
 
