@@ -1,4 +1,4 @@
-"""The stages of a graph: covers priced on the first call's inputs, with engines and a clock of the tests' own."""
+"""The stages of a graph: partitionings priced on the first call's inputs, with engines and a clock of the tests' own."""
 
 from __future__ import annotations
 
@@ -168,18 +168,18 @@ def _regions(assignment: Assignment) -> list[tuple[str, tuple[str, ...]]]:
     ]
 
 
-def test_the_cover_of_the_second_engine_wins(clock: _Clock, wiring: _Wiring) -> None:
+def test_the_partitioning_of_the_second_engine_wins(clock: _Clock, wiring: _Wiring) -> None:
     """The first engine would take what it supports and leave the second one fragments; the second one's own regions cost less."""
     first = _TimedEngine("first", clock, ["mm", "sin", "cos"], {})
     second = _TimedEngine("second", clock, ["sin", "exp", "cos"], {}, other_us=10.0)
     assignment = wiring.place(wiring.compile([first, second]))
     assert _regions(assignment)[:2] == [("first", ("mm",)), ("second", ("sin", "exp", "cos"))]
-    costs = {cost.engine: cost.microseconds for cost in assignment.covers}
+    costs = {cost.engine: cost.microseconds for cost in assignment.partitionings}
     assert costs.keys() == {"first, second", "second, first"}
     assert costs["second, first"] < costs["first, second"]
     # The product, the three others, and eager's two, whose call takes as long as two runs; each of the three segments runs from Python.
     assert costs["second, first"] == pytest.approx(101 + 31 + 2 * 2 * EAGER_US + 3 * CALLBACK_US)
-    assert assignment.plan.covers == assignment.covers
+    assert assignment.plan.partitionings == assignment.partitionings
 
 
 def test_a_mixture_wins(clock: _Clock, wiring: _Wiring) -> None:
@@ -188,11 +188,11 @@ def test_a_mixture_wins(clock: _Clock, wiring: _Wiring) -> None:
     second = _TimedEngine("second", clock, ["sin", "exp", "cos"], {}, other_us=10.0)
     assignment = wiring.place(wiring.compile([first, second]))
     assert _regions(assignment)[:2] == [("first", ("mm",)), ("second", ("sin", "exp", "cos"))]
-    assert [cost.kind for cost in assignment.covers] == ["measured", "measured"]
+    assert [cost.kind for cost in assignment.partitionings] == ["measured", "measured"]
 
 
 def test_the_first_engine_keeps_what_it_does_best(clock: _Clock, wiring: _Wiring) -> None:
-    """The second engine's cover loses where its operators are slow, and where every region costs a call: fewer are better."""
+    """The second engine's partitioning loses where its operators are slow, and where every region costs a call: fewer are better."""
     first = _TimedEngine("first", clock, ["mm", "sin", "exp", "cos"], {}, call_us=50.0, other_us=10.0)
     second = _TimedEngine("second", clock, ["exp"], {"exp": 1.0}, call_us=50.0)
     assignment = wiring.place(wiring.compile([first, second]))
@@ -213,17 +213,17 @@ def test_an_engine_has_to_gain_more_than_its_boundaries_cost(
 
 
 def test_common_regions_are_compiled_once(clock: _Clock, wiring: _Wiring) -> None:
-    """A region that several covers have is compiled by each engine once, and priced once."""
+    """A region that several partitionings have is compiled by each engine once, and priced once."""
     first = _TimedEngine("first", clock, ["mm", "sin", "cos"], {})
     second = _TimedEngine("second", clock, ["sin", "exp", "cos"], {})
     compiled = wiring.compile([first, second])
-    assert len(compiled.covers) == 2
+    assert len(compiled.partitionings) == 2
     assert all(len(engine.compiled) == len(set(engine.compiled)) for engine in (first, second))
     assert ("mm",) in first.compiled
 
 
 def test_an_engine_is_asked_once_about_a_common_region(clock: _Clock, wiring: _Wiring) -> None:
-    """The engine may accept or refuse it; a refusal is in each cover's plan."""
+    """The engine may accept or refuse it; a refusal is in each partitioning's plan."""
 
     class Picky(_TimedEngine):
         asked_about: tuple[tuple[str, ...], ...] = ()
@@ -235,7 +235,7 @@ def test_an_engine_is_asked_once_about_a_common_region(clock: _Clock, wiring: _W
     first = Picky("first", clock, ["mm", "sin", "cos"], {})
     second = _TimedEngine("second", clock, ["sin", "exp", "cos"], {})
     compiled = wiring.compile([first, second])
-    assert len(compiled.covers) == 2
+    assert len(compiled.partitionings) == 2
     assert len(first.asked_about) == len(set(first.asked_about))
     assert first.compiled == []
     refusals = [refusal.why for decision in wiring.place(compiled).decisions.values() for refusal in decision.refusals]
@@ -243,7 +243,7 @@ def test_an_engine_is_asked_once_about_a_common_region(clock: _Clock, wiring: _W
 
 
 def test_what_is_found_before_all_is_built_is_not_kept(clock: _Clock, wiring: _Wiring) -> None:
-    """A region that has another form built tells so once; the covers are then priced again by the next process."""
+    """A region that has another form built tells so once; the partitionings are then priced again by the next process."""
 
     class Build:
         done = False
@@ -262,16 +262,16 @@ def test_what_is_found_before_all_is_built_is_not_kept(clock: _Clock, wiring: _W
     assignment = wiring.place(compiled)
     assert assignment.begun
     assert all(isinstance(each, Build) for each in assignment.begun)
-    assert len(wiring.compile([first, second]).covers) == 2
+    assert len(wiring.compile([first, second]).partitionings) == 2
     assert not wiring.place(compiled).begun
-    assert len(wiring.compile([first, second]).covers) == 1
+    assert len(wiring.compile([first, second]).partitionings) == 1
 
 
 @pytest.mark.parametrize("recurs", [False, True])
 def test_what_is_found_without_a_region_is_kept_where_that_fails_elsewhere_too(
     recurs: bool, clock: _Clock, wiring: _Wiring
 ) -> None:
-    """The covers are priced again by the next process where this one lacked something, a full disk say."""
+    """The partitionings are priced again by the next process where this one lacked something, a full disk say."""
 
     class Failing(_TimedEngine):
         def compile(self, regions: Sequence[Region], deadline: Deadline) -> list[CompiledRegion | Exception]:
@@ -283,26 +283,26 @@ def test_what_is_found_without_a_region_is_kept_where_that_fails_elsewhere_too(
         _TimedEngine("second", clock, ["sin", "exp", "cos"], {}, other_us=10.0),
     ]
     assert wiring.place(wiring.compile(engines)).is_partial is not recurs
-    assert (len(wiring.compile(engines).covers) == 1) is recurs
+    assert (len(wiring.compile(engines).partitionings) == 1) is recurs
 
 
-def test_a_second_process_compiles_the_best_cover_alone(clock: _Clock, wiring: _Wiring) -> None:
-    """The costs of covers are kept: the next compilation compiles the cheapest one only, and says so in its plan."""
+def test_a_second_process_compiles_the_best_partitioning_alone(clock: _Clock, wiring: _Wiring) -> None:
+    """The costs of partitionings are kept: the next compilation compiles the cheapest one only, and says so in its plan."""
     first = _TimedEngine("first", clock, ["mm", "sin", "cos"], {})
     second = _TimedEngine("second", clock, ["sin", "exp", "cos"], {}, other_us=10.0)
     before = wiring.place(wiring.compile([first, second]))
     first.compiled.clear()
     second.compiled.clear()
     compiled = wiring.compile([first, second])
-    assert [cover.cover.order for cover in compiled.covers] == [("second", "first")]
+    assert [each.partitioning.order for each in compiled.partitionings] == [("second", "first")]
     assert first.compiled == [("mm",)]
     after = wiring.place(compiled)
     assert _regions(after) == _regions(before)
-    assert {cost.kind for cost in after.covers} == {"cached"}
+    assert {cost.kind for cost in after.partitionings} == {"cached"}
 
 
 def test_a_graph_with_effects_is_run_once(clock: _Clock, wiring: _Wiring) -> None:
-    """Random numbers would be drawn twice: the cover is the best by estimate, and no other is compiled."""
+    """Random numbers would be drawn twice: the partitioning is the best by estimate, and no other is compiled."""
 
     def noisy(x: torch.Tensor) -> torch.Tensor:
         return torch.rand_like((x @ x).sin().exp().cos()) * 0 + x.sin().exp().cos()
@@ -310,7 +310,7 @@ def test_a_graph_with_effects_is_run_once(clock: _Clock, wiring: _Wiring) -> Non
     first = _TimedEngine("first", clock, ["mm", "sin", "cos"], {})
     second = _TimedEngine("second", clock, ["sin", "exp", "cos"], {})
     compiled = wiring.compile([first, second], noisy)
-    assert len(compiled.covers) == 1
+    assert len(compiled.partitionings) == 1
     torch.manual_seed(0)
     wiring.place(compiled, noisy)
 

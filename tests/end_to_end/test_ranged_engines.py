@@ -25,7 +25,7 @@ from torch_hybrid_backend.driver.hybrid_graph import HybridGraph
 from torch_hybrid_backend.driver.session import Session, open_services
 from torch_hybrid_backend.engines.cpu.engine import TvmEngine
 from torch_hybrid_backend.engines.eager import EagerEngine
-from torch_hybrid_backend.engines.tensorrt.build import Request
+from torch_hybrid_backend.engines.tensorrt.build import BuildRequest
 from torch_hybrid_backend.engines.tensorrt.engine import TensorRTEngine, allows_tf32
 from torch_hybrid_backend.engines.tensorrt.ranges import ranges_of
 from torch_hybrid_backend.runtime.executor import Executor
@@ -57,7 +57,7 @@ class TensorRT(TensorRTEngine):
         self, regions: Sequence[Region], deadline: Deadline
     ) -> Sequence[CompiledRegion | PendingRegion | Exception]:
         for region in regions:
-            request = Request.of(region, ranges_of(region), tf32=allows_tf32(region))
+            request = BuildRequest.of(region, ranges_of(region), tf32=allows_tf32(region))
             self._regions[request.to_bytes()] = region
         return super().compile(regions, deadline)
 

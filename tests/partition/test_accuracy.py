@@ -334,7 +334,10 @@ def test_a_wider_run_draws_the_same_numbers() -> None:
     assert compare(region, [x], [expected], [expected * 1.05]).why == ""  # judged by other numbers, whatever is right
     assert reference_run(region.graph_module, [x], torch.float64, on_host=True) is None
     replay.run(lambda: torch.rand(1))
-    assert "more or fewer numbers of the random generator" in compare(region, [x], [expected], [expected], replay).why
+    assert (
+        "more or fewer numbers from the random number generator"
+        in compare(region, [x], [expected], [expected], replay).why
+    )
 
 
 def test_attention_without_dropout_is_widened() -> None:

@@ -1,4 +1,4 @@
-"""Covers: one partition for each engine that comes first."""
+"""Partitionings: one for each engine that comes first."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ from torch_hybrid_backend.capture.decompositions import decomposed
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.engine import Engine
 from torch_hybrid_backend.partition import partitionings as module
-from torch_hybrid_backend.partition.partitionings import Cover, covers
+from torch_hybrid_backend.partition.partitionings import Partitioning, partitionings
 from torch_hybrid_backend.passes.decompose import decompose
 
 aten = torch.ops.aten
 
 
-def _covers(graph_module: torch.fx.GraphModule, engines: Sequence[Engine], **arguments: bool) -> tuple[Cover, ...]:
+def _partitionings(
+    graph_module: torch.fx.GraphModule, engines: Sequence[Engine], **arguments: bool
+) -> tuple[Partitioning, ...]:
     def parts(node: Node, engine: Engine) -> torch.fx.GraphModule | None:
         return decomposed(node, engine.keep_ops)
 
-    return covers(graph_module, engines, Config(), parts, decompose, **arguments)
+    return partitionings(graph_module, engines, Config(), parts, decompose, **arguments)
 
 
-def _regions(cover: Cover) -> list[tuple[str, list[str]]]:
+def _regions(partitioning: Partitioning) -> list[tuple[str, list[str]]]:
     """Engine and operators, segment by segment."""
     operators: Mapping[str, str] = {
-        node.name: node.operator.removeprefix("aten.").split(".")[0] for node in cover.partition.nodes
+        node.name: node.operator.removeprefix("aten.").split(".")[0] for node in partitioning.partition.nodes
     }
     return [
         (segment.engine_hint, [operators[name] for name in segment.region.node_names])
-        for segment in cover.partition.graph.segments
+        for segment in partitioning.partition.graph.segments
     ]
 
 
@@ -44,18 +46,19 @@ def _function(x: torch.Tensor) -> torch.Tensor:
 def test_each_engine_comes_first_once() -> None:
     """Operators that both engines support go to the one that is asked first; so there is a partition in which each has its best regions."""
     first, second = FakeEngine("first", refuses=["exp"]), FakeEngine("second", takes=["sin", "exp"])
-    found = {cover.order: _regions(cover) for cover in _covers(trace(_function, torch.randn(64, 64)), [first, second])}
+    partitionings = _partitionings(trace(_function, torch.randn(64, 64)), [first, second])
+    found = {each.order: _regions(each) for each in partitionings}
     assert found == {
         ("first", "second"): [("first", ["mm", "sin"]), ("second", ["exp"]), ("first", ["mm"])],
         ("second", "first"): [("first", ["mm"]), ("second", ["sin", "exp"]), ("first", ["mm"])],
     }
 
 
-def test_engines_are_asked_once_for_all_covers() -> None:
+def test_engines_are_asked_once_for_all_partitionings() -> None:
     """However many orders there are: an engine's answer may be costly."""
     engines = [FakeEngine(name, refuses=[refused]) for name, refused in (("a", "sin"), ("b", "exp"), ("c", "mm"))]
     graph_module = trace(_function, torch.randn(8, 8))
-    assert len(_covers(graph_module, engines)) == 3
+    assert len(_partitionings(graph_module, engines)) == 3
     operators = len(graph_module.graph.find_nodes(op="call_function", target=aten.mm.default)) + 2
     assert [len(engine.asked) for engine in engines] == [operators] * 3
 
@@ -63,15 +66,17 @@ def test_engines_are_asked_once_for_all_covers() -> None:
 def test_partitions_that_are_equal_count_once() -> None:
     """Two engines that support the same compete for the same regions, whoever is asked first. So it is with one engine, and with none."""
     graph_module = trace(_function, torch.randn(8, 8))
-    assert [cover.order for cover in _covers(graph_module, [FakeEngine("a"), FakeEngine("b")])] == [("a", "b")]
-    assert [cover.order for cover in _covers(graph_module, [FakeEngine("a")])] == [("a",)]
-    assert [cover.order for cover in _covers(graph_module, [])] == [()]
+    assert [
+        partitioning.order for partitioning in _partitionings(graph_module, [FakeEngine("a"), FakeEngine("b")])
+    ] == [("a", "b")]
+    assert [partitioning.order for partitioning in _partitionings(graph_module, [FakeEngine("a")])] == [("a",)]
+    assert [partitioning.order for partitioning in _partitionings(graph_module, [])] == [()]
 
 
 def test_one_order_can_be_asked_for() -> None:
     """A bisector switches single operators of single engines off: it needs one partition."""
     engines = [FakeEngine("first", refuses=["exp"]), FakeEngine("second", takes=["sin", "exp"])]
-    (only,) = _covers(trace(_function, torch.randn(8, 8)), engines, own_order=True)
+    (only,) = _partitionings(trace(_function, torch.randn(8, 8)), engines, own_order=True)
     assert only.order == ("first", "second")
 
 
@@ -86,7 +91,7 @@ def test_an_estimate_rules_out_what_is_hopeless() -> None:
         ((100.0, None), ["first", "second"]),  # nothing to rule it out by
     ):
         with mock.patch.object(module, "_estimate", side_effect=estimates):
-            assert [cover.order[0] for cover in _covers(graph_module, engines)] == orders
+            assert [partitioning.order[0] for partitioning in _partitionings(graph_module, engines)] == orders
 
 
 class _Keeps(FakeEngine):
@@ -103,7 +108,9 @@ def test_what_one_engine_keeps_whole_is_decomposed_for_the_other() -> None:
     """The engine that wants layer norms whole gets them so; where the other comes first, which refuses them whole, it gets the parts."""
     graph_module = trace(_norm, torch.randn(8, 8), torch.randn(8))
     keeps, other = _Keeps("keeps"), FakeEngine("other", refuses=["native_layer_norm", "mm"])
-    found = {cover.order[0]: _regions(cover) for cover in _covers(graph_module, [keeps, other])}
+    found = {
+        partitioning.order[0]: _regions(partitioning) for partitioning in _partitionings(graph_module, [keeps, other])
+    }
     ((engine, operators),) = found["keeps"]
     assert engine == "keeps"
     assert "native_layer_norm" in operators
@@ -118,14 +125,14 @@ def test_what_nobody_takes_whole_is_decomposed() -> None:
     """An operator that its keeper refuses after all goes in parts to the engine that takes those."""
     graph_module = trace(_norm, torch.randn(8, 8), torch.randn(8))
     keeps, other = _Keeps("keeps", takes=["mm"]), FakeEngine("other", refuses=["native_layer_norm", "mm"])
-    for cover in _covers(graph_module, [keeps, other]):
-        assert "native_layer_norm" not in str(_regions(cover))
-        assert "eager" not in [engine for engine, _ in _regions(cover)]
+    for partitioning in _partitionings(graph_module, [keeps, other]):
+        assert "native_layer_norm" not in str(_regions(partitioning))
+        assert "eager" not in [engine for engine, _ in _regions(partitioning)]
 
 
 def test_it_stays_whole_where_no_engine_takes_all_parts() -> None:
     """Eager runs one operator, not seven."""
     graph_module = trace(_norm, torch.randn(8, 8), torch.randn(8))
     keeps, other = _Keeps("keeps", takes=["mm"]), FakeEngine("other", refuses=["native_layer_norm", "rsqrt", "mm"])
-    for cover in _covers(graph_module, [keeps, other]):
-        assert ("eager", ["native_layer_norm"]) in [(e, o[:1]) for e, o in _regions(cover)]
+    for partitioning in _partitionings(graph_module, [keeps, other]):
+        assert ("eager", ["native_layer_norm"]) in [(e, o[:1]) for e, o in _regions(partitioning)]

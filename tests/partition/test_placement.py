@@ -174,7 +174,7 @@ def test_without_an_estimate_the_order_decides() -> None:
         ("wrong", Reason.ACCURACY),
         ("second", Reason.NOT_PROFITABLE),
     ]
-    assert choice.decision.refusals[-1].why == "first comes before it, and nothing is known of what they cost on cuda:1"
+    assert choice.decision.refusals[-1].why == "first comes before it, and there is no estimate of costs on cuda:1"
     alone = choose(region, {"wrong": wrong}, [X], Config(placement="estimate"), Pricing(device=region.device))
     assert alone.decision.engine == "eager"
 
@@ -233,7 +233,7 @@ def test_a_region_that_is_too_far_off_is_made_exact() -> None:
     assert choose(region, {"fake": rounding}, [X], Config(placement="estimate"), Pricing()).compiled is rounding
 
 
-class Rung(FakeRegion):
+class MoreExactRegion(FakeRegion):
     """A region with `further` more exact forms, each off by half as much as the one before; `asked`: the errors that it was told of."""
 
     def __init__(self, region: Region, off: float, further: int, attempts: tuple[Attempt, ...] = ()) -> None:
@@ -246,13 +246,13 @@ class Rung(FakeRegion):
         self.asked.append(error)
         before = (*self.attempts[:-1], Attempt(f"off by {self.off}", f"a relative error of {error:.1g}"))
         after = Attempt(f"off by {self.off / 2}")
-        return Rung(self.region, self.off / 2, self.further - 1, (*before, after)) if self.further else None
+        return MoreExactRegion(self.region, self.off / 2, self.further - 1, (*before, after)) if self.further else None
 
 
 def test_exact_forms_are_tried_one_after_another(caplog: pytest.LogCaptureFixture) -> None:
     """Each is told how far off it is, until one is near enough, or none is left; the plan, or the warning, says what was tried."""
     region, config = _region(), Config(placement="estimate")
-    first = Rung(region, 0.1, 20)
+    first = MoreExactRegion(region, 0.1, 20)
     decision = choose(region, {"fake": first}, [X], config, Pricing()).decision
     assert decision.engine == "fake"
     assert len(decision.attempts) > 5
@@ -260,7 +260,7 @@ def test_exact_forms_are_tried_one_after_another(caplog: pytest.LogCaptureFixtur
     assert decision.attempts[-1].why == ""
     assert first.asked == [pytest.approx(0.1, rel=1e-3)]
     assert not caplog.records
-    choice = choose(region, {"fake": Rung(region, 0.1, 1)}, [X], config, Pricing())
+    choice = choose(region, {"fake": MoreExactRegion(region, 0.1, 1)}, [X], config, Pricing())
     (refusal,) = choice.decision.refusals
     assert refusal.code is Reason.ACCURACY
     assert refusal.why.endswith("with off by 0.05, after a relative error of 0.1 off by 0.1")
@@ -299,7 +299,7 @@ def test_an_exact_form_that_is_built_elsewhere(caplog: pytest.LogCaptureFixture)
     (refusal,) = choice.decision.refusals
     assert refusal.code is Reason.BUILDING
     assert refusal.why == (
-        "it is being built with exactly, after a relative error of 0.1 as written; until then another runs the region"
+        "it is being built with exactly, after a relative error of 0.1 as written; until then another engine runs the region"
     )
     assert torch.equal(choice.outputs[0], (X @ X).sin())
     assert not caplog.records

@@ -14,7 +14,7 @@ from torch import nn
 from tests.partition.engines_for_tests import trace
 from torch_hybrid_backend import compress
 from torch_hybrid_backend.core.hoisted_inputs import CallInput
-from torch_hybrid_backend.passes.hoist import Hoisted, divide_fold, hoist
+from torch_hybrid_backend.passes.hoist import Hoisted, hoist, partition_fold
 from torch_hybrid_backend.passes.pipeline import run_passes
 
 
@@ -67,7 +67,7 @@ def test_parts_of_a_fold_have_no_work_in_common(captured):
 
     subject = captured(Layers().eval(), torch.randn(3, 600))
     hoisted = hoist(subject.gm, subject.ctx.constants)
-    parts = divide_fold(hoisted.fold)
+    parts = partition_fold(hoisted.fold)
     assert [(part.is_view, len(part.gives)) for part in parts] == [(True, 1), (False, 1), (False, 2), (False, 1)]
     constants = [subject.inputs[k] for k in hoisted.inputs.fold]
     whole = hoisted.fold(*constants)

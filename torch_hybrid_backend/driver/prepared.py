@@ -31,10 +31,10 @@ from torch_hybrid_backend.machine import default_weight_bits
 from torch_hybrid_backend.partition.region_key import region_key
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.control_flow import compile_bodies
-from torch_hybrid_backend.passes.hoist import Hoisted, divide_fold, hoist
+from torch_hybrid_backend.passes.hoist import Hoisted, hoist, partition_fold
 from torch_hybrid_backend.passes.inline_subgraphs import inline_subgraphs
 from torch_hybrid_backend.passes.pipeline import PASSES, PRECISION_PASSES, run_passes
-from torch_hybrid_backend.passes.precision.conversion import conversion, mark_sites, quantised_by_itself
+from torch_hybrid_backend.passes.precision.conversion import conversion, mark_sites, quantized_as_written
 from torch_hybrid_backend.passes.precision.lists import is_layer
 from torch_hybrid_backend.runtime.constants import DividedFold, FoldPart
 
@@ -96,7 +96,7 @@ def prepare(
     compile_bodies(captured, compile_body)
     prepared = Prepared(name, captured.kind, *_split(module, context), *known, unrepeatable=unrepeatable)
     if reduced is None:
-        by_model = quantised_by_itself(module, context) if captured.kind == "inference" else None
+        by_model = quantized_as_written(module, context) if captured.kind == "inference" else None
         return dataclasses.replace(prepared, conversion=by_model)
     return _told(prepared, reduced, config)
 
@@ -107,7 +107,7 @@ def _split(module: torch.fx.GraphModule, context: PassContext) -> tuple[Hoisted,
         return hoisted, None
     parts = (
         FoldPart(part.reads, part.gives, EagerGraph(part.graph), "" if part.is_view else region_key(part.graph, ()))
-        for part in divide_fold(hoisted.fold)
+        for part in partition_fold(hoisted.fold)
     )
     return hoisted, DividedFold(tuple(parts))
 

@@ -1,9 +1,9 @@
 """The stages of one captured graph, each a frozen value made from the one before. Part of the wiring, as `backend` is.
 
 CapturedGraph --prepare----------> Prepared      after the passes (`prepared`)
-              --partition--------> Partitioned   its covers: cut into regions in the ways that are worth pricing
+              --partition--------> Partitioned   its partitionings: cut into regions in the ways that are worth pricing
               --compile_regions--> Compiled      every region of them compiled by each engine that may run it; nothing has run
-              --place------------> Assignment    one cover, and the engine of each of its regions: tried on the first call's inputs
+              --place------------> Assignment    one partitioning, and the engine of each of its regions: tried on the first call's inputs
               --build_executable-> Executable    one C++ plan of the choices made, or the same from Python
 """
 
@@ -43,7 +43,7 @@ from torch_hybrid_backend.measuring.other_load import OtherLoad
 from torch_hybrid_backend.partition.boundary import callbacks_us
 from torch_hybrid_backend.partition.capability import accepted
 from torch_hybrid_backend.partition.fallback import demote, run_refusal
-from torch_hybrid_backend.partition.partitionings import Cover, covers
+from torch_hybrid_backend.partition.partitionings import Partitioning, partitionings
 from torch_hybrid_backend.partition.placement import Choice, Pricing, choose, decide, timing_key
 from torch_hybrid_backend.partition.plan_builder import make_plan
 from torch_hybrid_backend.partition.regions import Partition
@@ -59,7 +59,7 @@ from torch_hybrid_backend.torch_private import unset_fake_temporarily
 
 log = logging.getLogger(__name__)
 
-COVER_TIMINGS = "covers"  # their kind in the cache of timings
+PARTITIONING_TIMINGS = "partitionings"  # their kind in the cache of timings
 
 Run = Callable[[Sequence[Any]], list[Any]]
 PricingOn = Callable[[Device], Pricing]
@@ -69,25 +69,25 @@ Candidate = CompiledRegion | PendingRegion | Refused | Exception
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CompiledCover:
+class CompiledPartitioning:
     """A partition, and of each region by name what the engines made of it, by name."""
 
-    cover: Cover
+    partitioning: Partitioning
     candidates: Mapping[str, Mapping[str, Candidate]]
 
     @property
     def order(self) -> str:
-        """Name of the cover in the plan."""
-        return ", ".join(self.cover.order)
+        """Name of the partitioning in the plan."""
+        return ", ".join(self.partitioning.order)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Partitioned:
-    """The covers that are to be priced, the cheapest by estimate first. `timing_key`: what their costs are kept under, "" for a single one;
-    `kept`: costs that are known of earlier processes."""
+    """The partitionings that are to be priced, the cheapest by estimate first. `timing_key`: what their costs are kept under, "" for a single
+    one; `kept`: costs that are known of earlier processes."""
 
     prepared: Prepared
-    covers: tuple[Cover, ...]
+    partitionings: tuple[Partitioning, ...]
     timing_key: str = ""
     kept: Mapping[str, float] = field(default_factory=dict)
 
@@ -97,40 +97,52 @@ class Compiled:
     """The same with their regions compiled."""
 
     prepared: Prepared
-    covers: tuple[CompiledCover, ...]
+    partitionings: tuple[CompiledPartitioning, ...]
     timing_key: str = ""
     kept: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def pending(self) -> list[PendingRegion]:
         """The regions that are still being built elsewhere, each once."""
-        candidates = (c for cover in self.covers for some in cover.candidates.values() for c in some.values())
+        candidates = (
+            c for partitioning in self.partitionings for some in partitioning.candidates.values() for c in some.values()
+        )
         return list({id(c): c for c in candidates if isinstance(c, PendingRegion) and not c.done}.values())
 
     @property
     def is_partial(self) -> bool:
         """True if something is missing that another process may have: what is timed without it tells of this process alone."""
-        candidates = (made for cover in self.covers for some in cover.candidates.values() for made in some.values())
+        candidates = (
+            made
+            for partitioning in self.partitionings
+            for some in partitioning.candidates.values()
+            for made in some.values()
+        )
         return any(isinstance(made, Exception) and not tells_of_later(made) for made in candidates)
 
     @property
     def ranges(self) -> tuple[SizeRange, ...]:
         """Size ranges that every compiled candidate supports; empty if all sizes are supported."""
-        candidates = (_ready(c) for cover in self.covers for some in cover.candidates.values() for c in some.values())
+        candidates = (
+            _ready(c)
+            for partitioning in self.partitionings
+            for some in partitioning.candidates.values()
+            for c in some.values()
+        )
         programs = [made.program for made in candidates if isinstance(made, CompiledRegion)]
         return tuple(dict.fromkeys(each for program in programs if program is not None for each in program.ranges))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Assignment:
-    """Engine of each region. `compiled`: by region name, of the regions that an engine runs. `covers`: the cost of each priced cover. `begun`:
-    builds elsewhere that regions which were tried have begun. `is_partial`: as of what was compiled."""
+    """Engine of each region. `compiled`: by region name, of the regions that an engine runs. `partitionings`: the cost of each priced
+    partitioning. `begun`: builds elsewhere that regions which were tried have begun. `is_partial`: as of what was compiled."""
 
     prepared: Prepared
     partition: Partition
     compiled: Mapping[str, CompiledRegion]
     decisions: Mapping[str, RegionDecision]
-    covers: tuple[Cost, ...] = ()
+    partitionings: tuple[Cost, ...] = ()
     begun: tuple[Pending, ...] = ()
     is_partial: bool = False
 
@@ -140,7 +152,7 @@ class Assignment:
         plan = make_plan(self.prepared.name, self.prepared.kind, self.partition, list(self.decisions.values()))
         return dataclasses.replace(
             plan,
-            covers=self.covers,
+            partitionings=self.partitionings,
             conversion=self.prepared.conversion,
             unrepeatable=self.prepared.unrepeatable,
         )
@@ -206,12 +218,12 @@ class Executable:
 def partition(prepared: Prepared, session: Session, config: Config, pricing_on: PricingOn) -> Partitioned:
     """Partition the graph, in every way that is worth pricing.
 
-    Only the cheapest cover is left where an earlier process has priced them, where nothing is to be timed, and where the graph cannot be
+    Only the cheapest partitioning is left where an earlier process has priced them, where nothing is to be timed, and where the graph cannot be
     run more than once unnoticed.
     """
     engines = bisected_engines(session.engines)
     parts = functools.cache(decomposed)
-    candidates = covers(
+    candidates = partitionings(
         prepared.hoisted.main,
         engines,
         config,
@@ -220,20 +232,22 @@ def partition(prepared: Prepared, session: Session, config: Config, pricing_on: 
         own_order=is_running(),
     )
     pricing = pricing_on(_device_of(candidates))
-    key = _covers_key(candidates, pricing) if len(candidates) > 1 else ""
-    kept = pricing.timings.get(COVER_TIMINGS, key, pricing.device) if key and pricing.timings is not None else {}
+    key = _partitionings_key(candidates, pricing) if len(candidates) > 1 else ""
+    kept = pricing.timings.get(PARTITIONING_TIMINGS, key, pricing.device) if key and pricing.timings is not None else {}
     if kept:
-        candidates = tuple(sorted(candidates, key=lambda cover: kept.get(", ".join(cover.order), math.inf)))[:1]
+        candidates = tuple(
+            sorted(candidates, key=lambda partitioning: kept.get(", ".join(partitioning.order), math.inf))
+        )[:1]
     elif config.placement == "estimate" or prepared.has_collectives or not prepared.is_repeatable:
         candidates = candidates[:1]
     return Partitioned(prepared, tuple(candidates), key, kept)
 
 
 def compile_regions(partitioned: Partitioned, session: Session, config: Config, pricing_on: PricingOn) -> Compiled:
-    """Compile every region of every cover, with each engine that may run it."""
-    deadline = pricing_on(_device_of(partitioned.covers)).deadline
-    covers = _compile_covers(partitioned.covers, session, config, deadline)
-    compiled = Compiled(partitioned.prepared, covers, partitioned.timing_key, partitioned.kept)
+    """Compile every region of every partitioning, with each engine that may run it."""
+    deadline = pricing_on(_device_of(partitioned.partitionings)).deadline
+    candidates = _compile_partitionings(partitioned.partitionings, session, config, deadline)
+    compiled = Compiled(partitioned.prepared, candidates, partitioned.timing_key, partitioned.kept)
     # What is found without the regions that are still being built, or could not be here, says nothing of later processes.
     return dataclasses.replace(compiled, timing_key="") if compiled.pending or compiled.is_partial else compiled
 
@@ -243,40 +257,40 @@ def partition_and_compile(prepared: Prepared, session: Session, config: Config, 
     return compile_regions(partition(prepared, session, config, pricing_on), session, config, pricing_on)
 
 
-def _device_of(covers_of_graph: Sequence[Cover]) -> Device:
+def _device_of(candidates: Sequence[Partitioning]) -> Device:
     """Device under which a graph's timings are kept: the first device other than the host that it uses."""
-    devices = (s.region.device for cover in covers_of_graph for s in cover.partition.graph.segments)
+    devices = (s.region.device for partitioning in candidates for s in partitioning.partition.graph.segments)
     return next((device for device in devices if not device.is_host), CPU)
 
 
-def _covers_key(covers_of_graph: Sequence[Cover], pricing: Pricing) -> str:
-    """Key of the costs of covers: their regions, who may run them, and the engines' versions; "" where an engine has none."""
-    engines = sorted({name for cover in covers_of_graph for name in cover.order})
+def _partitionings_key(candidates: Sequence[Partitioning], pricing: Pricing) -> str:
+    """Key of the costs of partitionings: their regions, who may run them, and the engines' versions; "" where an engine has none."""
+    engines = sorted({name for partitioning in candidates for name in partitioning.order})
     if not all(pricing.versions.get(name) for name in engines):
         return ""
     shapes = [
-        [[s.region.key, *cover.partition.able[s.region.name]] for s in cover.partition.graph.segments]
-        for cover in covers_of_graph
+        [[s.region.key, *partitioning.partition.able[s.region.name]] for s in partitioning.partition.graph.segments]
+        for partitioning in candidates
     ]
     digest = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
     return timing_key(digest, {**{name: pricing.versions[name] for name in engines}, EAGER: torch.__version__})
 
 
-def _compile_covers(
-    covers_of_graph: Sequence[Cover], session: Session, config: Config, deadline: Deadline
-) -> tuple[CompiledCover, ...]:
-    """Each engine compiles all its regions together; a region that covers have in common is compiled once."""
+def _compile_partitionings(
+    candidates: Sequence[Partitioning], session: Session, config: Config, deadline: Deadline
+) -> tuple[CompiledPartitioning, ...]:
+    """Each engine compiles all its regions together; a region that partitionings have in common is compiled once."""
     names = [engine.name for engine in session.engines]
     results: dict[tuple[_Identity, str], Candidate] = {}
     for engine in session.engines:
         regions: dict[_Identity, Region] = {}
-        for cover in covers_of_graph:
-            for segment in cover.partition.graph.segments:
+        for partitioning in candidates:
+            for segment in partitioning.partition.graph.segments:
                 identity = _identity(segment)
-                if engine.name not in cover.partition.candidates(segment, names):
+                if engine.name not in partitioning.partition.candidates(segment, names):
                     continue
                 if identity in regions or (identity, engine.name) in results:
-                    continue  # of an earlier cover
+                    continue  # of an earlier partitioning
                 verdict = accepted(engine, segment.region, strict=config.strict)
                 if isinstance(verdict, Refused):
                     results[identity, engine.name] = verdict
@@ -288,12 +302,15 @@ def _compile_covers(
             compiled = compile_in_time(engine, list(regions.values()), deadline)
         results.update(((identity, engine.name), made) for identity, made in zip(regions, compiled, strict=True))
 
-    def candidates(cover: Cover, segment: Segment) -> dict[str, Candidate]:
-        return {name: results[_identity(segment), name] for name in cover.partition.candidates(segment, names)}
+    def region_candidates(partitioning: Partitioning, segment: Segment) -> dict[str, Candidate]:
+        return {name: results[_identity(segment), name] for name in partitioning.partition.candidates(segment, names)}
 
     return tuple(
-        CompiledCover(cover, {s.region.name: candidates(cover, s) for s in cover.partition.graph.segments})
-        for cover in covers_of_graph
+        CompiledPartitioning(
+            partitioning,
+            {s.region.name: region_candidates(partitioning, s) for s in partitioning.partition.graph.segments},
+        )
+        for partitioning in candidates
     )
 
 
@@ -301,16 +318,17 @@ _Identity = tuple[str, tuple[str, ...]]
 
 
 def _identity(segment: Segment) -> _Identity:
-    """Key in which two covers' regions must agree to be one."""
+    """Key in which two partitionings' regions must agree to be one."""
     return segment.region.key, segment.region.node_names
 
 
 def place(
     compiled: Compiled, inputs: Sequence[Any], config: Config, pricing_on: PricingOn
 ) -> tuple[Assignment, list[Any]]:
-    """Try every region's engines on the inputs of a call, cover by cover, and keep the cheapest cover; with it the call's outputs.
+    """Try every region's engines on the inputs of a call, one partitioning after the other, and keep the cheapest partitioning; with it the
+    call's outputs.
 
-    A cover costs what its regions cost on their winners, what eager's segments cost, and what its boundaries cost. One that costs more
+    A partitioning costs what its regions cost on their winners, what eager's segments cost, and what its boundaries cost. One that costs more
     than the best of those before it is given up as soon as that shows.
     """
     tried: dict[_Identity, Choice] = {}
@@ -319,13 +337,15 @@ def place(
     costs: list[Cost] = []
     begun: list[Pending] = []
     load = OtherLoad()
-    for candidate in compiled.covers:
-        alone = len(compiled.covers) == 1
+    for candidate in compiled.partitionings:
+        alone = len(compiled.partitionings) == 1
         trial = _PartitioningTrial(
             candidate, config, pricing_on, tried, begun, math.inf if best is None else best[0], times_eager=not alone
         )
         try:
-            with Progress("checking and timing regions", len(candidate.cover.partition.graph.segments)) as progress:
+            with Progress(
+                "checking and timing regions", len(candidate.partitioning.partition.graph.segments)
+            ) as progress:
                 results = trial.executor(compiled.prepared).run(inputs, stepping(progress, trial.run))
         except _TooDearError:
             costs.append(Cost(candidate.order, trial.spent_us, "more than"))
@@ -333,7 +353,7 @@ def place(
         outputs = results if outputs is None else outputs
         assignment = Assignment(
             compiled.prepared,
-            candidate.cover.partition,
+            candidate.partitioning.partition,
             trial.compiled,
             trial.decisions,
             is_partial=compiled.is_partial,
@@ -341,33 +361,35 @@ def place(
         if alone:
             best = 0.0, assignment
             break
-        runs = {s.region.name: trial.engine_of(s.region.name) for s in candidate.cover.partition.graph.segments}
+        runs = {s.region.name: trial.engine_of(s.region.name) for s in candidate.partitioning.partition.graph.segments}
         from_python = {name for name, made in trial.compiled.items() if made.program is None}
-        total = trial.spent_us + callbacks_us(candidate.cover.partition.graph, runs, from_python)
+        total = trial.spent_us + callbacks_us(candidate.partitioning.partition.graph, runs, from_python)
         costs.append(Cost(candidate.order, total, "measured"))
         if best is None or total < best[0]:
             best = total, assignment
     assert best is not None
     assert outputs is not None
-    pricing = pricing_on(_device_of([candidate.cover for candidate in compiled.covers]))
+    pricing = pricing_on(_device_of([candidate.partitioning for candidate in compiled.partitionings]))
     # As in `compile_regions`: what is found without a form that is still being built says nothing of later processes.
     if costs and compiled.timing_key and not begun and pricing.timings is not None:
         kept = {cost.engine: cost.microseconds for cost in costs}
-        pricing.timings.put(COVER_TIMINGS, compiled.timing_key, pricing.device, kept, is_disturbed=load.is_felt())
+        pricing.timings.put(
+            PARTITIONING_TIMINGS, compiled.timing_key, pricing.device, kept, is_disturbed=load.is_felt()
+        )
     costs += [Cost(order, microseconds, "cached") for order, microseconds in compiled.kept.items()]
-    return dataclasses.replace(best[1], covers=tuple(costs), begun=tuple(begun)), outputs
+    return dataclasses.replace(best[1], partitionings=tuple(costs), begun=tuple(begun)), outputs
 
 
 class _TooDearError(Exception):
-    """A cover that is being priced costs more than another."""
+    """A partitioning that is being priced costs more than another."""
 
 
 class _PartitioningTrial:
-    """A cover on the inputs of one call. Owns the choices made so far, and their cost."""
+    """A partitioning on the inputs of one call. Owns the choices made so far, and their cost."""
 
     def __init__(
         self,
-        candidate: CompiledCover,
+        candidate: CompiledPartitioning,
         config: Config,
         pricing_on: PricingOn,
         tried: dict[_Identity, Choice],
@@ -391,7 +413,7 @@ class _PartitioningTrial:
 
     def executor(self, prepared: Prepared) -> PythonExecutor:
         """Executor that calls `run` for each segment."""
-        partition, candidates = self._candidate.cover.partition, self._candidate.candidates
+        partition, candidates = self._candidate.partitioning.partition, self._candidate.candidates
         runs = [segment.region.eager for segment in partition.graph.segments]
         titles = _titles(partition, {name: "placement" for name, some in candidates.items() if some})
         return PythonExecutor(partition.graph, runs, prepared.hoisted.inputs, prepared.fold, titles)

@@ -1,17 +1,18 @@
-"""The accuracy gate: does a region's output equal eager's, within the tolerances of its dtype (`TOLERANCES`)?
+"""The accuracy check of a region: its outputs must equal eager's within the tolerances of their dtypes (`TOLERANCES`).
 
-Shapes, dtypes and strides must be equal; integers and booleans exactly so, but for those that a number was quantised to: they may be off by
-one step, as what is quantised may lie on either side of a tie, and what is computed from them by what that makes.
-Floating-point outputs pass where all elements are close to eager's, or else where their root mean square error against a run of the region in a
-wider dtype is not much larger than eager's own (`torch._dynamo.utils.same`, as PyTorch's own benchmarks judge; in units of that output's size
-where it is large): half types against float32,
-float32 against float64. NaN equals NaN.
+Shapes, dtypes and strides must be equal. Integers and booleans must be exactly equal; quantized outputs may differ by one step, because a value
+may lie on either side of a tie. Results computed from quantized values may differ by what one step makes. NaN equals NaN.
 
-A wider run takes memory that eager does not: only what the outputs in question need is computed, weights are widened layer by layer, products'
-block by block. Where it would still take `BESIDE_EAGER_BYTES` more than eager's, the root mean square difference from eager decides.
+Floating-point outputs pass if all elements are close to eager's. Otherwise the region is run in a wider dtype: float32 for half types, float64
+for float32. Outputs pass if their root mean square error against the wider run is not much larger than eager's own error, by the rule of
+`torch._dynamo.utils.same`, which PyTorch's benchmarks use. For large outputs the limit is relative to the output's size.
 
-Where a device's memory does not suffice to compare, the host compares. Where the host's does not either, nothing was found out about the
-outputs: they are not verified, which is a verdict of its own, never one about accuracy.
+A wider run takes more memory than eager's. So only the outputs in question are computed, weights are widened layer by layer, and the weights of
+products block by block. If the wider run would still take `BESIDE_EAGER_BYTES` more than eager's run, the root mean square difference from
+eager decides.
+
+If the device has too little memory for the comparison, the host compares. If the host has too little memory too, the outputs are not verified:
+the refusal then says OUT_OF_MEMORY, not ACCURACY.
 """
 
 from __future__ import annotations
@@ -53,39 +54,39 @@ class Tolerance:
     absolute: float
 
 
-_ROOT_MEAN_SQUARE = 1e-4  # the default of `same`: a tenth of it is what any result may be off by
-# Where eager has NaN, numbers may be off from the wider run's by so much: `same` again.
+_ROOT_MEAN_SQUARE = 1e-4  # the default of `same`: every result may be off by a tenth of it
+# Where eager has NaN, the result may differ from the wider run by this: `same` again.
 _BETTER_THAN_NAN = 4e-2
-# Of float32 outputs' own: sums of 4,096 terms, added one by one, are off by half of it.
+# Relative to a float32 output's own root mean square: sums of 4,096 terms, added one by one, are off by half of it.
 _RELATIVE_ROOT_MEAN_SQUARE = 4e-6
-# By the bits of rows: what outputs may be off by for rounded rows without a run that tells. A product is off by 3e-5 (16 bits) or 5e-3 (8) of
-# itself; by 8e-4 with 16 where a single element of a row of 4,096 is not next to nothing. Errors grow from layer to layer.
+# Relative error allowed for products with rounded rows, by the bits of a row, without a wider run. A product is off by 3e-5 (16 bits) or 5e-3
+# (8 bits) of itself. With 16 bits it is off by 8e-4 if a row of 4,096 has a single large element. Errors grow from layer to layer.
 _OF_ROUNDED_ROWS: Mapping[int, float] = {16: 1e-3, 8: 0.02}
-# Against a run whose rows are rounded: of its root mean square error, and of its largest.
+# Limits relative to a run with rounded rows: times its root mean square error, and times its largest error.
 _TIMES_ROUNDED = 2, 4
 NUDGE = (
     4e-6  # of the largest value: kernels' sums of a thousand products in float32 differ from eager's by a tenth of that
 )
-# float32: the default of `same`. Kernels sum in other orders than eager's: torch.testing's 1.3e-6 is for one rounding. float64 has what float32
-# has, as it has no wider dtype to be judged by. The half types: torch.testing's, one and two units in the last place; more would not be closer
-# to the truth, and less would never pass and cost each region a wider run.
+# float32: the default of `same`. Kernels sum in another order than eager; torch.testing's 1.3e-6 is for one rounding. float64 has the tolerance
+# of float32, as there is no wider dtype to compare it in. The half types have torch.testing's tolerances: one and two units in the last place.
+# A smaller tolerance would never pass, and each region would need a wider run.
 TOLERANCES: Mapping[torch.dtype, Tolerance] = {
     torch.float64: Tolerance(1e-4, 1e-4),
     torch.float32: Tolerance(1e-4, 1e-4),
     torch.float16: Tolerance(1e-3, 1e-5),
     torch.bfloat16: Tolerance(1.6e-2, 1e-5),
-    # One unit in the last place, as what is rounded may differ by a rounding.
+    # One unit in the last place: equal values may be rounded in different directions.
     torch.float8_e4m3fn: Tolerance(0.125, 2**-9),
     torch.float8_e5m2: Tolerance(0.25, 2**-16),
 }
 _FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 _HALF = frozenset({torch.float16, torch.bfloat16})
-# What is widened for a run in a dtype.
+# The dtypes that are widened for a run in the given dtype.
 _NARROWER: Mapping[torch.dtype, frozenset[torch.dtype]] = {
     torch.float32: _HALF,
     torch.float64: _HALF | {torch.float32},
 }
-# Beside views.
+# Operators that copy elements out of a value; views do so too.
 _TAKE_ELEMENTS = frozenset(
     {
         torch.ops.aten.embedding.default,
@@ -94,12 +95,12 @@ _TAKE_ELEMENTS = frozenset(
         torch.ops.aten.index_select.default,
     }
 )
-# What a wider run may take at once beyond eager's run.
+# Memory that a wider run may take at once beyond eager's run.
 BESIDE_EAGER_BYTES = 64 << 20
-# Without it: what the root mean square of differences may be of eager's own. Errors of a few dozen layers, two or three roundings each.
+# Without a wider run: the relative error allowed against eager. It allows for a few dozen layers with two or three roundings each.
 _WITHOUT_WIDER: Mapping[torch.dtype, float] = {torch.float16: 2.5e-3, torch.bfloat16: 0.02}
 _FLOAT32_WITHOUT_WIDER = 2e-5
-# Of a weight that is widened for a product: 8 MiB in float64.
+# Elements of a weight that are widened at once for a product: 8 MiB in float64.
 _WEIGHT_ELEMENTS = 1 << 20
 _CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 
@@ -108,10 +109,11 @@ _CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_
 class Comparison:
     """Result of a comparison.
 
-    `why`: the reason why outputs do not pass, "" if they do. `code`: ACCURACY if they differ, OUT_OF_MEMORY if there was no memory to find out,
-    so that they are not verified. `max_error` is the largest absolute difference of any element seen; `relative_error`: of values that
-    do not pass the root mean square of their differences over that of eager's, None where it is not for its values that an output does not.
-    `note`: what outputs that pass were not judged by, "" of most."""
+    `why`: the reason why outputs do not pass; "" if they pass. `code`: ACCURACY if outputs differ, OUT_OF_MEMORY if they could not be
+    compared for want of memory. `max_error`: the largest absolute difference of any compared element. `relative_error`: root mean square of
+    the failing output's differences over that of eager's values; None if the output's values are not the reason.
+    `note`: which comparison was left out for outputs that pass; "" for most.
+    """
 
     why: str
     max_error: float
@@ -121,7 +123,7 @@ class Comparison:
 
     @property
     def refused(self) -> Refused | None:
-        """The refusal that it stands for; None where the outputs pass."""
+        """The refusal that a failed comparison stands for; None if the outputs pass."""
         return Refused(self.code, self.why) if self.why else None
 
 
@@ -133,22 +135,22 @@ def compare(
     actual: Sequence[object],
     replay: Replay | None = None,
 ) -> Comparison:
-    """Compare an engine's outputs (`actual`) with eager's (`expected`), both made from `inputs`. `replay`: what both were run by, where the
-    region draws random numbers.
+    """Compare an engine's outputs (`actual`) with eager's (`expected`), both computed from `inputs`.
 
-    The wider run costs a third run of the region, and happens only where elements are not close.
+    `replay`: made both runs draw the same numbers, if the region draws random numbers. The wider run costs a third run of the region, and
+    happens only if elements are not close.
     """
     if why := _forms(region, expected, actual):
         return Comparison(why, 0.0)
     if replay is not None and not replay.agrees:
-        return Comparison("it takes more or fewer numbers of the random generator than eager", 0.0)
+        return Comparison("it draws more or fewer numbers from the random number generator than eager", 0.0)
     rewind = replay.rewind if replay is not None else _nothing
     try:
         return _compare(region, inputs, expected, actual, rewind)
     except failures(RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-    # The error is let go of: it holds what was computed.
+    # Outside the except block: the error, which holds the computed tensors, is released by now.
     if not all(_is_on_host(value) for value in (*inputs, *expected)):
         _log.info("region %s is compared on the host: its device has too little memory for that", region.name)
         try:
@@ -156,12 +158,12 @@ def compare(
         except failures(RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-    why = "there is no memory to compare its outputs with eager's and with a run in a wider dtype, so that nothing shows that they are right"
+    why = "there is too little memory to compare its outputs with eager's and with a run in a wider dtype: they are not verified"
     return Comparison(why, 0.0, Reason.OUT_OF_MEMORY)
 
 
 def difference(expected: Sequence[object], actual: Sequence[object]) -> str:
-    """Text that says how outputs of two runs of the same operators differ by more than their dtypes' tolerances; "" if they do not."""
+    """Description of the first output of two runs that differs by more than its dtype's tolerance; "" if none does."""
     if len(expected) != len(actual):
         return f"it returned {len(actual)} outputs, not {len(expected)}"
     for position, (reference, result) in enumerate(zip(expected, actual, strict=True)):
@@ -188,7 +190,7 @@ def _on_host(values: Sequence[object]) -> list[object]:
 
 
 def _forms(region: Region, expected: Sequence[object], actual: Sequence[object]) -> str:
-    """Text that says what is wrong with the outputs but for the values of tensors; "" if nothing is."""
+    """Description of the first output that differs in kind, dtype, shape, device, strides or, if no tensor, in value; "" if none does."""
     if len(expected) != len(actual):
         return f"it returned {len(actual)} outputs, eager {len(expected)}"
     for position, (reference, result) in enumerate(zip(expected, actual, strict=True)):
@@ -214,36 +216,36 @@ def _compare(
         for position, (reference, result) in enumerate(zip(expected, actual, strict=True))
         if isinstance(reference, torch.Tensor) and isinstance(result, torch.Tensor) and not _allclose(reference, result)
     }
-    judged_graph = module if not far or draws_numbers(module) else _returning(module, far)
+    checked_graph = module if not far or draws_numbers(module) else _returning(module, far)
     no_run = [None] * len(expected)
 
     @functools.cache
     def fits(dtype: torch.dtype) -> bool:
-        """True if the host has memory for a wider run, of what it has beside what eager takes."""
+        """True if a wider run takes little more host memory than eager's run (`BESIDE_EAGER_BYTES`); always true on another device."""
         on_device = not on_host and not all(map(_is_on_host, expected))
-        return on_device or _peak_bytes(judged_graph, dtype) <= BESIDE_EAGER_BYTES + _peak_bytes(module, None)
+        return on_device or _peak_bytes(checked_graph, dtype) <= BESIDE_EAGER_BYTES + _peak_bytes(module, None)
 
     @functools.cache
     def ideal(dtype: torch.dtype) -> Sequence[object]:
         rewind()
-        return reference_run(judged_graph, inputs, dtype, on_host=on_host) or no_run
+        return reference_run(checked_graph, inputs, dtype, on_host=on_host) or no_run
 
     @functools.cache
     def nudged() -> list[Sequence[object]]:
-        """The region run wide, all that it quantises a little larger, and a little smaller; nothing where it quantises nothing."""
+        """Outputs of two wider runs: one with all quantized values a little larger, one a little smaller. Empty if nothing is quantized."""
         if not any(is_quantizing(node.target) for node in module.graph.nodes) or not fits(torch.float64):
             return []
         runs = []
         for nudge in (NUDGE, -NUDGE):
             rewind()
-            runs.append(reference_run(judged_graph, inputs, torch.float64, on_host=on_host, nudge=nudge))
+            runs.append(reference_run(checked_graph, inputs, torch.float64, on_host=on_host, nudge=nudge))
         return [run for run in runs if run is not None]
 
     @functools.cache
     def rounded() -> Sequence[object]:
-        """The region run wide with rows rounded as kernels may round them."""
+        """Outputs of a wider run with rows rounded as kernels may round them."""
         rewind()
-        run = reference_run(judged_graph, inputs, torch.float64, on_host=on_host, rounds_rows=True)
+        run = reference_run(checked_graph, inputs, torch.float64, on_host=on_host, rounds_rows=True)
         return run or no_run
 
     worst, note = 0.0, ""
@@ -264,13 +266,13 @@ def _compare(
         wider = _wider(reference.dtype, module, on_host=on_host or _is_on_host(reference))
         if wider is not None and not fits(wider):
             if _relative_error(reference, result) <= _WITHOUT_WIDER.get(reference.dtype, _FLOAT32_WITHOUT_WIDER):
-                note = f"judged by eager's results alone: a run in {str(wider).removeprefix('torch.')} takes too much memory"
+                note = f"compared with eager's results alone: a run in {str(wider).removeprefix('torch.')} takes too much memory"
                 continue
         elif wider is not None and _near(reference, result, ideal(wider)[position]):
             continue
-        judged = wider is not None or is_quantized(outputs[position])
-        moved = [run[position] for run in nudged()] if judged else []
-        if not moved or not _near_ties(result, ideal(torch.float64)[position], moved):
+        has_wider_run = wider is not None or is_quantized(outputs[position])
+        nudged_results = [run[position] for run in nudged()] if has_wider_run else []
+        if not nudged_results or not _near_ties(result, ideal(torch.float64)[position], nudged_results):
             what = f"{TensorSpec.of(reference).dtype}, shape {tuple(reference.shape)}"
             why = f"output {position} ({what}) differs from eager's by up to {error:.3g}"
             return Comparison(why, worst, relative_error=_relative_error(reference, result))
@@ -278,18 +280,18 @@ def _compare(
 
 
 def _returning(module: torch.fx.GraphModule, positions: Collection[int]) -> torch.fx.GraphModule:
-    """The graph with what is computed for the outputs at these positions alone; None in place of the others."""
+    """The graph reduced to what the outputs at these positions need; it returns None in place of the other outputs."""
     graph = torch.fx.Graph()
     outputs = graph.graph_copy(module.graph, {})
     assert isinstance(outputs, list | tuple)  # regions return several
     graph.output(tuple(output if position in positions else None for position, output in enumerate(outputs)))
     graph.eliminate_dead_code()
-    return torch.fx.GraphModule(module, graph, "Judged")
+    return torch.fx.GraphModule(module, graph, "Checked")
 
 
 def _peak_bytes(module: torch.fx.GraphModule, dtype: torch.dtype | None) -> int:
-    """Bytes that a run of the graph has at once of values that it computes, and in `dtype` of what it widens beside them; by the sizes it was
-    traced with."""
+    """Peak bytes of a run of the graph, by the sizes it was traced with: values that it computes, and inputs while they are widened to
+    `dtype`."""
     last: dict[Node, Node] = {}
     for node in module.graph.nodes:
         last.update((_maker(source), node) for source in node.all_input_nodes)
@@ -314,13 +316,13 @@ def _peak_bytes(module: torch.fx.GraphModule, dtype: torch.dtype | None) -> int:
 
 
 def _maker(node: Node) -> Node:
-    """The node that made a value's memory, of an item of several results the node of all."""
+    """The node that allocated a value's memory. For an item of several results: the node that returned them all."""
     root = storage_root(node)
     return _maker(root.all_input_nodes[0]) if is_item(root) else root
 
 
 def _bytes_in(value: object, dtype: torch.dtype | None) -> int:
-    """Bytes of the tensors, those of narrower numbers as they are in `dtype`."""
+    """Bytes of the tensors, counting those of narrower dtypes as widened to `dtype`."""
     if isinstance(value, list | tuple):
         return sum(_bytes_in(each, dtype) for each in value)
     if not isinstance(value, torch.Tensor):
@@ -335,9 +337,9 @@ def _takes_elements(node: Node) -> bool:
 
 
 def _wider(dtype: torch.dtype, graph_module: torch.fx.GraphModule, *, on_host: bool) -> torch.dtype | None:
-    """The dtype that an output of `dtype` is judged by; None if the output must be exact.
+    """The dtype of the wider run with which an output of `dtype` is compared; None if the output must be exact.
 
-    float64 instead of float32 where PyTorch's settings let products of float32 be rounded as those of half types are (TF32, bfloat16).
+    Half types are compared in float32; in float64 if PyTorch's settings let float32 products be rounded (TF32, bfloat16).
     """
     if not dtype.is_floating_point:
         return None
@@ -356,7 +358,7 @@ def _form(reference: torch.Tensor, result: torch.Tensor, spec: TensorSpec | None
         return f"has shape {tuple(result.shape)}, eager's {tuple(reference.shape)}"
     if result.device != reference.device:
         return f"is on {result.device}, eager's on {reference.device}"
-    # The strides of the graph's metadata are legal too: what follows in the graph was built for them.
+    # The strides of the graph's metadata are legal too: later segments were built for them.
     legal = [reference.stride()] + ([spec.strides] if spec is not None else [])
     if reference.numel() and not any(_same_strides(reference.shape, result.stride(), strides) for strides in legal):
         return f"has strides {result.stride()}, eager's {reference.stride()}"
@@ -364,7 +366,7 @@ def _form(reference: torch.Tensor, result: torch.Tensor, spec: TensorSpec | None
 
 
 def _same_strides(shape: Sequence[int], a: Sequence[object], b: Sequence[object]) -> bool:
-    """True if the strides address the same elements: those of dimensions of size 1 do not matter."""
+    """True if the strides address the same elements. Strides of dimensions of size 1 do not matter."""
     return all(x == y for size, x, y in zip(shape, a, b, strict=True) if size != 1)
 
 
@@ -381,7 +383,7 @@ def _near(reference: torch.Tensor, result: torch.Tensor, ideal: object) -> bool:
     `torch._dynamo.utils.same` judges."""
     if not isinstance(ideal, torch.Tensor):
         return False
-    squares = torch.zeros(3, dtype=torch.float64)  # of eager's errors, of the result's, and of the ideal: their sums
+    squares = torch.zeros(3, dtype=torch.float64)  # sums of squares: eager's errors, the result's errors, the ideal
     eager_nan = ideal_nan = False
     is_close = is_better = True
     for pair in blocks(reference, result, ideal):
@@ -405,14 +407,15 @@ def _near(reference: torch.Tensor, result: torch.Tensor, ideal: object) -> bool:
     is_noisy = reference.dtype in _HALF or reference.numel() < 1000 or reference.shape[2:] == (1, 1)
     if error <= (3 if is_noisy else 2) * eagers + _ROOT_MEAN_SQUARE / 10:
         return True
-    # What passes here whatever eager's error is, is next to nothing for outputs in the hundreds: there float32 sums of thousands of terms
-    # differ by more when they are taken in another order, and eager's order may happen to be a very good one.
+    # The absolute limit above is next to nothing for outputs in the hundreds. There float32 sums of thousands of terms differ by more if their
+    # order differs, and eager's order may happen to be a very good one.
     compared_in = torch.float32 if result.dtype in _FLOAT8 else result.dtype
     return compared_in == torch.float32 and bool(error <= _RELATIVE_ROOT_MEAN_SQUARE * size)
 
 
 def _is_near_rounded(reference: torch.Tensor, result: torch.Tensor, error: float, allowed: float) -> bool:
-    """True if rounded rows may have made the difference, which is `error` at most: `allowed` in the mean, and no element stands out."""
+    """True if rounded rows may have caused the difference: its relative error is `allowed` at most, and no element stands out.
+    `error`: the largest difference."""
     if not reference.is_floating_point() or reference.numel() == 0:
         return False
     most = largest(_itself, reference)
@@ -430,10 +433,10 @@ def _is_off_as(result: torch.Tensor, ideal: object, rounded: object) -> bool:
 
 
 def _near_ties(result: torch.Tensor, ideal: object, nudged: Sequence[object]) -> bool:
-    """True if the result's root mean square error is about what comes of other sides taken at ties, as the `nudged` runs show it.
+    """True if the result's root mean square error is about as large as rounding ties the other way makes it, as the `nudged` runs show.
 
-    Where few values are quantised it is chance whether eager, the kernel, both or neither take the same side as the wider run, and what
-    follows differs by a whole step: no error of eager's tells how much that is.
+    With few quantized values it is chance whether eager and the kernel round a tie as the wider run does. Later values then differ by a whole
+    step. Eager's own error does not show how much that is.
     """
     if not isinstance(ideal, torch.Tensor):
         return False
@@ -446,7 +449,7 @@ def _near_ties(result: torch.Tensor, ideal: object, nudged: Sequence[object]) ->
 
 
 def _comparable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself; floats of 8 bits, which PyTorch does not compare, in float32."""
+    """The tensor itself; float8 tensors, which PyTorch does not compare, in float32."""
     return tensor.float() if tensor.dtype in _FLOAT8 else tensor
 
 
@@ -478,11 +481,12 @@ def reference_run(
 ) -> list[object] | None:
     """The region's outputs computed in `dtype`, float32 or float64: inputs, constants and dtype arguments below it are widened.
 
-    Random operators draw in the dtype that they were traced in: the numbers depend on it. on_host: constants and device arguments are the
-    host's, as the inputs are. nudge: what is quantised is moved by this share of the largest value beside it. rounds_rows: rows of products
-    that carry the mark are rounded (`core.precision.ROW_BITS`). None where the region cannot be run so (an operator reinterprets bits, or does
-    not take the dtype; the host would have to draw the numbers of another device). Raises what operators raise for other reasons: for want of
-    memory, say.
+    Random operators draw in the dtype that they were traced in, as the drawn numbers depend on the dtype. on_host: constants and device
+    arguments are moved to the host, where the inputs are. nudge: values are changed before they are quantized, by this share of the tensor's
+    largest value. rounds_rows: rows of products that carry the mark are rounded (`core.precision.ROW_BITS`).
+
+    None if the region cannot be run so: an operator reinterprets bits or does not take the dtype, or the host would have to draw the random
+    numbers of another device. Other errors of operators, such as want of memory, are raised.
     """
     bits = torch.ops.aten.view.dtype
     if any(node.target is bits for node in graph_module.graph.nodes) or (on_host and draws_numbers(graph_module)):
@@ -496,13 +500,13 @@ def reference_run(
 
 
 def _row_bits(node: torch.fx.Node) -> int:
-    """To how many bits the rows of this product may be rounded; 32: not at all."""
+    """Bits to which the rows of this product may be rounded; 32 if they may not be rounded."""
     bits: int = node.meta.get(ROW_BITS, 32)
     return bits
 
 
 def _rounded_rows(rows: torch.Tensor, bits: int) -> torch.Tensor:
-    """The rows, (..., K), as kernels may round them: to `bits` bits of the largest number of a group."""
+    """The rows, (..., K), as kernels may round them: to integers of `bits` bits, scaled by the largest value of each group."""
     k, size = rows.shape[-1], ROW_GROUPS[bits]
     padded = torch.nn.functional.pad(rows, (0, -k % size))
     groups = padded.reshape(*padded.shape[:-1], -1, size)
@@ -514,8 +518,8 @@ def _rounded_rows(rows: torch.Tensor, bits: int) -> torch.Tensor:
 class _Widened(TracedRun):
     """Runs a graph with every narrower floating-point value and dtype argument replaced by `dtype`, on the host if need be.
 
-    A value is widened where an operator computes with it, and no longer: what is wide of a model's parameters is one layer's at a time. What
-    only takes elements out of a value takes them before they are widened: a few rows of a large table.
+    A value is widened only while an operator computes with it, so at any time one layer's parameters are wide. Operators that only take
+    elements out of a value run before the elements are widened: a few rows of a large table, say.
     """
 
     def __init__(
@@ -545,7 +549,7 @@ class _Widened(TracedRun):
             return self._product(target, args, kwargs)
         if not is_quantizing(target):
             return super().call_function(target, args, kwargs)
-        # Operators on quantised tensors take and return float32 whatever they are given: the wider run goes on from there.
+        # Operators on quantized tensors take and return float32 only: the wider run continues from their float32 result.
         narrow, *rest = args
         if narrow.dtype.is_floating_point:
             if self._nudge and narrow.numel():
@@ -558,12 +562,12 @@ class _Widened(TracedRun):
         if not self._on_host and _takes_elements(n):
             return args, kwargs
         if draws(n):
-            given: tuple[Any, dict[str, Any]] = torch.fx.node.map_arg((n.args, n.kwargs), self._as_traced)
-            return given
+            traced_arguments: tuple[Any, dict[str, Any]] = torch.fx.node.map_arg((n.args, n.kwargs), self._as_traced)
+            return traced_arguments
         if self._rounds_rows and n.target in PRODUCTS and (bits := _row_bits(n)) in ROW_GROUPS:
             rows = PRODUCTS[n.target] - 1
             args = (*args[:rows], _rounded_rows(args[rows], bits), *args[rows + 1 :])
-        weight = PRODUCTS.get(n.target, -1)  # `_product` widens it, block by block
+        weight = PRODUCTS.get(n.target, -1)  # `_product` widens the weight, block by block
         wide = tuple(arg if number == weight else self.widen(arg) for number, arg in enumerate(args))
         return wide, {name: self.widen(value) for name, value in kwargs.items()}
 
@@ -579,12 +583,12 @@ class _Widened(TracedRun):
         result = rows.new_empty(*rows.shape[:-1], columns)
         for start in range(0, columns, step):
             count = min(step, columns - start)
-            own = [
+            part = [
                 arg.narrow(-1, start, count) if isinstance(arg, torch.Tensor) and arg.shape[-1:] == (columns,) else arg
                 for arg in args
             ]
-            own[place - 1], own[place] = rows, self.widen(weight.narrow(dimension, start, count))
-            result.narrow(-1, start, count).copy_(super().call_function(target, tuple(own), kwargs))
+            part[place - 1], part[place] = rows, self.widen(weight.narrow(dimension, start, count))
+            result.narrow(-1, start, count).copy_(super().call_function(target, tuple(part), kwargs))
         return result
 
     def _as_traced(self, n: torch.fx.Node) -> Any:

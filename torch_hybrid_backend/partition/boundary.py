@@ -1,9 +1,9 @@
-"""Costs where regions meet, by estimate.
+"""Estimated costs of the boundaries between regions.
 
-    eager behind a region      the C++ plan calls Python, as it does for an engine's region without a program
+    eager after a region       the C++ plan calls Python, as it does for an engine's region without a program
     another form               a value is copied into the dtype, strides or device in which the engine reads it (`Engine.reads`)
 
-Copies between devices that the graph itself asks for are operators of eager's, and counted with them.
+Copies between devices that the graph itself contains are eager's operators, and are counted with these.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from torch_hybrid_backend.partition.estimate import CALLBACK_US, copy_us, roofli
 
 
 def callbacks_us(graph: PartitionedGraph, runs: Mapping[str, str], from_python: Container[str] = ()) -> float:
-    """Microseconds of one call that going back to Python costs, where `runs` (region name -> engine name) says who runs what: for each segment
-    of eager's, and each region among `from_python`, whose engine has no program for the plan. 0 where eager runs the whole graph.
+    """Microseconds that calls from the plan back to Python cost in one call of the graph; 0 if eager runs the whole graph.
 
-    Steps of a program that only Python can run are none of these: who times a program times them, and the way to them, and who estimates it
-    counts them (`estimate.engine_us`).
+    `runs`: region name -> name of the engine that runs it. `from_python`: regions whose engine has no program for the plan. Each of these
+    regions and each of eager's segments costs one call.
+
+    Steps within a program that only Python can run are not counted: a program's measured time contains them, and so does its estimate
+    (`estimate.engine_us`).
     """
     names = [segment.region.name for segment in graph.segments]
     if all(runs[name] == EAGER for name in names):
@@ -29,8 +31,10 @@ def callbacks_us(graph: PartitionedGraph, runs: Mapping[str, str], from_python: 
 
 
 def conversions_us(graph: PartitionedGraph, runs: Mapping[str, str], engines: Mapping[str, Engine]) -> float | None:
-    """Estimated microseconds of one call that copies into the forms which the engines read cost; None where a device has no roofline to
-    estimate a copy by. What is timed contains them."""
+    """Estimated microseconds that copies into the forms which the engines read cost in one call. None if a device has no roofline.
+
+    Measured times contain these copies.
+    """
     total = 0.0
     for segment in graph.segments:
         name = runs[segment.region.name]

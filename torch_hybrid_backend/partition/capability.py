@@ -1,4 +1,4 @@
-"""Asking every engine about every operator: verdicts as values, kept for the plan."""
+"""Verdicts of every engine on every operator, kept for the plan."""
 
 from __future__ import annotations
 
@@ -30,14 +30,18 @@ def capability(
     strict: bool,
     known: Mapping[Node, tuple[Verdict, ...]] = MappingProxyType({}),
 ) -> Mapping[Node, tuple[Verdict, ...]]:
-    """The verdict of each engine on each operator; every engine is asked at most once per operator, and not about those that are `known`.
+    """The verdict of each engine on each operator. Every engine is asked at most once per operator, and not about `known` operators.
 
-    What picks one of several outputs (getitem) goes with its operator. Operators with effects are eager's: a region
-    means the same each time it runs. About those that only draw random numbers the engines that draw are asked. Eager's too are
-    views of what a collective still writes, which an engine might copy, operators with tensors on several devices, and those with
-    tensors that are lazily conjugated or negated. An engine is not asked about devices that it does not serve. An engine that
-    raises instead of answering is taken to refuse, with one WARNING for that engine, or RegionError under `strict`; where it
-    stumbled over a size that depends on data, without.
+    A getitem, which picks one of several outputs, gets the verdict of its operator. Eager runs the following, and engines are not asked:
+
+    - operators with effects, as a region must mean the same each time it runs; engines that draw are asked about operators that only draw
+      random numbers
+    - operators that read what a collective still writes, as an engine might copy it
+    - operators with tensors on several devices
+    - operators with tensors that are lazily conjugated or negated
+
+    An engine is not asked about devices that it does not serve. An engine that raises instead of answering refuses, with one WARNING for that
+    engine; under `strict` it raises RegionError. If a size that depends on data made the engine raise, there is neither.
     """
     verdicts: dict[Node, tuple[Verdict, ...]] = {}
     broken: set[str] = set()
@@ -86,7 +90,9 @@ def _is_lazy(node: Node) -> bool:
 
 
 def accepted(engine: Engine, region: Region, *, strict: bool) -> Verdict:
-    """Supported if an engine takes a whole region of operators that it supports. One that raises instead of answering refuses, as above."""
+    """The engine's verdict on a whole region of operators that it supports. An engine that raises instead of answering refuses.
+
+    Under `strict` it raises RegionError."""
     try:
         with unset_fake_temporarily():
             return engine.accepts(region)
@@ -101,9 +107,9 @@ def accepted(engine: Engine, region: Region, *, strict: bool) -> Verdict:
 def _ask(engine: Engine, node: Node, device: Device | None, broken: set[str], strict: bool) -> Verdict:
     if device is None:
         return Refused(
-            Reason.DEVICE, f"{node.target} has tensors on several devices; what goes between devices is eager's"
+            Reason.DEVICE, f"{node.target} has tensors on several devices; eager runs what goes between devices"
         )
-    # Engines come from third parties too: whatever one raises may cost that operator, never the model.
+    # Engines come from third parties too: an error of theirs may cost that operator, never the model.
     try:
         if not serves(engine, device):
             served = " and ".join(sorted(engine.devices))
@@ -112,7 +118,9 @@ def _ask(engine: Engine, node: Node, device: Device | None, broken: set[str], st
         with unset_fake_temporarily():
             return engine.supports(node)
     except (GuardOnDataDependentSymNode, DataDependentOutputException) as error:
-        return Refused(Reason.SYMBOLIC_SHAPE, f"{node.target} depends on a number that only its data tell: {error}")
+        return Refused(
+            Reason.SYMBOLIC_SHAPE, f"{node.target} depends on a number that is known only from data: {error}"
+        )
     except failures(Exception) as error:  # a third party's code
         why = f"engine {engine.name} raised when asked about {node.target}: {type(error).__name__}: {error}"
         if strict:

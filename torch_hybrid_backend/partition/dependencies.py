@@ -1,9 +1,9 @@
 """Order in which operators must run, in a graph of ATen operators.
 
-Besides the wires there are edges no wire shows. Operators with effects (in-place writes such as the `copy_` epilogues
-that AOTAutograd appends, random numbers, assertions, collectives) keep their order among each other; and an in-place
-write waits for every earlier reader of the memory it writes, be it through views, and precedes every later one. Waiting for
-a collective counts as a write: what reads the memory after it may not be moved before it.
+Besides the edges of the graph there are hidden ones. Operators with effects keep their order among each other: in-place writes such as the
+`copy_` epilogues that AOTAutograd appends, random numbers, assertions, collectives. An in-place write waits for every earlier reader of the
+memory that it writes, also through views, and precedes every later reader. Waiting for a collective counts as a write: a later reader of
+the memory may not be moved before the wait.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch_hybrid_backend.torch_private import HigherOrderOperator
 
 @dataclass(frozen=True, slots=True)
 class Dependencies:
-    """`operators` in graph order; `before[i]` are the positions of those that must run before operator i (each < i).
-    `ordered[i]` says that operator i has effects."""
+    """`operators` in graph order. `before[i]`: positions of the operators that must run before operator i (each < i).
+    `ordered[i]`: true if operator i has effects."""
 
     operators: tuple[Node, ...]
     before: tuple[tuple[int, ...], ...]
@@ -30,8 +30,8 @@ class Dependencies:
 
 
 def is_operator(node: Node) -> bool:
-    """True if the node must be run by some segment. A get_attr counts only where the graph returns it directly;
-    otherwise each segment that reads the constant has its own copy of the node."""
+    """True if the node must be run by some segment. A get_attr counts only if the graph returns it directly;
+    each segment that reads the constant has its own copy of the node."""
     if node.op == "get_attr":
         return any(user.op == "output" for user in node.users)
     return node.op not in ("placeholder", "output")
@@ -45,8 +45,7 @@ def _shared_with(node: Node) -> Sequence[Node]:
 
 
 def dependencies(graph: torch.fx.Graph) -> Dependencies:
-    """The dependencies of the graph's operators. Linear in nodes and wires: a write clears the readers it waited
-    for."""
+    """The dependencies of the graph's operators. Linear in nodes and edges: a write clears the readers that it waited for."""
     operators = tuple(node for node in graph.nodes if is_operator(node))
     position = {node: i for i, node in enumerate(operators)}
     memory: dict[Node, frozenset[Node]] = {}  # the nodes that own the memory a value may live in

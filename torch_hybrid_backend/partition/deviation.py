@@ -1,12 +1,12 @@
 """Deviation of a graph of reduced precision from the same graph as written, on the inputs of one call.
 
-An error is relative: the root mean square of the difference over that of the values as written. Values that no number tells apart (equal
-infinities, NaN in both) do not count; where one is finite and the other is not, the error is infinite. Integers are not compared: the index
-of the largest of two that are nearly equal may be either's.
+An error is relative: the root mean square of the difference over that of the values as written. Equal infinities and NaN in both values do not
+count. If one value is finite and the other is not, the error is infinite. Integers are not compared: the index of the largest of two nearly
+equal values may be either.
 
-    WrittenRun            the graph as written, run step by step beside what it is compared with: few values are alive at once
-    is_telling            True if what is computed of a tensor says something about the errors of other inputs
-    layer_errors          what each layer adds by itself: it alone in its precision, on the values as written
+    WrittenRun            the graph as written, run step by step beside the reduced graph, so that few values are alive at once
+    is_telling            true if errors on a tensor say something about the errors on other inputs
+    layer_errors          the error of each layer by itself: that layer alone in reduced precision, on the values as written
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from torch_hybrid_backend.graph.eager_graph import TracedRun
 from torch_hybrid_backend.partition.blocks import blocks, widened
 from torch_hybrid_backend.torch_private import tree_leaves
 
-# Of the values that a layer reads: with fewer that are not zero there is next to nothing to be off by. Behind a ReLU half of them are.
+# The least share of nonzero values among those that a layer reads. With fewer there are next to no errors to see. After a ReLU half are
+# nonzero.
 _LEAST_SHARE = 0.01
 
 
 def relative_error(reference: object, result: object) -> float | None:
-    """The error of one value, or the largest of several's; None where there is nothing to compare."""
+    """The relative error of a value, or the largest error of several values; None if there is nothing to compare."""
     if reference is None:
         return None
     pairs = zip(tree_leaves(reference), tree_leaves(result), strict=True)
@@ -50,7 +51,7 @@ def _relative_error(reference: torch.Tensor, result: torch.Tensor) -> float:
         if not finite.all():
             if not (finite | (a == b) | (a.isnan() & b.isnan())).all():
                 return math.inf
-            a, b = a.where(finite, 0.0), b.where(finite, 0.0)  # noqa: PLW2901  the same without what no number tells apart
+            a, b = a.where(finite, 0.0), b.where(finite, 0.0)  # noqa: PLW2901  the same without equal infinities and NaN
         difference = math.hypot(difference, float(torch.linalg.vector_norm(b - a)))
         norm = math.hypot(norm, float(torch.linalg.vector_norm(a)))
     return difference / norm if norm else (math.inf if difference else 0.0)
@@ -69,28 +70,28 @@ def is_telling(values: torch.Tensor) -> bool:
 
 
 def any_telling(values: Sequence[Any]) -> bool:
-    """True if one of a call's inputs is telling, or none has more than one element: a single token, say, is what it is."""
+    """True if one of a call's inputs is telling, or if no input has more than one element, as a single token."""
     tensors = [value for value in values if isinstance(value, torch.Tensor) and value.numel() != 1]
     return not tensors or any(map(is_telling, tensors))
 
 
 def changing_inputs(graph: torch.fx.GraphModule, constants: Collection[str]) -> Mapping[str, frozenset[Node]]:
-    """Names of operators -> those of their floating-point inputs that calls change. constants: placeholders that they do not."""
+    """Operator name -> its floating-point inputs that differ from call to call. constants: placeholders that do not."""
     changing: set[Node] = set()
-    found: dict[str, frozenset[Node]] = {}
+    inputs: dict[str, frozenset[Node]] = {}
     for node in graph.graph.nodes:
         sources = [source for source in node.all_input_nodes if source in changing]
         if sources or (node.op == "placeholder" and node.name not in constants):
             changing.add(node)
         values = [(source, source.meta.get("val")) for source in sources]
-        found[node.name] = frozenset(s for s, v in values if isinstance(v, torch.Tensor) and v.is_floating_point())
-    return found
+        inputs[node.name] = frozenset(s for s, v in values if isinstance(v, torch.Tensor) and v.is_floating_point())
+    return inputs
 
 
 class WrittenRun:
-    """A graph as written, which runs as far as its values are asked for. Owns those that are yet to be asked for.
+    """Run of a graph as written that goes only as far as values are asked for. Owns the values that have not been asked for yet.
 
-    `unseen`: names of those of the `watched` operators that have run and for whom one of the given inputs was not telling.
+    `unseen`: names of the `watched` operators that have run on an input that was not telling.
     """
 
     def __init__(
@@ -100,46 +101,46 @@ class WrittenRun:
         wanted: Collection[str],
         watched: Mapping[str, frozenset[Node]] = MappingProxyType({}),
     ) -> None:
-        """wanted: names of the values that will be asked for, once each. watched: names of operators, and which inputs to look at."""
+        """wanted: names of the values that will be asked for, once each. watched: operator name -> the inputs to look at."""
         self._run = TracedRun(written)
         self._values = self._run.values(inputs)
         self._watched = watched
         self.unseen: list[str] = []
         self._pending = {node.name for node in written.graph.nodes if node.op == "call_function"}.intersection(wanted)
-        self._found: dict[str, Any] = {}
+        self._ready: dict[str, Any] = {}
 
     def value(self, name: str) -> Any:
         """The wanted value of that name; None if the graph has none."""
         while name in self._pending:
             self._step()
-        return self._found.pop(name, None)
+        return self._ready.pop(name, None)
 
     def outputs(self) -> Sequence[Any]:
-        """The graph's outputs, after all else."""
+        """The graph's outputs; runs the rest of the graph."""
         outputs: Sequence[Any] = ()
-        while (found := self._step()) is not None:
-            outputs = found[1]
+        while (step := self._step()) is not None:
+            outputs = step[1]
         return outputs
 
     @torch.no_grad()
     def _step(self) -> tuple[Node, Any] | None:
-        found = next(self._values, None)
-        if found is not None and not all(is_telling(self._run.env[n]) for n in self._watched.get(found[0].name, ())):
-            self.unseen.append(found[0].name)
-        if found is not None and found[0].name in self._pending:
-            self._pending.remove(found[0].name)
-            self._found[found[0].name] = found[1]
-        return found
+        step = next(self._values, None)
+        if step is not None and not all(is_telling(self._run.env[n]) for n in self._watched.get(step[0].name, ())):
+            self.unseen.append(step[0].name)
+        if step is not None and step[0].name in self._pending:
+            self._pending.remove(step[0].name)
+            self._ready[step[0].name] = step[1]
+        return step
 
 
 @torch.no_grad()
 def layer_errors(
     written: torch.fx.GraphModule, reduced: torch.fx.GraphModule, layers: Collection[str], inputs: Sequence[Any]
 ) -> Mapping[str, float]:
-    """The error that each of the `layers` makes by itself: computed as in `reduced` of the values in `written`, beside its value there.
+    """The error that each of the `layers` makes by itself: the layer of `reduced`, computed from the values of `written`, against `written`.
 
-    Both graphs have the layers under the same names; nodes that only `reduced` has (casts, quantisations) are computed with the layer.
-    An error is infinite where the layer does not run in eager, for want of memory or else.
+    Both graphs have the layers under the same names. Nodes that only `reduced` has (casts, quantizations) are computed with their layer.
+    The error is infinite if the layer does not run in eager, for want of memory or another reason.
     """
     known = {node.name for node in written.graph.nodes}
     cones = {node.name: _Cone(node, known) for node in reduced.graph.nodes if node.name in layers}
@@ -164,7 +165,7 @@ def layer_errors(
 
 
 class _Cone:
-    """A layer and what lies between it and the values that both graphs have, its `leaves`."""
+    """A layer and the nodes between it and its `leaves`: the nearest values that both graphs have."""
 
     def __init__(self, layer: Node, known: Collection[str]) -> None:
         self.leaves: set[str] = set()
@@ -178,17 +179,17 @@ class _Cone:
                 pending += node.all_input_nodes
 
     def run(self, values: Mapping[str, Any]) -> Any:
-        """The layer's value. `values`: those of the leaves, by name, in the graph as written."""
-        found: dict[Node, Any] = {}
+        """The layer's value. `values`: leaf name -> the leaf's value in the graph as written."""
+        computed: dict[Node, Any] = {}
 
         def value(node: Node) -> Any:
-            if node not in found:
+            if node not in computed:
                 if node.name in self.leaves:
-                    found[node] = _as_traced(values[node.name], node.meta.get("val"))
+                    computed[node] = _as_traced(values[node.name], node.meta.get("val"))
                 else:
                     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value)
-                    found[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-            return found[node]
+                    computed[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+            return computed[node]
 
         return value(self._layer)
 

@@ -2,11 +2,11 @@
 
     time = calls * overhead + max(flops / peak, bytes / bandwidth)
 
-Eager makes one call per operator, each of which reads and writes memory. An engine is taken to fuse everything between
-products (matrix products, convolutions, attention): it makes one call per kernel, and only the region's inputs and
+Eager makes one call per operator, and each operator reads and writes memory. An engine is assumed to fuse everything between
+products (matrix products, convolutions, attention). Then there is one call per kernel, and only the region's inputs and
 outputs and the products' operands go through memory.
 
-Peak, bandwidth and overhead are a CPU's. Of other devices nothing is known here, and no estimate is better than a wrong one (`roofline`).
+Peak, bandwidth and overhead are those of a CPU. For other devices there is no estimate, which is better than a wrong one (`roofline`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch_hybrid_backend.sizes.size import size_hint
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """The most that a device does, and the costs of calls on it. Only ratios matter."""
+    """A device's peak rates and the costs of calls on it. Only ratios matter."""
 
     flops_per_second: float
     bytes_per_second: float
@@ -50,7 +50,7 @@ _CPU_THREAD = Roofline(1e11, 1e10, operator_us=3.0, view_us=1.0, kernel_us=0.5)
 
 
 def roofline(device: Device) -> Roofline | None:
-    """The device's, now: PyTorch's threads count. None where it is not known: nothing on that device is estimated."""
+    """The device's roofline with PyTorch's current number of threads. None if it is not known: then nothing on the device is estimated."""
     if not device.is_host:
         return None
     threads = torch.get_num_threads()
@@ -75,7 +75,7 @@ def eager_us(region: Region, on: Roofline) -> float:
 
 
 def engine_us(region: Region, compiled: CompiledRegion, on: Roofline) -> float:
-    """Estimated microseconds of one call of the region as an engine compiled it; steps that only Python can run cost the way to it as well."""
+    """Estimated microseconds of one call of the region as an engine compiled it. Steps that only Python can run cost a callback each."""
     if compiled.program is None:
         return fused_us(region, on)
     steps = compiled.program.steps
@@ -83,7 +83,7 @@ def engine_us(region: Region, compiled: CompiledRegion, on: Roofline) -> float:
 
 
 def fused_us(region: Region, on: Roofline, kernels: int | None = None) -> float:
-    """Estimated microseconds of one call of the region on an engine, before or after it compiled it to so many kernels."""
+    """Estimated microseconds of one call of the region on an engine. `kernels`: their number; None if the region is not compiled yet."""
     flops = traffic = products = 0
     for node in _operators(region):
         work = node_flops(node)
@@ -97,7 +97,7 @@ def fused_us(region: Region, on: Roofline, kernels: int | None = None) -> float:
 
 
 def copy_us(read: TensorSpec, written: TensorSpec, on: Roofline) -> float:
-    """Estimated microseconds of copying a value from one form into another; sizes known only at run time count with their hints."""
+    """Estimated microseconds of copying a value from one form into another. Sizes known only at run time count with their hints."""
     return on.kernel_us + on.work_us(0, sum(map(_spec_bytes, (read, written))))
 
 

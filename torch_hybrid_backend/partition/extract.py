@@ -1,4 +1,4 @@
-"""Taking one segment out of the whole graph, as a region of its own."""
+"""Extraction of one segment of the graph as a region with its own module."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def extract(
     whole: torch.fx.GraphModule,
     constants: frozenset[str],
 ) -> Segment:
-    """The segment of `nodes` (operators of `whole`, in its order) on `device`, with its own GraphModule; `meta` is copied.
+    """The segment of `nodes` (operators of `whole`, in its order) on `device`, with its own GraphModule. `meta` is copied.
 
     Inputs are in the order of their first use, outputs in graph order. Tensor constants (get_attr) are not inputs:
-    the region's module holds them, sharing their memory.
+    the region's module holds them and shares their memory.
     """
     inside = set(nodes)
     sources: dict[Node, None] = {}
@@ -49,18 +49,18 @@ def extract(
     if engine != EAGER:
         sources.update(dict.fromkeys(_size_inputs(nodes, tuple(sources), whole)))
     graph = torch.fx.Graph()
-    own: dict[Node, Node] = {}
+    copies: dict[Node, Node] = {}
     for source in sources:
-        own[source] = graph.placeholder(source.name)
-        own[source].meta = dict(source.meta)
+        copies[source] = graph.placeholder(source.name)
+        copies[source].meta = dict(source.meta)
     for node in nodes:
         for source in node.all_input_nodes:
-            if source.op == "get_attr" and source not in own:
-                own[source] = graph.node_copy(source)
-        if node not in own:
-            own[node] = graph.node_copy(node, own.__getitem__)
+            if source.op == "get_attr" and source not in copies:
+                copies[source] = graph.node_copy(source)
+        if node not in copies:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
     outputs = [node for node in nodes if any(_leaves(user, inside) for user in node.users)]
-    graph.output(tuple(own[node] for node in outputs))
+    graph.output(tuple(copies[node] for node in outputs))
     with use_lazy_graph_module(True):  # most regions never run from Python again: generate code only for those that do
         module = make_graph_module(attributes, graph, name)
     inputs = tuple(
@@ -86,7 +86,7 @@ def _leaves(user: Node, inside: set[Node]) -> bool:
 
 
 def _spec(node: Node) -> TensorSpec | None:
-    """None where the value is no strided tensor, or one that must not be copied to the strides of its spec yet."""
+    """The spec of a value; None if it is no strided tensor, or if a collective still writes it, so that it must not be copied yet."""
     value = node.meta.get("val")
     if is_in_flight(node) or not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
@@ -94,7 +94,7 @@ def _spec(node: Node) -> TensorSpec | None:
 
 
 def size_of(node: Node) -> Dim | None:
-    """The size that the node's value is; None if it is none, or one that depends on data."""
+    """The node's value as a size; None if the value is no size, or one that depends on data."""
     value = node.meta.get("val")
     if not isinstance(value, int | torch.SymInt) or isinstance(value, bool):
         return None
@@ -104,15 +104,15 @@ def size_of(node: Node) -> Dim | None:
 
 def sizes_of(graph: torch.fx.Graph) -> Mapping[str, Dim]:
     """The graph's values that are sizes, by name."""
-    found = ((node.name, size_of(node)) for node in graph.nodes if node.op != "output")
-    return {name: size for name, size in found if size is not None}
+    sizes = ((node.name, size_of(node)) for node in graph.nodes if node.op != "output")
+    return {name: size for name, size in sizes if size is not None}
 
 
 def _size_inputs(nodes: Sequence[Node], sources: Sequence[Node], whole: torch.fx.GraphModule) -> list[Node]:
-    """The graph's size inputs that tell what else enters the region does not: a region's sizes follow from its inputs."""
+    """The graph's size inputs that the region needs in addition: its sizes must follow from its inputs."""
     entering = [size for size in map(size_of, sources) if size is not None]
     used: list[Dim] = entering.copy()
-    told = set(map(str, entering))
+    known = set(map(str, entering))
     for node in (*sources, *nodes):
         values = node.meta.get("val")
         for value in values if isinstance(values, list | tuple) else (values,):
@@ -120,8 +120,8 @@ def _size_inputs(nodes: Sequence[Node], sources: Sequence[Node], whole: torch.fx
                 spec = TensorSpec.of(value)
                 used += (*spec.shape, *spec.strides)
                 if node in sources:
-                    told.update(str(size) for size in spec.shape)
-    needed = {s.name for s in symbols(used)} - told
+                    known.update(str(size) for size in spec.shape)
+    needed = {s.name for s in symbols(used)} - known
     if not needed:
         return []
     placeholders = [node for node in whole.graph.nodes if node.op == "placeholder" and node not in sources]
@@ -129,7 +129,7 @@ def _size_inputs(nodes: Sequence[Node], sources: Sequence[Node], whole: torch.fx
 
 
 def constants_of(graph: torch.fx.Graph) -> frozenset[str]:
-    """Names of the placeholders that hold parameters, buffers or folded values (`meta["constant"]`)."""
+    """Names of placeholders that hold parameters, buffers or folded values (`meta["constant"]`)."""
     return frozenset(node.name for node in graph.nodes if node.op == "placeholder" and node.meta.get("constant"))
 
 

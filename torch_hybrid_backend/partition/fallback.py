@@ -1,6 +1,6 @@
-"""Fallback when an engine fails: the region goes to eager, with one WARNING; under `strict` it raises RegionError.
+"""Fallback when an engine fails: the region goes to eager with one WARNING; under `strict` RegionError is raised.
 
-This is the only place that decides so. What leaves a device unusable is nobody's to fall back from: it raises to the caller.
+Only this module decides so. There is no fallback from an error that leaves a device unusable: it is raised to the caller.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def compile_refusal(error: Exception) -> Refused:
 
 
 def run_refusal(error: Exception) -> Refused:
-    """The refusal that an exception from running a region stands for, or from what its engine compiled only then."""
+    """The refusal that an exception from running a region stands for. CompileError: the engine compiled something only then."""
     if isinstance(error, CompileError):
         return compile_refusal(error)
     code = Reason.OUT_OF_MEMORY if is_out_of_memory(error) else Reason.RUNTIME_ERROR
@@ -53,26 +53,26 @@ def _sentence(error: Exception) -> str:
 
 
 def report_unchecked(region: Region, engine: str, unable: Refused) -> None:
-    """Log one WARNING that `engine` runs the region although eager, being `unable` to, has nothing to check it with."""
+    """Log one WARNING that `engine` runs the region unchecked, because eager cannot run it. `unable`: the reason."""
     _log.warning(
-        "%s runs %s unchecked, as eager cannot run it: %s: %s", engine, _named(region), unable.code, unable.why
+        "%s runs %s unchecked, as eager cannot run it: %s: %s", engine, _region_title(region), unable.code, unable.why
     )
 
 
-def _named(region: Region) -> str:
+def _region_title(region: Region) -> str:
     return f"region {region.name} ({region.source})" if region.source else f"region {region.name}"
 
 
 def demote(region: Region, engine: str, refused: Refused, *, strict: bool, cause: Exception | None = None) -> Refusal:
-    """Take `region` from `engine`, which failed as `refused` tells. Returns the refusal for the plan.
+    """Take `region` from `engine`, which failed for the reason `refused`. Returns the refusal for the plan.
 
-    Logs one WARNING that names region, reason code and the user's line; raises RegionError with the same text under
-    `strict`. A cause after which the device cannot be used raises as it is: eager could not run the region either. So does one that was
-    delivered from outside, which is the program's.
+    Logs one WARNING that names the region, the reason code and the user's line. Under `strict` raises RegionError with the same text.
+    A cause that leaves the device unusable is raised unchanged: eager could not run the region either. A cause that was delivered from outside
+    (`errors.delivered`) belongs to the program, and is raised unchanged too.
     """
     if cause is not None and (is_sticky(cause) or delivered(cause) is not None):
         raise cause
-    line = f"{_named(region)} cannot run on {engine}: {refused.code}: {refused.why}"
+    line = f"{_region_title(region)} cannot run on {engine}: {refused.code}: {refused.why}"
     if strict:
         raise RegionError(f"{line}. With HYBRID_STRICT=0 it falls back to eager") from cause
     _log.warning("%s. It falls back to eager unless another engine takes it", line)

@@ -1,7 +1,7 @@
 """Floating-point operations of one ATen node; a multiply-add counts two.
 
-Only matrix products, convolutions and attention count, as in `torch.utils.flop_counter`, whose formulas are used:
-everything else (pointwise operators, reductions, normalisations) counts 0, for its time is that of its memory traffic.
+Only matrix products, convolutions and attention count, by the formulas of `torch.utils.flop_counter`. Everything else (pointwise operators,
+reductions, normalizations) counts 0: its time is that of its memory traffic.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def node_flops(node: torch.fx.Node) -> int:
     kwargs = {key: _value(argument) for key, argument in node.kwargs.items()}
     if name in _ATTENTION:
         query, key, value = args[:3]
-        # Two products per head (grouped queries have more heads than keys): with the keys, then with the values.
+        # Two products per query head: with the keys, then with the values. With grouped queries there are fewer key heads.
         flops = 2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
     elif formula is None:
         # Every element of the result is a sum over the last dimension of the matrix or first vector.

@@ -1,11 +1,11 @@
 """Work of a region's kernels: their operators, floating-point operations and bytes, which profiles show beside times.
 
     conv -> add -> relu -> view -> pool     one kernel computes conv and relu, another pool
-    conv, add, relu: the first's            what is computed inside a kernel is that of its readers
-    bytes of the first: input and weight of conv, what add reads besides, the result of relu
+    conv, add, relu: of the first kernel    an operator inside a kernel belongs to the kernel of its readers
+    bytes of the first kernel               input and weight of conv, the other operand of add, the result of relu
 
-Each value counts once, however often a kernel reads it; what stays inside a kernel does not count. A view counts with the elements that it
-shows, where it is read; one that a kernel is for is a copy.
+Each value counts once, however often a kernel reads it. Values that stay inside a kernel do not count. A view counts where it is read, with the
+elements that it shows; a view that has a kernel of its own is a copy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch_hybrid_backend.partition.flops import node_flops
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The least that a kernel needs: as in `core.plan.KernelTime`."""
+    """The least work of a kernel. The fields are those of `core.plan.KernelTime`."""
 
     nodes: tuple[str, ...]
     modules: tuple[str, ...]
@@ -37,7 +37,7 @@ class Work:
 
 
 def kernel_work(graph: torch.fx.Graph, kernels: Sequence[AbstractSet[str]]) -> list[Work]:
-    """Work of each of a region's kernels, given the names of the nodes whose values it keeps or reads from memory."""
+    """Work of each of a region's kernels. `kernels`: for each one, the names of the nodes whose values it writes to or reads from memory."""
     places = _places(graph, kernels)
     return [
         _work([node for node, found in places.items() if kernel in found], names, kernels)
@@ -46,7 +46,7 @@ def kernel_work(graph: torch.fx.Graph, kernels: Sequence[AbstractSet[str]]) -> l
 
 
 def eager_work(graph: torch.fx.Graph) -> Work:
-    """Work of a region that PyTorch runs, operator by operator: each reads and writes memory."""
+    """Work of a region that PyTorch runs operator by operator. Each operator reads and writes memory."""
     operators = _operators(graph)
     works = kernel_work(graph, [{node.name} for node in operators if not _is_free(node)])
     (whole,) = kernel_work(graph, [{node.name for node in operators}])
@@ -54,15 +54,15 @@ def eager_work(graph: torch.fx.Graph) -> Work:
 
 
 def _places(graph: torch.fx.Graph, kernels: Sequence[AbstractSet[str]]) -> dict[Node, frozenset[int]]:
-    """Kernels that compute each operator: one that none names is computed inside its readers, and in none of these where it is read last."""
+    """Kernels that compute each operator. An operator that no kernel names belongs to its readers' kernels, or else to its producers'."""
     operators = _operators(graph)
-    found = {node: frozenset(k for k, names in enumerate(kernels) if node.name in names) for node in operators}
+    places = {node: frozenset(k for k, names in enumerate(kernels) if node.name in names) for node in operators}
     none: frozenset[int] = frozenset()
     for node in reversed(operators):
-        found[node] = found[node] or none.union(*(found.get(user, none) for user in node.users))
+        places[node] = places[node] or none.union(*(places.get(user, none) for user in node.users))
     for node in operators:
-        found[node] = found[node] or none.union(*(found.get(source, none) for source in node.all_input_nodes))
-    return found
+        places[node] = places[node] or none.union(*(places.get(source, none) for source in node.all_input_nodes))
+    return places
 
 
 def _operators(graph: torch.fx.Graph) -> list[Node]:
@@ -71,7 +71,7 @@ def _operators(graph: torch.fx.Graph) -> list[Node]:
 
 def _work(members: Sequence[Node], names: AbstractSet[str], kernels: Sequence[AbstractSet[str]]) -> Work:
     inside = set(members)
-    # What several kernels compute together is shared out.
+    # The work of an operator that several kernels compute together is divided among them.
     flops = {node: node_flops(node) // max(1, sum(node.name in each for each in kernels)) for node in members}
     read: dict[Node, int] = {}
     for node in members:
@@ -98,7 +98,7 @@ def _is_free(node: Node) -> bool:
 
 
 def _viewed(node: Node) -> Node:
-    """The value that a view, of a view, shows a part of."""
+    """The value under a view, or under a chain of views."""
     while node.op == "call_function" and is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
@@ -111,12 +111,12 @@ def _producer(value: Node) -> Node:
 
 
 def _values(node: Node) -> list[Node]:
-    """The node, or of one with several results those that are read."""
+    """The node itself; for a node with several results, the items that are read."""
     return [node] if isinstance(node.meta.get("val"), torch.Tensor) else [user for user in node.users if is_item(user)]
 
 
 def _readers(node: Node) -> Iterator[Node]:
-    """Readers of the value, or of a view of it."""
+    """Yield the readers of the value and of its views."""
     for user in node.users:
         if user.op == "call_function" and _is_free(user):
             yield from _readers(user)

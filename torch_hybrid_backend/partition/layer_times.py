@@ -1,11 +1,11 @@
 """Cost of each layer of a graph in a call, with the casts around it, and the least cost in float32.
 
-    conv 80 us, relu fused      conv: 80         what is computed behind a layer is the layer's
-    amax 20, quantise 10        next conv: 30    casts and quantisations are their reader's
-    conv + conv 60              by their flops   kernels of several layers are shared out
+    conv 80 us, relu fused      conv: 80         operators after a layer count for that layer
+    amax 20, quantize 10        next conv: 30    casts and quantizations count for the layer that reads them
+    conv + conv 60              by their flops   the time of a kernel of several layers is divided among them
 
-Times are those of an engine's kernels in their places among the others (`CompiledRegion.operator_us`), so operands come from where they will
-come from, and layouts are those of the graph.
+Times are those of an engine's kernels in their places among the others (`CompiledRegion.operator_us`). So operands lie in the caches where they
+lie in real calls, and layouts are those of the graph.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ aten = torch.ops.aten
 
 Parts = Iterable[tuple[frozenset[str], float]]
 
-# Multiply-adds of a direct convolution over those of Winograd's algorithm with tiles of 2x2. (Larger tiles save more of them; what they gain
-# was less: docs/performance.md.)
+# Multiply-adds of a direct convolution over those of Winograd F(2x2, 3x3). Larger tiles save more multiply-adds, but less time
+# (docs/performance.md).
 _WINOGRAD_GAIN = 2.25
-# A product of float32 by bfloat16 tiles of AMX takes at best that much less than one by float32's instructions (ADR 98).
+# Best speedup of a float32 product by AMX tiles (bf16 split) over one by float32 instructions (ADR 98).
 _TILES_GAIN = 2.25
 _PRODUCT_SIZE = 2048  # large enough for the processor's full rate, on a server's cores too
 
@@ -36,7 +36,7 @@ def layer_us(
 ) -> dict[str, float]:
     """Microseconds of each of the `layers` whose kernels are among the `parts`.
 
-    `written`: names of the nodes that the graph has as written; the others are casts, quantisations and what finds their scales.
+    `written`: names of the nodes of the graph as written. The other nodes are casts, quantizations and the operators that compute scales.
     """
     owners = _owners(graph, layers, written)
     flops = {node.name: node_flops(node) for node in graph.nodes if node.name in layers}
@@ -51,11 +51,11 @@ def layer_us(
 
 
 def _owners(graph: torch.fx.Graph, layers: Collection[str], written: Collection[str]) -> dict[str, str]:
-    """For each node that has one, the layer that its time counts for: the last one before it, of a cast the first one behind."""
+    """Node -> the layer for which the node's time counts: the last layer before it, or for a cast the first layer after it."""
     nodes = list(graph.nodes)
     place = {node.name: position for position, node in enumerate(nodes)}
 
-    def found(
+    def owners(
         order: Sequence[Node], neighbours: Callable[[Node], Iterable[Node]], best: Callable[..., str]
     ) -> dict[str, str]:
         owner: dict[str, str] = {}
@@ -67,14 +67,16 @@ def _owners(graph: torch.fx.Graph, layers: Collection[str], written: Collection[
                 owner[node.name] = best(near, key=place.__getitem__)
         return owner
 
-    before = found(nodes, lambda node: node.all_input_nodes, max)
-    behind = found(nodes[::-1], lambda node: node.users, min)
+    before = owners(nodes, lambda node: node.all_input_nodes, max)
+    behind = owners(nodes[::-1], lambda node: node.users, min)
     return {**behind, **before, **{name: owner for name, owner in behind.items() if name not in written}}
 
 
 def least_us(graph: torch.fx.Graph, flops_per_us: float, *, has_tiles: bool) -> float:
-    """The least time of the graph's products in float32, whatever computes them, at the rate of a large product of float32's instructions.
-    `has_tiles`: whether AMX may compute them."""
+    """The least microseconds of the graph's products in float32, by any algorithm.
+
+    `flops_per_us`: rate of a large product by float32 instructions. `has_tiles`: true if AMX may compute the products.
+    """
     gain = _TILES_GAIN if has_tiles else 1.0
     flops = sum(node_flops(node) / (_WINOGRAD_GAIN if _has_window(node) else 1.0) for node in graph.nodes)
     return flops / (flops_per_us * gain)
@@ -88,18 +90,20 @@ def _has_window(node: Node) -> bool:
 
 
 def float32_rate(microseconds: Callable[[Callable[[], object]], float]) -> float:
-    """Floating-point operations per microsecond of a large product of float32 in PyTorch. `microseconds`: times a call."""
+    """Floating-point operations per microsecond of a large float32 product in PyTorch. `microseconds`: times a call."""
     a, b = (torch.ones(_PRODUCT_SIZE, _PRODUCT_SIZE, dtype=torch.float32, device="cpu") for _ in range(2))
     result = torch.empty_like(a)
     with torch.no_grad():
         return 2 * _PRODUCT_SIZE**3 / microseconds(lambda: torch.mm(a, b, out=result))
 
 
-def worth_mixing(own: Mapping[str, float], written: Mapping[str, float], least_gain: float) -> frozenset[str]:
-    """The layers that take longer by `own` than by `written`: those of a graph in its precision that are to be as written. None where by these
-    times that gains too little, beside the graph with all of its layers in either form."""
-    both = own.keys() & written.keys()
-    slow = frozenset(name for name in both if written[name] < (1 - least_gain) * own[name])
-    mixed = sum(min(own[name], written[name]) for name in both)
-    unmixed = min(sum(times[name] for name in both) for times in (own, written))
+def worth_mixing(reduced: Mapping[str, float], written: Mapping[str, float], least_gain: float) -> frozenset[str]:
+    """The layers that take longer in reduced precision than as written, and so had better stay as written. Empty if mixing gains too little.
+
+    `reduced`, `written`: microseconds by layer. The gain is measured against the faster of the two graphs that have all layers in one form.
+    """
+    both = reduced.keys() & written.keys()
+    slow = frozenset(name for name in both if written[name] < (1 - least_gain) * reduced[name])
+    mixed = sum(min(reduced[name], written[name]) for name in both)
+    unmixed = min(sum(times[name] for name in both) for times in (reduced, written))
     return slow if mixed < (1 - least_gain) * unmixed else frozenset()

@@ -1,17 +1,17 @@
-"""Cutting a graph into convex segments: a number, the level, for each operator.
+"""Cuts of a graph into convex segments: a number, the level, for each operator.
 
-Colours are engines (0, 1, ..., the last is eager). Level l belongs to colour (l - rotation) mod colours, and each
-operator gets the smallest level of its colour that is not below its producers':
+Colours are engines (0, 1, ..., the last is eager). Level l belongs to colour (l - rotation) mod colours. Each
+operator gets the smallest level of its colour that is not below its producers' levels:
 
     level(v) = min { l : colour(l) = colour(v), l >= level(u) for all u before v }
 
-A segment is what shares one level. Segments run in the order of their levels, which respects every edge u -> v, since
-level(u) <= level(v). Each segment is convex: for u, w in it and a path u -> v -> w, level(u) <= level(v) <= level(w) =
-level(u), so v is in it too, and has its colour. One engine's segment may hold pieces that do not touch.
+A segment is the set of operators of one level. Segments run in the order of their levels. This order respects every edge u -> v, since
+level(u) <= level(v). Each segment is convex: for operators u, w of one segment and a path u -> v -> w, level(u) <= level(v) <= level(w) =
+level(u), so v has the same level, and thus the same colour. One engine's segment may hold pieces that do not touch.
 
-For two colours no cut into fewer segments exists but for the choice of which colour begins, and `segments` tries all
-rotations: operators that alternate along a path must be in different segments, and the level counts just those.
-A graph of one colour is one segment. The cost is linear in operators and edges, times the number of colours.
+With two colours and a given first colour, no cut has fewer segments: operators that alternate along a path must be in different segments, and
+the level counts just these alternations. `segments` tries all rotations, that is, all first colours. A graph of one colour is one segment. The
+cost is linear in operators and edges, times the number of colours.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def _levels(colours: Sequence[int], before: Sequence[Sequence[int]], colour_coun
 def sink(
     levels: Sequence[int], colours: Sequence[int], before: Sequence[Sequence[int]], sinkable: Sequence[bool]
 ) -> list[int]:
-    """Move operators down to the segment of their first user, where that has their colour.
+    """Move sinkable operators down to the segment of their first user, if that segment has their colour.
 
-    `segments` places operators as early as it can. One that widens (an expand, a mask made of nothing) is better made
-    where it is used: the wide value need not cross segments. Levels only grow, never above a user's, so every
+    `segments` places operators as early as possible. An operator that widens (an expand, a mask made of nothing) had better run
+    where its result is used, so that the wide value need not cross segments. Levels only grow, never above a user's level, so every
     property of `segments` is kept.
     """
     first_use: list[int | None] = [None] * len(levels)

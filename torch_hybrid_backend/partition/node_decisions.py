@@ -1,4 +1,4 @@
-"""A partitioned graph as plans tell it: its operators and inputs with their values, and the modules that call them."""
+"""Entries of a plan for a partitioned graph: operators, inputs with their values, and the modules that call them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from torch_hybrid_backend.graph.source import module_call, module_stack, source_
 def node_decision(
     node: Node, device: Device | None, segment: Segment, verdicts: Sequence[Verdict], names: Sequence[str], flops: int
 ) -> NodeDecision:
-    """The decision about one operator of `segment`. `verdicts`: what the engines, of which `names` are the names, answered about it."""
-    given = zip(names, verdicts, strict=False)  # eager, the last name, gives no verdict
-    refusals = tuple(Refusal.of(name, verdict) for name, verdict in given if isinstance(verdict, Refused))
+    """The decision about one operator of `segment`. `verdicts`: the engines' verdicts on it. `names`: the engines' names, eager last."""
+    answers = zip(names, verdicts, strict=False)  # eager, the last name, gives no verdict
+    refusals = tuple(Refusal.of(name, verdict) for name, verdict in answers if isinstance(verdict, Refused))
     return NodeDecision(
         name=node.name,
-        operator=_shown(node),
+        operator=_operator_name(node),
         engine=segment.engine_hint,
         region="" if segment.engine_hint == EAGER else segment.region.name,
         source=source_line(node),
@@ -41,7 +41,7 @@ def node_decision(
 
 
 def graph_inputs(graph: torch.fx.Graph, constants: frozenset[str]) -> tuple[GraphInput, ...]:
-    """Values that operators of the graph read and none computes: its inputs, constants by the names in `constants`, and its attributes."""
+    """Values that operators of the graph read and no operator computes: inputs and attributes. `constants`: names of constant inputs."""
     return tuple(
         GraphInput(
             node.name,
@@ -55,14 +55,14 @@ def graph_inputs(graph: torch.fx.Graph, constants: frozenset[str]) -> tuple[Grap
 
 
 def module_calls(graph: torch.fx.Graph) -> tuple[ModuleCall, ...]:
-    """The modules that call the graph's operators, and those that call them, each once, in the graph's order."""
-    found: dict[str, ModuleCall] = {}
+    """The modules that call the graph's operators, and the modules around these, each once, in the graph's order."""
+    modules: dict[str, ModuleCall] = {}
     for node in graph.nodes:
         parent = ""
         for path, class_name in module_stack(node) if node.op == "call_function" else ():
-            found.setdefault(path, ModuleCall(path, class_name, parent))
+            modules.setdefault(path, ModuleCall(path, class_name, parent))
             parent = path
-    return tuple(found.values())
+    return tuple(modules.values())
 
 
 def _specs(value: object) -> Iterator[TensorSpec]:
@@ -71,7 +71,7 @@ def _specs(value: object) -> Iterator[TensorSpec]:
             yield TensorSpec.of(item)
 
 
-def _shown(node: Node) -> str:
+def _operator_name(node: Node) -> str:
     if isinstance(node.target, str):
         return f"{node.op}:{node.target}"
     return "getitem" if is_item(node) else str(node.target)

@@ -1,16 +1,17 @@
-"""Covers: the partitions of one graph that are worth pricing.
+"""Candidate partitionings of one graph: those that are worth pricing.
 
-The engine that is asked first shapes the regions, so another engine's best regions never come to be: it is offered what the first one left, or
-the first one's regions where it happens to support all of them. Hence one partition for each engine at the head of the order. On the
-first call placement prices each on the real inputs and keeps the cheapest (`placement.choose`, `boundary`). A region that two covers have in
-common is compiled and priced once.
+The engine that is asked first shapes the regions. Other engines get the operators that it left, or those of its regions that they support
+whole, so their own best regions never form. Hence there is one partitioning for each engine at the head of the order. In the first call
+placement prices each on the real inputs and keeps the cheapest (`placement.choose`, `boundary`). A region that two partitionings share is
+compiled and priced once.
 
-    engines (a, b)      a supports conv, relu; b supports relu, softmax
-    cover a, b          [conv relu] by a   [softmax] by b
-    cover b, a          [conv] by a        [relu softmax] by b
+    engines (a, b)           a supports conv, relu; b supports relu, softmax
+    partitioning a, b        [conv relu] by a   [softmax] by b
+    partitioning b, a        [conv] by a        [relu softmax] by b
 
-An operator that one engine wants whole stays so only where that engine gets it. In a cover in which another engine comes first and
-refuses it whole, it is decomposed if that engine takes all of its parts; so it is where no engine takes it whole.
+An operator that an engine asks to keep whole (`Engine.keep_ops`) stays whole only where that engine gets the operator. If another engine comes
+first, refuses the operator and takes all of its parts, then the operator is decomposed. An operator that no engine takes whole is decomposed
+under the same condition.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ from torch_hybrid_backend.partition.regions import Partition, partition_graph
 
 _log = logging.getLogger(__name__)
 
-# A cover whose estimate is so many times the best one's is not compiled. Estimates know no kernels: they rule out only what is hopeless.
+# A partitioning whose estimate is more than this many times the best estimate is not compiled. Estimates know no kernels, so the limit is wide.
 _HOPELESS_RATIO = 3.0
 
-# What tracing makes of an operator where only an engine's own `keep_ops` stay whole; None where it stays whole too.
+# Traces an operator into its parts, where only the engine's own `keep_ops` stay whole; None if the operator itself stays whole.
 Decomposed = Callable[[Node, Engine], torch.fx.GraphModule | None]
 # A copy of a graph with some operators decomposed, and the copies of its other nodes.
 Decompose = Callable[
@@ -45,16 +46,19 @@ Decompose = Callable[
 
 
 @dataclass(frozen=True, slots=True)
-class Cover:
-    """A partition of a graph. `order`: the engines as they were asked, eager left out. `estimated_us`: one call, by estimate; None
-    where there is none: on a device without a roofline, and of the only cover, which need not be compared."""
+class Partitioning:
+    """A partition of a graph, made by asking the engines in one order.
+
+    `order`: names of the engines as they were asked, without eager. `estimated_us`: estimated microseconds of one call; None on a device
+    without a roofline, and for an only partitioning, which is compared with no other.
+    """
 
     order: tuple[str, ...]
     partition: Partition
     estimated_us: float | None
 
 
-def covers(
+def partitionings(
     graph_module: torch.fx.GraphModule,
     engines: Sequence[Engine],
     config: Config,
@@ -62,59 +66,70 @@ def covers(
     decompose: Decompose,
     *,
     own_order: bool = False,
-) -> tuple[Cover, ...]:
-    """The partitions of a functional ATen graph among `engines` that are worth pricing, the cheapest by estimate first.
+) -> tuple[Partitioning, ...]:
+    """Partitionings of a functional ATen graph among `engines` that are worth pricing, the cheapest by estimate first.
 
-    There is one cover with at most one engine beside eager; with `own_order` the engines are asked in their own order only. Raises
-    RegionError under `config.strict` where an engine raises instead of answering.
+    With at most one engine beside eager there is one partitioning. With `own_order` the engines are asked in their given order only, which
+    makes one partitioning too. Raises RegionError under `config.strict` if an engine raises instead of answering.
     """
     offered = tuple(engine for engine in engines if engine.name != EAGER)
     if len(offered) < 2 or own_order:
         only = partition_graph(graph_module, offered, config)
-        return (Cover(tuple(engine.name for engine in offered), only, None),)
+        return (Partitioning(tuple(engine.name for engine in offered), only, None),)
     verdicts = capability(dependencies(graph_module.graph).operators, offered, strict=config.strict)
-    found: list[Cover] = []
+    distinct: list[Partitioning] = []
     for order in _orders(offered):
-        module, answers = graph_module, {node: _in_order(given, offered, order) for node, given in verdicts.items()}
+        module, answers = (
+            graph_module,
+            {node: _in_order(answered, offered, order) for node, answered in verdicts.items()},
+        )
         formulas = dict(_formulas(answers, order, decomposed, config))
         if formulas:
             module, copies = decompose(graph_module, formulas)
-            answers = {copies[node]: given for node, given in answers.items() if node in copies}
+            answers = {copies[node]: answered for node, answered in answers.items() if node in copies}
         candidate = partition_graph(module, order, config, answers)
-        if all(not _equal(candidate, other.partition) for other in found):
-            found.append(Cover(tuple(engine.name for engine in order), candidate, _estimate(candidate, order)))
-    return _worth_pricing(found)
+        if all(not _are_equal(candidate, other.partition) for other in distinct):
+            distinct.append(
+                Partitioning(tuple(engine.name for engine in order), candidate, _estimate(candidate, order))
+            )
+    return _worth_pricing(distinct)
 
 
-def _worth_pricing(found: Sequence[Cover]) -> tuple[Cover, ...]:
-    """The covers without the hopeless ones, the cheapest first; all, as they came, where one has no estimate."""
-    estimated = [(cover.estimated_us, cover) for cover in found if cover.estimated_us is not None]
-    if len(estimated) < len(found):
-        return tuple(found)
+def _worth_pricing(candidates: Sequence[Partitioning]) -> tuple[Partitioning, ...]:
+    """Partitionings within `_HOPELESS_RATIO` of the best estimate, the cheapest first; all of them, in order, if one has no estimate."""
+    estimated = [
+        (partitioning.estimated_us, partitioning)
+        for partitioning in candidates
+        if partitioning.estimated_us is not None
+    ]
+    if len(estimated) < len(candidates):
+        return tuple(candidates)
     estimated.sort(key=lambda pair: pair[0])
     best_us = estimated[0][0]
-    for us, cover in estimated:
+    for us, partitioning in estimated:
         if us > _HOPELESS_RATIO * best_us:
             why = "the partition with %s first is not compiled: estimated %.1f us, the best %.1f us"
-            _log.info(why, cover.order[0], us, best_us)
-    return tuple(cover for us, cover in estimated if us <= _HOPELESS_RATIO * best_us)
+            _log.info(why, partitioning.order[0], us, best_us)
+    return tuple(partitioning for us, partitioning in estimated if us <= _HOPELESS_RATIO * best_us)
 
 
 def _orders(engines: Sequence[Engine]) -> Iterator[tuple[Engine, ...]]:
-    """Each engine first, the others behind it in their own order."""
+    """Yield one order for each engine: that engine first, then the others in their given order."""
     for head in engines:
         yield head, *(engine for engine in engines if engine is not head)
 
 
-def _in_order(given: Sequence[Verdict], engines: Sequence[Engine], order: Sequence[Engine]) -> tuple[Verdict, ...]:
-    return tuple(given[engines.index(engine)] for engine in order)
+def _in_order(verdicts: Sequence[Verdict], engines: Sequence[Engine], order: Sequence[Engine]) -> tuple[Verdict, ...]:
+    return tuple(verdicts[engines.index(engine)] for engine in order)
 
 
 def _formulas(
     answers: Mapping[Node, tuple[Verdict, ...]], order: Sequence[Engine], decomposed: Decomposed, config: Config
 ) -> Iterator[tuple[Node, torch.fx.GraphModule]]:
-    """The operators to take apart in this order, each with its parts: those that an engine keeps whole for itself, where one before it
-    refuses the whole and takes all of the parts."""
+    """Yield the operators to decompose in this order, each with its parts.
+
+    These are operators that some engine keeps whole, if an engine before it refuses the whole operator and takes all of the parts.
+    """
     for node, verdicts in answers.items():
         keepers = [engine for engine in order if node.target in engine.keep_ops]
         if not keepers:
@@ -135,12 +150,12 @@ def _takes_all(engine: Engine, formula: torch.fx.GraphModule, config: Config) ->
     return all(verdict for (verdict,) in capability(parts, [engine], strict=config.strict).values())
 
 
-def _equal(a: Partition, b: Partition) -> bool:
+def _are_equal(a: Partition, b: Partition) -> bool:
     """True if the same operators make the same regions with the same candidates."""
-    return _shape(a) == _shape(b)
+    return _regions_of(a) == _regions_of(b)
 
 
-def _shape(partition: Partition) -> list[tuple[tuple[str, ...], frozenset[str]]]:
+def _regions_of(partition: Partition) -> list[tuple[tuple[str, ...], frozenset[str]]]:
     return [
         (segment.region.node_names, frozenset(partition.able[segment.region.name]))
         for segment in partition.graph.segments

@@ -1,12 +1,13 @@
 """Placement of a region on an engine: verify the candidates, price them, take the cheapest.
 
-On the first call each compiled candidate runs on the real inputs and is compared with eager. Those that fail are
-demoted (`fallback`). The others and eager are priced: by timing them against each other, by timings an earlier process
-left in the cache, or by a roofline estimate. Eager is a candidate like any other; of equally cheap ones the first in
-order wins, as it does where there is nothing to estimate by. Where the winner serves only some sizes, the cheapest of those that serve all
-runs the others (`ranged_region`). Where eager cannot run the region although nothing is wrong
-with the values (it needs more memory than there is, or an operator does not take its inputs' form), an engine that can
-runs it unchecked. What leaves a device unusable raises: nobody can run there any more.
+In the first call each compiled candidate runs on the real inputs, and its outputs are compared with eager's. Candidates that fail are
+demoted (`fallback`). The others and eager are priced: by timing them against each other, by timings that an earlier process
+left in the cache, or by a roofline estimate. Eager is a candidate like any other. Of equally cheap candidates the first in
+order wins; so does the first in order if no estimate exists. A winner may serve only some sizes: then the cheapest candidate that serves all
+sizes runs the others (`ranged_region`).
+
+Eager may be unable to run the region although the inputs are right: memory is short, or an operator has no kernel for its inputs' form. Then an
+engine that can runs the region unchecked. An error that leaves a device unusable is raised, for no candidate can run on that device any more.
 """
 
 from __future__ import annotations
@@ -48,12 +49,12 @@ from torch_hybrid_backend.partition.wrapped_region import reported
 
 _log = logging.getLogger(__name__)
 
-TIMINGS = "placements"  # their kind in the cache of timings
+TIMINGS = "placements"  # the kind of placement timings in the timing cache
 
-# A candidate that takes so many times as long in its best round as another in its worst has lost, whatever further rounds say.
+# A candidate has lost if its best round takes this many times as long as another candidate's worst round. Further rounds are not run.
 _CLEAR_RATIO = 1.3
-# An engine so many times as slow as eager tells more of the machine's load than of its kernels, where the system does not tell of it
-# (`other_load`): it loses now, and is timed again by the next process.
+# An engine this many times as slow as eager was probably disturbed by other load that the system did not report (`other_load`). The engine
+# loses now, and the next process times it again.
 _IMPLAUSIBLE_RATIO = 10.0
 
 # Runs a region on its inputs, in order, and returns its outputs, in order.
@@ -62,8 +63,11 @@ Runner = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The engine that runs a region. `compiled` is None where eager does; `outputs` are those of the call the choice was made
-    in. `pending`: what engines whose results were too far off are building in a more accurate way."""
+    """The engine that runs a region.
+
+    `compiled`: None if eager runs the region. `outputs`: the region's outputs in the call in which the choice was made. `pending`: regions that
+    engines are building anew in a more accurate way, because their results differed too much from eager's.
+    """
 
     decision: RegionDecision
     compiled: CompiledRegion | None = field(compare=False)
@@ -75,8 +79,9 @@ class Choice:
 class Pricing:
     """Everything that pricing needs besides the region.
 
-    `timings`: None where none are kept. `versions`: engine name -> what its timings on `device` depend on; an engine left out is priced anew
-    in each process. `deadline`: the graph's, for what candidates compile while they are tried. `timer`: of work on `device`.
+    `timings`: the timing cache; None if timings are not kept. `versions`: engine name -> key of all that its timings on `device` depend on; an
+    engine without an entry is priced anew in each process. `deadline`: the graph's deadline, for compiling while candidates are tried.
+    `timer`: times work on `device`.
     """
 
     timings: TimingCache | None = None
@@ -102,12 +107,13 @@ def choose(
     config: Config,
     pricing: Pricing,
 ) -> Choice:
-    """Choose the engine of `region` and run it once on `inputs`.
+    """Choose the engine of `region` and run the region once on `inputs`.
 
     `candidates`: engine name -> what `Engine.compile` returned, or why the engine does not accept the region, in order of preference; eager
-    is implied. One that is still being built does not take part. Raises RegionError under `config.strict` where a candidate fails, and
-    whatever leaves a device unusable as it is. What eager raises for the values passes through; for other reasons where no engine can run the
-    region either.
+    is implied. A candidate that is still being built does not take part.
+
+    Raises RegionError under `config.strict` if a candidate fails. An error that leaves a device unusable is raised unchanged. So is an error
+    of eager's: always if the input values caused it, otherwise if no engine can run the region either.
     """
     refusals: list[Refusal] = []
 
@@ -125,22 +131,25 @@ def choose(
         else:
             alive[engine] = entry
 
-    trials = _tried_all(region, alive, inputs, config, pricing.deadline, replay, drop)
+    trials = _try_all(region, alive, inputs, config, pricing.deadline, replay, drop)
     replay, unable = trials.replay, trials.unable
     if unable is not None:
         refusals.append(Refusal.of(EAGER, unable))
     if alive and not region.draws and sum(t.nbytes for made in trials.results.values() for t in made) > MAX_HELD_BYTES:
-        trials.results.clear()  # each candidate makes its own while it is timed, and the winner runs once more
+        trials.results.clear()  # each candidate computes its outputs again while it is timed, and the winner runs once more
     costs = _price(region, alive, inputs, config, pricing, drop, eager_runs=unable is None)
-    # Without costs all are equal: nobody is left, or the device is one for which nothing is estimated.
+    # Without costs all candidates are equal: none is left, or there is no estimate for the device.
     winner = cheapest(costs).engine if costs else next(iter(alive), EAGER)
-    refusals += [_building(*each) for each in trials.pending.items()]
-    refusals += [_lost(region, engine, winner, costs) for engine in alive if engine != winner]
+    refusals += [_building_refusal(*each) for each in trials.pending.items()]
+    refusals += [_lost_refusal(region, engine, winner, costs) for engine in alive if engine != winner]
     compiled_winner = _at_every_size(region, alive, winner, costs)
     if unable is not None and compiled_winner is not None:
         report_unchecked(region, winner, unable)
-    decision = decide(region, winner, compiled_winner, costs, tuple(refusals), *_judgement(trials.compared.get(winner)))
-    # What later calls return, to the bit: an engine's are only about eager's. Of random numbers no later call returns the same.
+    decision = decide(
+        region, winner, compiled_winner, costs, tuple(refusals), *_accuracy_of(trials.compared.get(winner))
+    )
+    # The winner's outputs, so that later calls return the same bits: engines agree with eager only within tolerances. Random outputs differ in
+    # every call, so eager's may be returned.
     outputs = trials.results.get(EAGER if region.draws and EAGER in trials.results else winner)
     if outputs is None:
         outputs = replay.run(lambda: run_eager(region, inputs) if compiled_winner is None else compiled_winner(inputs))
@@ -150,8 +159,11 @@ def choose(
 
 @dataclass(frozen=True, slots=True)
 class _Trials:
-    """Results of trying the candidates: outputs and comparisons by engine, those that are being built, why eager cannot run the region (None
-    if it can), and what winds back random numbers."""
+    """Results of trying the candidates.
+
+    `results`, `compared`, `pending`: outputs, comparisons with eager, and regions that are being built, by engine. `unable`: the reason why
+    eager cannot run the region; None if it can. `replay`: rewinds the random number generator between runs.
+    """
 
     results: dict[str, list[torch.Tensor]]
     compared: Mapping[str, Comparison | None]
@@ -160,7 +172,7 @@ class _Trials:
     replay: Replay
 
 
-def _tried_all(
+def _try_all(
     region: Region,
     alive: dict[str, CompiledRegion],
     inputs: Sequence[torch.Tensor],
@@ -169,24 +181,22 @@ def _tried_all(
     replay: Replay,
     drop: Callable[..., None],
 ) -> _Trials:
-    """Run every candidate once. Those that are refined replace themselves in `alive`; those that fail or differ from eager are dropped."""
-    found = replay.run(lambda: reference(region, inputs)) if alive and config.verify != "off" else None
-    unable = found if isinstance(found, Refused) else None  # why eager is no candidate
+    """Run every candidate once. Refined candidates replace themselves in `alive`; candidates that fail or differ from eager are dropped."""
+    expected_or_refused = replay.run(lambda: reference(region, inputs)) if alive and config.verify != "off" else None
+    unable = expected_or_refused if isinstance(expected_or_refused, Refused) else None  # why eager is no candidate
     if unable is not None:
-        replay.rewind()  # what it drew before it failed
+        replay.rewind()  # eager may have drawn numbers before it failed
         replay = replay_of(region)
-    expected = None if isinstance(found, Refused) else found
+    expected = None if isinstance(expected_or_refused, Refused) else expected_or_refused
     results: dict[str, list[torch.Tensor]] = {}
     compared: dict[str, Comparison | None] = {}
     pending: dict[str, PendingRegion] = {}
     for engine in list(alive):
         try:
-            tried, results[engine], comparison = _tried(
-                region, alive[engine], inputs, config, expected, deadline, replay
-            )
+            tried, results[engine], comparison = _try(region, alive[engine], inputs, config, expected, deadline, replay)
         except failures(Exception) as error:  # an engine's kernels or code may fail in any way; eager is there for it
-            if found is None and EAGER not in results and not is_sticky(error):
-                results.update(_asked(region, inputs, replay))
+            if expected_or_refused is None and EAGER not in results and not is_sticky(error):
+                results.update(_eager_outputs(region, inputs, replay))
             drop(engine, run_refusal(error), error)
             continue
         if isinstance(tried, PendingRegion):
@@ -196,29 +206,29 @@ def _tried_all(
         alive[engine] = tried
         compared[engine] = comparison
         if comparison is not None and comparison.refused is not None:
-            drop(engine, _after(tried.attempts, comparison.refused))
+            drop(engine, _after_attempts(tried.attempts, comparison.refused))
 
     results = {engine: made for engine, made in results.items() if engine in alive or engine == EAGER}
     if (region.draws or not alive) and expected is not None:
         results[EAGER] = expected
-    # Without eager's outputs, which need not be there while calls are timed: memory may be short.
+    # Eager's outputs are not kept: memory may be short while calls are timed.
     return _Trials(results, compared, pending, unable, replay)
 
 
-def _asked(region: Region, inputs: Sequence[torch.Tensor], replay: Replay) -> dict[str, list[torch.Tensor]]:
-    """Eager's outputs, by its name, if it can run the region. Raises what PyTorch does where the inputs are at fault."""
-    found = replay.run(lambda: reference(region, inputs))
-    return {} if isinstance(found, Refused) else {EAGER: found}
+def _eager_outputs(region: Region, inputs: Sequence[torch.Tensor], replay: Replay) -> dict[str, list[torch.Tensor]]:
+    """Eager's outputs under eager's name; empty if eager cannot run the region. Raises PyTorch's error if the inputs are at fault."""
+    outputs = replay.run(lambda: reference(region, inputs))
+    return {} if isinstance(outputs, Refused) else {EAGER: outputs}
 
 
 def _entry(
     engine: str, candidate: CompiledRegion | PendingRegion | Refused, inputs: Sequence[torch.Tensor]
 ) -> CompiledRegion | Refusal:
-    """A candidate that is to be tried; or why it is not, which is no failure: nobody need be warned of it."""
+    """The candidate, if it is to be tried; otherwise a refusal. Such a refusal is no failure, and no warning is logged."""
     if isinstance(candidate, Refused):
         return Refusal.of(engine, candidate)
     if isinstance(candidate, PendingRegion):
-        return _building(engine, candidate)
+        return _building_refusal(engine, candidate)
     outside = unserved(candidate, inputs)
     return Refusal(engine, Reason.SYMBOLIC_SHAPE, f"this call has {outside}") if outside else candidate
 
@@ -226,7 +236,7 @@ def _entry(
 def _at_every_size(
     region: Region, alive: Mapping[str, CompiledRegion], winner: str, costs: Sequence[Cost]
 ) -> CompiledRegion | None:
-    """The winner's region; where that serves only some sizes, beside the cheapest of those that serve all, eager among them."""
+    """The winner's compiled region, None for eager. If the region serves only some sizes, the cheapest candidate that serves all is added."""
     if winner not in alive or not _ranges(alive[winner]):
         return alive.get(winner)
     able = [name for name, made in alive.items() if not _ranges(made)]
@@ -234,7 +244,7 @@ def _at_every_size(
     other = cheapest(known).engine if known else next(iter(able), EAGER)
     otherwise = alive.get(other)
     if otherwise is not None and otherwise.program is None:
-        otherwise = reported(otherwise)  # plans call it: its errors are not the user's
+        otherwise = reported(otherwise)  # plans call it from Python: errors of the engine must be told from the user's
     return RangedRegion(region, alive[winner], other, otherwise)
 
 
@@ -242,18 +252,18 @@ def _ranges(compiled: CompiledRegion) -> bool:
     return compiled.program is not None and bool(compiled.program.ranges)
 
 
-def _building(engine: str, pending: PendingRegion) -> Refusal:
+def _building_refusal(engine: str, pending: PendingRegion) -> Refusal:
     how = f" with {attempts_in_words(pending.attempts)}" if pending.attempts else ""
-    return Refusal(engine, Reason.BUILDING, f"it is being built{how}; until then another runs the region")
+    return Refusal(engine, Reason.BUILDING, f"it is being built{how}; until then another engine runs the region")
 
 
-def _judgement(comparison: Comparison | None) -> tuple[float | None, str]:
-    """The largest error of a region's results, and a note of how they were judged."""
+def _accuracy_of(comparison: Comparison | None) -> tuple[float | None, str]:
+    """The largest error of a region's results, and a note on how they were compared with eager's."""
     return (None, "") if comparison is None else (comparison.max_error, comparison.note)
 
 
-def _after(attempts: Sequence[Attempt], refused: Refused) -> Refused:
-    """The refusal of a region that was computed in several ways, all too far off."""
+def _after_attempts(attempts: Sequence[Attempt], refused: Refused) -> Refused:
+    """The refusal of a region that was computed in several ways, each of which differs too much from eager."""
     if not attempts:
         return refused
     return Refused(refused.code, f"{refused.why}, with {attempts_in_words(attempts)}")
@@ -266,9 +276,9 @@ def decide(
     costs: tuple[Cost, ...] = (),
     refusals: tuple[Refusal, ...] = (),
     max_error: float | None = None,
-    judged: str = "",
+    accuracy_note: str = "",
 ) -> RegionDecision:
-    """The plan's entry for a region that `engine` runs. `judged`: a note of how its results were judged."""
+    """The plan's entry for a region that `engine` runs. `accuracy_note`: how its results were compared with eager's."""
     attempts = compiled.attempts if compiled is not None else ()
     steps = compiled.program.steps if compiled is not None and compiled.program is not None else ()
     precisions = Counter(precision_of(node) for node in region.graph_module.graph.nodes if computes(node))
@@ -289,11 +299,11 @@ def decide(
         operators=tuple(f"{call.name}: {call.title}" for call in steps if isinstance(call, OperatorCall)),
         precision=tuple(name for name, _ in precisions.most_common()),
         attempts=attempts,
-        note="; ".join(filter(None, [judged, compiled.note if compiled is not None else ""])),
+        note="; ".join(filter(None, [accuracy_note, compiled.note if compiled is not None else ""])),
     )
 
 
-def _tried(
+def _try(
     region: Region,
     compiled: CompiledRegion,
     inputs: Sequence[torch.Tensor],
@@ -302,8 +312,11 @@ def _tried(
     deadline: Deadline,
     replay: Replay,
 ) -> tuple[CompiledRegion | PendingRegion, list[torch.Tensor], Comparison | None]:
-    """A candidate refined and run once: what it became, its outputs, and their comparison with those that are `expected`, if any are.
-    Where they are too far off it is made more accurate, step by step; one that is being built so is what it became."""
+    """Refine a candidate and run it once. Returns the refined candidate, its outputs, and their comparison with `expected`, if given.
+
+    If the outputs differ too much, the candidate is made more accurate, step by step (`CompiledRegion.exact`). If a step has to be built first,
+    the pending region is returned as the candidate.
+    """
 
     def run(candidate: CompiledRegion) -> list[torch.Tensor]:
         return replay.run(lambda: list(candidate(inputs)))
@@ -328,12 +341,12 @@ def _tried(
     return compiled, results, comparison
 
 
-def _lost(region: Region, engine: str, winner: str, costs: Sequence[Cost]) -> Refusal:
+def _lost_refusal(region: Region, engine: str, winner: str, costs: Sequence[Cost]) -> Refusal:
     spent = {cost.engine: cost.microseconds for cost in costs}
     if engine in spent:
         why = f"it takes {time_in_words(spent[engine])}, {winner} {time_in_words(spent[winner])}"
     else:
-        why = f"{winner} comes before it, and nothing is known of what they cost on {region.device}"
+        why = f"{winner} comes before it, and there is no estimate of costs on {region.device}"
     _log.info("region %s goes to %s, not %s: %s", region.name, winner, engine, why)
     return Refusal(engine, Reason.NOT_PROFITABLE, why)
 
@@ -348,8 +361,10 @@ def _price(
     *,
     eager_runs: bool,
 ) -> tuple[Cost, ...]:
-    """The cost of each living candidate and of eager, where it runs, which is last. A candidate that raises while timed is dropped. None of
-    all where costs are to be estimated and the device is none that has an estimate."""
+    """Costs of the candidates in `alive`, and last of eager, if eager runs. A candidate that raises while it is timed is dropped.
+
+    Empty if costs are to be estimated and the device has no roofline.
+    """
     while alive:
         if config.placement == "estimate":
             on = roofline(region.device)
@@ -383,10 +398,10 @@ def priced(
     pricing: Pricing,
     rounds: Rounds,
 ) -> tuple[Cost, ...]:
-    """The costs of `calls`, one for each of the contenders (name -> version) and in their order.
+    """Costs of `calls`, one for each of the contenders (name -> version) and in their order.
 
-    They are looked up under `key`, or timed against each other and kept, where eager is among them: what is kept is compared with
-    eager. An exception of a call passes through.
+    Costs are looked up under `key`, or the calls are timed against each other. Timings are kept only if eager is among the contenders: eager's
+    time shows whether they are plausible. An exception of a call passes through.
     """
     timings = pricing.timings if EAGER in contenders and all(contenders.values()) else None
     key = timing_key(key, contenders)
@@ -396,24 +411,25 @@ def priced(
         return tuple(Cost(name, known[name], kind) for name in contenders)
     how = Rounds(until_decided=True, timer=pricing.timer, **rounds)
     load = OtherLoad()
-    taken = measure([calls[name] for name in contenders], budget_s, **how)
+    timings_by_contender = measure([calls[name] for name in contenders], budget_s, **how)
     is_disturbed = load.is_felt()
-    measured = {name: timing.low_us for name, timing in zip(contenders, taken, strict=True)}
+    measured = {name: timing.low_us for name, timing in zip(contenders, timings_by_contender, strict=True)}
     if timings is not None and max(measured.values()) < _IMPLAUSIBLE_RATIO * measured[EAGER]:
         timings.put(TIMINGS, key, pricing.device, measured, is_disturbed=is_disturbed)
     return tuple(Cost(name, cost, "disturbed" if is_disturbed else "measured") for name, cost in measured.items())
 
 
 def cheapest(costs: Sequence[Cost]) -> Cost:
-    """The least; of times that other load disturbed the first in order that takes not much longer: they tell little of each other."""
+    """The least cost. If other load disturbed the timings, the first cost in order within `MARGIN` of the least: smaller differences are
+    noise."""
     least = min(costs, key=lambda cost: cost.microseconds)
     margin = MARGIN if any(cost.kind == "disturbed" for cost in costs) else 1.0
     return next(cost for cost in costs if cost.microseconds <= margin * least.microseconds)
 
 
 def _version(version: str, compiled: CompiledRegion) -> str:
-    """Key of all that a candidate's times depend on: its engine's version, its form, and the way it computes the region if not the first
-    one. "" if times are not kept."""
+    """Key of all that a candidate's times depend on: its engine's version, its form, and its way of computing the region, if not the first way.
+    "" if times are not kept."""
     parts = [version, compiled.form, *(each.how for each in compiled.attempts[-1:])]
     return " ".join(filter(None, parts)) if version else ""
 
@@ -424,7 +440,7 @@ def timing_key(key: str, contenders: Mapping[str, str]) -> str:
 
 
 def _warm(config: Config) -> Rounds:
-    """All have run on these very inputs when they were compared: no round to warm up, and two that agree clearly are enough."""
+    """Rounds for candidates that have run on these inputs when they were compared: no warm-up round, and two rounds may be enough."""
     return Rounds() if config.verify == "off" else Rounds(warmup_rounds=0, min_rounds=2)
 
 
@@ -432,5 +448,5 @@ def _guarded(engine: str, run: Runner, inputs: Sequence[torch.Tensor]) -> None:
     try:
         with torch.no_grad():
             run(inputs)
-    except failures(Exception) as error:  # whose it is decides what becomes of it
+    except failures(Exception) as error:  # `_price` drops the engine that raised
         raise _CandidateError(engine, error) from error

@@ -10,8 +10,8 @@ from torch_hybrid_backend.partition.regions import Partition
 
 
 def make_plan(graph: str, kind: str, partition: Partition, decisions: Sequence[RegionDecision]) -> Plan:
-    """The plan of one graph: `decisions` say who runs each claimed region; a region without one runs as it was
-    claimed."""
+    """The plan of one graph. `decisions`: the engine that runs each claimed region; a region without a decision runs on the engine that
+    claimed it."""
     engine = {decision.name: decision.engine for decision in decisions}
     nodes = tuple(
         dataclasses.replace(node, engine=engine.get(node.region, node.engine)) if node.region else node

@@ -1,7 +1,7 @@
-"""A region of which one engine serves some sizes and another the rest.
+"""Region that one engine runs at some sizes and another engine, or eager, at the rest.
 
-The plan asks once for each set of sizes (`Program.serves`) and then runs the program of the one or of the other; called from Python, the region
-reads sizes from shapes, on the host. Which other one it is placement decides: it was compiled, compared and priced as all are.
+The plan asks `Program.serves` once for each set of sizes, and then runs the program of one engine or the other. Called from Python, the region
+reads sizes from shapes, on the host. Placement chooses the other engine among the candidates that it compared and priced.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch_hybrid_backend.partition.reference import run_eager
 
 
 def unserved(compiled: CompiledRegion, inputs: Sequence[torch.Tensor]) -> str:
-    """The sizes of a call that a region's program does not serve, in words; "" where it serves them all."""
+    """Text that names the sizes of a call that a region's program does not serve; "" if it serves them all."""
     program = compiled.program
     if program is None or not program.names:
         return ""
@@ -30,7 +30,8 @@ def unserved(compiled: CompiledRegion, inputs: Sequence[torch.Tensor]) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RangedRegion:
-    """`inside` at the sizes that its program serves; at others `otherwise`, or eager where that is None. `other`: the name of that engine."""
+    """Runs `inside` at the sizes that its program serves, and `otherwise` at other sizes. `otherwise`: None for eager. `other`: the name of the
+    engine of `otherwise`."""
 
     region: Region
     inside: CompiledRegion
@@ -66,7 +67,7 @@ class RangedRegion:
 
     @property
     def note(self) -> str:
-        """Note of the engine, and who runs which other sizes."""
+        """The engine's note, the sizes that it serves, and the engine that runs other sizes."""
         ranges = self.inside.program.ranges if self.inside.program is not None else ()
         served = ", ".join(f"{name} from {least} to {most}" for name, least, most in ranges)
         return "; ".join(filter(None, [self.inside.note, f"it serves {served}, and {self.other} other sizes"]))

@@ -1,4 +1,4 @@
-"""Eager's outputs for a region's inputs: the reference of checks, or why there is none. Runs that draw the same random numbers."""
+"""Eager's outputs for a region's inputs, which checks compare with, or a refusal. Runs that draw the same random numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch_hybrid_backend.partition.fallback import run_refusal
 
 
 def replay_of(region: Region) -> Replay:
-    """Runs of the region that draw the same random numbers, beginning with the generator as it is now."""
+    """Replay that lets runs of the region draw the same random numbers, from the generator's current state."""
     return Replay(region.device, draws=region.draws)
 
 
@@ -25,17 +25,18 @@ def run_eager(region: Region, inputs: Sequence[torch.Tensor]) -> list[torch.Tens
 
 
 def reference(region: Region, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | Refused:
-    """Eager's outputs, or why it cannot compute them, where nothing is wrong with the inputs; raises what PyTorch raises for those."""
+    """Eager's outputs, or a refusal if eager cannot compute them although the inputs are right. Raises PyTorch's error for wrong inputs."""
     try:
         with torch.no_grad():
             return region.eager.run(inputs)
-    except failures(Exception) as error:  # raised again, but for what tells of the machine or of an operator
+    except failures(Exception) as error:  # raised again, unless memory is short or an operator has no kernel
         return unable_to_run(error)
 
 
 def unable_to_run(error: Exception) -> Refused:
-    """The reason why eager cannot run a region although nothing is wrong with its inputs: it has too little memory, or lacks a kernel. Raises
-    PyTorch's error where something is: their values, or dtypes that do not go together."""
+    """The reason why eager cannot run a region although its inputs are right: memory is short, or an operator has no kernel.
+
+    Raises PyTorch's error if the inputs are wrong: their values, or dtypes that do not go together."""
     if isinstance(error, OperatorRefusedError) and error.is_mistake:
         raise error.error from None
     if isinstance(error, OperatorRefusedError) or is_out_of_memory(error):

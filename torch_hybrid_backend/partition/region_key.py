@@ -1,7 +1,7 @@
-"""The canonical form of a region and its SHA-256: what identifies a region in caches.
+"""SHA-256 of a region's canonical form, which identifies the region in caches.
 
-The form holds every operator, wire, constant (the bytes of tensor constants), dtype, shape, stride and which inputs
-are constant; it holds no node name. Symbolic sizes enter by their expressions and, to a power of two, their typical values.
+The form holds every operator, edge, constant (the bytes of tensor constants), dtype, shape, stride and which inputs
+are constant. It holds no node name. Symbolic sizes enter by their expressions and their typical values, rounded to a power of two.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def region_key(graph_module: torch.fx.GraphModule, inputs: Sequence[RegionInput]
     for region_input in inputs:
         digest.update(f"{region_input.spec!r}{region_input.is_constant}".encode())
         if region_input.spec is not None and not region_input.spec.is_static:
-            # What was measured at a length of 8 says little of one of 512.
+            # Timings at a length of 8 say little about a length of 512.
             digest.update(repr([size_hint(size).bit_length() for size in region_input.spec.shape]).encode())
     _add_graph(digest, graph_module)
     return digest.hexdigest()
@@ -59,11 +59,13 @@ def _add_attribute(digest: hashlib._Hash, value: object) -> None:
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
-    with unset_fake_temporarily():  # AOTAutograd may still be tracing: a constant's contents would not be there
+    with unset_fake_temporarily():  # AOTAutograd may still be tracing: the constant would be fake, without contents
         plain = tensor.detach()
         if plain.layout is torch.strided and not plain.is_quantized:
             return plain.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
-        stream = io.BytesIO()  # sparse and quantised tensors have no plain bytes; only written, never read back
+        stream = (
+            io.BytesIO()
+        )  # sparse and quantized tensors have no plain bytes; the stream is only hashed, never read back
         torch.save(plain, stream)
         return stream.getvalue()
 

@@ -1,9 +1,9 @@
-"""Main graph -> PartitionedGraph: which operators run together, and which engine is to run them.
+"""Partition of the main graph: the operators that run together, and the engine that is to run them.
 
 Each operator is claimed by the first engine, in order, that supports it; eager takes the rest. `levels` cuts the
-coloured graph into convex segments: a colour is an engine and a device, so that no engine's region has values of two
+coloured graph into convex segments. A colour is an engine and a device, so that no engine's region has values of two
 devices. Segments too small to pay are demoted: their operators go to the next engine that supports them, in the end to
-eager, and the graph is cut again, so that what they separated grows together.
+eager. Then the graph is cut again, so that the segments which they separated grow together.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from torch_hybrid_backend.partition.flops import node_flops
 from torch_hybrid_backend.partition.levels import segments, sink
 from torch_hybrid_backend.partition.node_decisions import graph_inputs, module_calls, node_decision
 
-# A region between eager segments with no more computing operators than this, none of them a product, costs more by
-# splitting eager in two (a call of Python more, about 10 us) than fusing two passes over a small tensor gains.
+# The most computing operators, none a product, for which a region between eager segments is not worth it. The region splits eager in two, which
+# costs one more call of Python, about 10 us. Fusing two passes over a small tensor gains less.
 ISLAND_NODES = 2
 
-# Cuts per engine. Demotion makes regions grow together, which settles after two or three; the bound keeps the time linear.
+# The most cuts per engine. Demotion makes regions grow together, which settles after two or three cuts. The bound keeps the time linear.
 _MAX_CUTS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A partitioned graph and, operator by operator in graph order, who was to run it and who refused.
+    """A partitioned graph, and for each operator, in graph order, the engine that claimed it and the engines that refused it.
 
-    `able[name]`: the engines (eager left out) that refuse none of the operators of region `name`, in order of
-    preference, the one that claimed it first. Empty for eager's segments.
+    `able[name]`: the engines (without eager) that support all operators of region `name`: first the engine that claimed the region, then the
+    others in order of preference. Empty for eager's segments.
     """
 
     graph: PartitionedGraph
@@ -67,10 +67,10 @@ def partition_graph(
 ) -> Partition:
     """Partition a functional ATen graph among `engines` (in order of preference; eager is implied).
 
-    `known`: what the engines answered about operators of the graph before, in their order; about the others they are asked.
+    `known`: earlier verdicts of the engines, in their order, on operators of the graph; the engines are asked about other operators.
 
     Placeholders with `meta["constant"]` hold parameters or folded values. Every node carries `meta["val"]`. The graph
-    is not changed. Raises RegionError under `config.strict` where an engine raises instead of answering.
+    is not changed. Raises RegionError under `config.strict` if an engine raises instead of answering.
     """
     graph = graph_module.graph
     offered = tuple(engine for engine in engines if engine.name != EAGER)
@@ -89,7 +89,7 @@ def partition_graph(
         mixed = {devices[node] for node in nodes}
         device = mixed.pop() if len(mixed) == 1 else None
         segment = extract(f"r{index}", nodes, engine, device or CPU, graph_module, constants)
-        able[segment.region.name] = _able(engine, nodes, verdicts, names)
+        able[segment.region.name] = _able_engines(engine, nodes, verdicts, names)
         cut.append(segment)
         home.update(dict.fromkeys(nodes, segment))
     decisions = tuple(
@@ -102,11 +102,11 @@ def partition_graph(
 
 
 def _claimer(verdicts: Sequence[Verdict]) -> int:
-    """The first engine that supports the operator; the number after the last engine is eager."""
+    """Index of the first engine that supports the operator; the number of engines, which stands for eager, if none does."""
     return next((i for i, verdict in enumerate(verdicts) if verdict), len(verdicts))
 
 
-def _able(
+def _able_engines(
     claimed: str, nodes: Sequence[Node], verdicts: Mapping[Node, tuple[Verdict, ...]], names: Sequence[str]
 ) -> tuple[str, ...]:
     if claimed == EAGER:
@@ -122,7 +122,7 @@ def _cut(
     flops: Mapping[Node, int],
     minimum: int,
 ) -> list[int]:
-    """Levels of the operators. Demotions are written into `verdicts`."""
+    """The level of each operator. Demotions are written into `verdicts`."""
     places = list(dict.fromkeys(devices.values()))
     engine_count = max((len(given) for given in verdicts.values()), default=0)
     sinkable = [_sinkable(node, ordered) for node, ordered in zip(needs.operators, needs.ordered, strict=True)]
@@ -141,18 +141,18 @@ def _cut(
             break
         for i, why in demoted.items():
             node = needs.operators[i]
-            given = list(verdicts[node])
-            given[claimers[i]] = Refused(Reason.TOO_SMALL, why)
-            verdicts[node] = tuple(given)
+            replaced = list(verdicts[node])
+            replaced[claimers[i]] = Refused(Reason.TOO_SMALL, why)
+            verdicts[node] = tuple(replaced)
     return levels
 
 
 def _too_small(
     needs: Dependencies, cut: tuple[Sequence[int], Sequence[int]], flops: Mapping[Node, int], eager: int, minimum: int
 ) -> dict[int, str]:
-    """The operators in segments not worth an engine, each with the reason. `cut`: who claimed each operator, and its level.
+    """The operators in segments not worth an engine, each with the reason. `cut`: the claimer of each operator, and its level.
 
-    Of several engines only the first that has any is looked at: its operators may be what another's regions lack.
+    Only the operators of the first engine that has such segments are returned: another engine's regions may grow by them.
     """
     claimers, levels = cut
     computing: dict[int, int] = {}
@@ -185,7 +185,7 @@ def _too_small(
 
 
 def _sinkable(node: Node, ordered: bool) -> bool:
-    """True if the node may move to its first user: it widens what it reads, or reads only what is there anyhow."""
+    """True if the node may move to its first user: its result is larger than its inputs, apart from the graph's inputs and constants."""
     value = node.meta.get("val")
     if ordered or is_item(node) or not isinstance(value, torch.Tensor):
         return False
@@ -196,7 +196,7 @@ def _sinkable(node: Node, ordered: bool) -> bool:
 
 
 def _elements(value: object) -> int:
-    """Elements of a tensor, broadcast dimensions included; symbolic sizes by their hint, 0 where unknown."""
+    """The number of elements of a tensor, broadcast dimensions included. Symbolic sizes count with their hints, 0 if unknown."""
     if not isinstance(value, torch.Tensor):
         return 0
     count = 1

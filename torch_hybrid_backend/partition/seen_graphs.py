@@ -1,6 +1,7 @@
-"""Graphs that were compiled before, remembered on disk: their kernels are in the cache, so no engine need get ready to compile.
+"""Keys of graphs that were compiled before, kept on disk. Their kernels are in the cache, so no engine need prepare to compile.
 
-A graph that is taken for unknown wastes an engine's preparation; one taken for known has its preparation start later. Neither changes a result.
+If a known graph is taken for unknown, an engine prepares in vain. If an unknown graph is taken for known, the engine prepares later. Neither
+changes a result.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _KIND = "graphs"
 
 
 def graph_key(gm: torch.fx.GraphModule, example_inputs: Sequence[object], how: str) -> str:
-    """SHA-256 of Dynamo's graph as code, the forms of its inputs, and `how`: the versions and settings of those who compile it."""
+    """SHA-256 of Dynamo's graph as code, the forms of its inputs, and `how`: versions and settings of the engines that compile it."""
     forms = [
         f"{value.dtype} {tuple(value.shape)} {value.requires_grad}"
         if isinstance(value, torch.Tensor)
@@ -40,7 +41,7 @@ class SeenGraphs:
         return self._store.get(_KIND, key) is not None
 
     def add(self, key: str) -> None:
-        """A store that cannot be written is logged, not raised."""
+        """Add a key. A store that cannot be written is logged, not raised."""
         try:
             self._store.put(_KIND, key, b"true", suffix=".json")
         except CacheError as error:

@@ -1,14 +1,14 @@
 """Choice of who runs a whole call: the plan, or eager with the whole graph.
 
-Regions are priced one by one. What a call costs besides shows in whole calls only: AOTAutograd's wrapper, the plan's own inputs and outputs,
-and that eager makes one call of an operator which AOTAutograd took apart. So after the first call both are timed on its inputs, or looked up;
-where eager is faster the plan is let go of.
+Regions are priced one by one. Some costs show in whole calls only: AOTAutograd's wrapper, the plan's inputs and outputs, and operators that
+AOTAutograd decomposed but eager runs as one. So after the first call the plan and eager are timed on its inputs, or their times are looked up.
+If eager is faster, the plan is released.
 
     PricedCall: first call -> a plan -> plan 101 us, eager 62 us -> this call and every call after it: Dynamo's graph in eager
 
-Eager runs Dynamo's graph as Python text, which has faults of its own: it takes part only if it returns what the graph's nodes return.
+Eager runs the Python text of Dynamo's graph, which may differ from the graph's nodes. Eager may win only if both return the same.
 
-Illegal: calls that cannot be repeated unnoticed, for they write to inputs, draw random numbers or have other effects
+Calls that cannot be repeated unnoticed must not be priced: those that write to inputs, draw random numbers or have other effects
 (`graph.values.is_repeatable`).
 """
 
@@ -41,22 +41,23 @@ from torch_hybrid_backend.torch_private import tree_leaves
 _log = logging.getLogger(__name__)
 
 PLAN = "plan"
-# Enough for 200 rounds of calls that overhead decides (0.5 ms in all); of the others a few rounds tell.
+# Enough for 200 rounds of short calls, which overhead decides (0.5 ms in all). A few rounds decide longer calls.
 _BUDGET_S = 0.1
-# What eager gains is overhead, which smaller calls have too, and those that are not so many times as large.
+# Eager wins by its smaller overhead. So it wins smaller calls too, and is assumed to win calls less than this many times as large.
 _LARGER = 2
 
 
 class PricedCall:
-    """Dynamo's graph as Dynamo calls it: every call by whoever is faster, the plan or eager. Threads may call it at once.
+    """Dynamo's graph as Dynamo calls it: the plan or eager runs each call, whichever is faster. Threads may call it at once.
 
-    eager: Dynamo's graph. nodes: the same run node by node, which `eager` is compared with; None: it is not compared. planned: the same
-    compiled; its first call hands the plan to `take_plan`. key: what verdicts are kept under.
-    sizes: positions of the inputs that are sizes known only at run time. budget_s: seconds that timing may take, at most. on_plan: gets the
-    plan with what was decided. working: entered while the plan is made and priced.
+    eager: Dynamo's graph. nodes: the same graph run node by node, with which `eager` is compared; None: no comparison. planned: the compiled
+    graph; its first call hands the plan to `take_plan`. key: under which decisions are kept. sizes: positions of the inputs that are sizes
+    known only at run time. budget_s: the most seconds that timing may take. on_plan: called with the plan and its decision. working: entered
+    while the plan is made and priced.
 
-    Without such sizes the loser is let go of. With them both stay: eager, where it has won, runs calls up to that size, and for the time
-    being those less than twice as large; larger ones are priced, until the plan wins one and runs all that are larger than what eager won.
+    Without such sizes the loser is released. With them both stay. Eager runs calls up to the largest size that it has won, and until the plan
+    wins a size also calls less than twice as large. Larger calls are priced until the plan wins one; from then on the plan runs all
+    calls that are larger than those eager won.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class PricedCall:
         self._profile: Profile | None = None  # of eager's calls
         self._decision: CallDecision | None = None
         self._planned: Callable[..., Any] | None = None
-        self._settled: Callable[..., Any] | None = None  # who runs calls of every size
+        self._settled: Callable[..., Any] | None = None  # runs calls of every size
         self._is_open = True
         self._eager_up_to = 0
 
@@ -94,14 +95,14 @@ class PricedCall:
         return self._call
 
     def take_plan(self, plan: Plan) -> None:
-        """The plan was made, or, after a region failed in a later call, made anew."""
+        """Take the plan when it was made, or made anew after a region failed in a later call."""
         self._plan = plan
         if self._decision is not None or not self._is_open:
             self._tell()
 
     @contextlib.contextmanager
     def eager_timed_by(self, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-        """Have what `make` makes of eager run its calls meanwhile."""
+        """Replace eager by `make(eager)` within the context."""
         eager, settled = self._eager, self._settled
         self._eager = make(eager)
         if settled is eager:
@@ -112,7 +113,7 @@ class PricedCall:
             self._eager, self._settled = eager, settled
 
     def take_profile(self, profile: Profile | None) -> None:
-        """Times of eager's calls, which are told with the plan when it is told next."""
+        """Take the times of eager's calls; they are reported with the plan when it is reported next."""
         self._profile = profile
 
     def waits(self, *inputs: Any) -> bool:
@@ -144,23 +145,23 @@ class PricedCall:
         return self._call(*inputs)  # by the one that was chosen, as later calls are
 
     def _is_far(self, size: int) -> bool:
-        """True if what eager has won says nothing of this size."""
+        """True if the sizes that eager has won do not decide this size."""
         return not self._is_open or size >= _LARGER * self._eager_up_to
 
     def _price(self, planned: Callable[..., Any], inputs: Sequence[Any], size: int) -> None:
-        """Decide, by calls on these inputs, who runs those of this size and what follows from it."""
+        """Decide, by calls on these inputs, who runs calls of this size, and update the choice for other sizes."""
         assert self._plan is not None  # of `planned`'s first call
         calls = {PLAN: lambda: planned(*inputs), EAGER: lambda: self._eager(*inputs)}
         key = f"{self._key} {[inputs[position] for position in self._sizes]}"
         try:
             with Progress("timing whole calls"):
                 self._decision = price_call(key, self._plan, calls, self._budget_s, self._pricing())
-                # Eager is compared where it has won: most calls are the plan's, and two calls more would be a large part of warm starts.
+                # Eager is compared only if it has won: the plan wins most calls, and two more calls would be a large part of a warm start.
                 if self._decision.engine == EAGER and (why := self._fault(inputs)):
                     _log.info("calls run as planned: %s", why)
                     self._decision = CallDecision(PLAN, (), (Refusal(EAGER, Reason.ACCURACY, why),))
             engine = self._decision.engine
-        except failures(Exception) as error:  # no memory for both, say: what has worked goes on
+        except failures(Exception) as error:  # no memory for both, say: the plan, which has worked, goes on
             if is_sticky(error):
                 raise
             _log.info("whole calls are not priced: %s: %s", type(error).__name__, error)
@@ -174,7 +175,7 @@ class PricedCall:
         self._tell()
 
     def _fault(self, inputs: Sequence[Any]) -> str:
-        """The reason why eager may not run calls: its outputs are not those of the graph's nodes; "" if they are."""
+        """The reason why eager may not run calls: its outputs differ from those of the graph's nodes. "" if they are equal."""
         if self._nodes is None:
             return ""
         expected = self._nodes(*inputs)
@@ -191,7 +192,7 @@ class PricedCall:
 def price_call(
     key: str, plan: Plan, calls: Mapping[str, Callable[[], object]], budget_s: float, pricing: Pricing
 ) -> CallDecision:
-    """Price the calls PLAN and EAGER; equal ones go to the plan. What a call raises passes through."""
+    """Price the calls PLAN and EAGER. If both cost the same, the plan wins. An exception of a call passes through."""
     contenders = {PLAN: _version(plan, pricing.versions), EAGER: torch.__version__}
     rounds = Rounds(warmup_rounds=0, min_rounds=2)
     costs = priced(key, contenders, calls, min(budget_s, _BUDGET_S), pricing, rounds)
@@ -204,7 +205,7 @@ def price_call(
 
 
 def with_call(plan: Plan, decision: CallDecision) -> Plan:
-    """The plan of a graph, with who runs its calls."""
+    """The plan of a graph with the decision who runs its calls."""
     nodes = plan.nodes
     if decision.engine == EAGER:
         nodes = tuple(dataclasses.replace(node, engine=EAGER) for node in nodes)

@@ -1,4 +1,4 @@
-"""Compiled regions with something around each call: errors told apart (`reported`), results compared with eager's (`checked`)."""
+"""Compiled regions with a wrapper around each call: it marks the engine's errors (`reported`), or compares results with eager's (`checked`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Around = Callable[[CompiledRegion, Sequence[torch.Tensor]], list[torch.Tensor]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WrappedRegion:
-    """`compiled` as `around` calls it: from Python, whatever program it has."""
+    """A compiled region whose calls go through `around`, from Python, even if it has a program."""
 
     compiled: CompiledRegion
     around: Around
@@ -68,8 +68,9 @@ class WrappedRegion:
 
 
 def reported(compiled: CompiledRegion) -> CompiledRegion:
-    """The region, whose own errors are told apart from those of eager operators, which are the user's: a call raises HybridError for whatever
-    the region raises, but for what leaves a device unusable: that is raised as it is."""
+    """The region with its errors raised as HybridError, so that they are told from errors of eager operators, which are the user's.
+
+    An error that leaves a device unusable is raised unchanged."""
     return WrappedRegion(compiled, _reported)
 
 
@@ -85,9 +86,9 @@ def _reported(compiled: CompiledRegion, inputs: Sequence[torch.Tensor]) -> list[
 
 
 def checked(region: Region, engine: str, compiled: CompiledRegion, *, strict: bool) -> CompiledRegion:
-    """The region compared with eager on every call (`verify=always`); eager's outputs are what it returns, where it has any.
+    """The region, compared with eager in every call (`verify=always`). A call returns eager's outputs, if eager can run the region.
 
-    The first failure is reported (RegionError under `strict`); from then on only eager runs.
+    The first failure is reported (RegionError under `strict`). From then on only eager runs.
     """
     return WrappedRegion(compiled, _Check(region, engine, strict))
 

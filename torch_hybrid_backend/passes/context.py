@@ -1,4 +1,4 @@
-"""Facts that passes may know beside the graph itself."""
+"""Facts that passes may know in addition to the graph."""
 
 from __future__ import annotations
 
@@ -17,27 +17,29 @@ from torch_hybrid_backend.graph.values import constant_nodes
 
 @dataclass(frozen=True, slots=True)
 class PassContext:
-    """`constants`: placeholders whose contents rarely change, so that work on them alone may be moved out of the call.
+    """Facts about one graph.
+
+    `constants`: placeholders whose contents rarely change, so that work on them alone may be moved out of the call.
     Empty for training graphs: there every step changes the parameters.
 
     `fold_limit_bytes`: the largest tensor that constant folding may keep in memory for the life of the graph.
 
-    `precision`: what the graph is to be computed in, one of `core.precision.PRECISIONS`; training graphs are as written.
+    `precision`: the precision of the graph, one of `core.precision.PRECISIONS`; training graphs stay as written.
 
-    `weights`: how `int8-weights` and `int4-weights` keep them.
+    `weights`: form of the weights under `int8-weights` and `int4-weights`.
 
     `weight_bits`: 7 or 8, of weights that `int8` multiplies by quantized activations on the CPU.
 
-    `as_written`: layers, by their node's name, that stay as written whatever the precision, and why.
+    `as_written`: node name of a layer that stays as written in any precision -> the reason.
 
     `keeps_packed`: True for weights from a codebook that kernels read packed; others are made ahead.
 
-    `devices`: types of the devices whose operators the pass that gets this may rewrite, by its entry in the pipeline; empty: all.
+    `devices`: types of the devices whose operators the pass may rewrite, from its entry in the pipeline; empty: all devices.
     """
 
     kind: GraphKind = "inference"
     constants: frozenset[str] = frozenset()
-    # A causal mask of 4,096 x 4,096 booleans; beyond, computing costs less than the memory.
+    # A causal mask of 4,096 x 4,096 booleans. Computing a larger tensor in each call costs less than keeping it in memory.
     fold_limit_bytes: int = 16 << 20
     devices: frozenset[str] = frozenset()
     precision: str = AS_WRITTEN
@@ -71,6 +73,6 @@ class PassContext:
         return constant_nodes(gm, self.constants, self.keeps_packed)
 
     def may_rewrite(self, node: torch.fx.Node) -> bool:
-        """True if the operator runs on one of the `devices`, all its tensors with it."""
+        """True if the operator and all its tensors are on one of the `devices`."""
         device = device_of(node)
         return not self.devices or (device is not None and device.type in self.devices)

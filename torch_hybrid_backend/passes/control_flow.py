@@ -1,8 +1,8 @@
-"""The bodies of control flow: branches of `cond`, conditions and bodies of `while_loop`, steps of `scan` and `map`.
+"""Bodies of control flow: branches of `cond`, conditions and bodies of `while_loop`, steps of `scan` and `map`.
 
-The operators themselves are run by eager, which calls the bodies with plain tensors. Bodies are functional ATen graphs as
-the outer graph is, and are compiled as graphs of their own. (Not so operators that call their sub-graph in another way, such as
-`associative_scan` and `flex_attention`, which map it over a batch: there it stays as it is.)
+Eager runs the operators themselves, and calls the bodies with plain tensors. Bodies are functional ATen graphs, as the outer graph is, and are
+compiled as graphs of their own. Sub-graphs that their operator maps over a batch are not compiled: those of `associative_scan` and
+`flex_attention`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Node = torch.fx.Node
 
 # Takes the operands as a list, returns the outputs as a list.
 Run = Callable[[list[Any]], list[Any]]
-# One call site: its bodies, and what each of their placeholders gets; None for what changes from one iteration to the next.
+# One call site: its bodies, and the operand of each of their placeholders; None for a value that changes from one iteration to the next.
 _Site = tuple[tuple[Any, ...], tuple[Any, ...]]
 
 
@@ -56,7 +56,7 @@ _OPERATORS: Mapping[str, Callable[..., _Site]] = {
 
 
 class CompiledBody(torch.nn.Module):
-    """A compiled body in the place of the sub-graph it was compiled from: takes and returns what that does."""
+    """A compiled body in place of the sub-graph from which it was compiled. Its inputs and outputs are those of the sub-graph."""
 
     def __init__(self, run: Run, returns: object) -> None:
         super().__init__()
@@ -70,10 +70,10 @@ class CompiledBody(torch.nn.Module):
 
 
 def compile_bodies(captured: CapturedGraph, compile_body: Callable[[str, CapturedGraph], Run]) -> None:
-    """Replace each body in the captured graph by what `compile_body` makes of it.
+    """Replace each body in the captured graph by the result of `compile_body`.
 
-    `compile_body` gets the body's name and the body as a graph of the outer one's kind. Parameters that the outer graph hands
-    to a body are its static inputs, unless two calls hand it different ones.
+    `compile_body` takes the body's name, and the body as a captured graph of the outer graph's kind. Parameters that the outer graph passes to
+    a body become the body's static inputs, unless two calls pass different parameters.
     """
     gm = captured.graph_module
     for name, operands in _bodies(gm).items():
@@ -91,8 +91,8 @@ def compile_bodies(captured: CapturedGraph, compile_body: Callable[[str, Capture
 
 
 def _bodies(gm: torch.fx.GraphModule) -> dict[str, tuple[Any, ...]]:
-    """Names of the sub-graphs that only control flow calls -> what each of their placeholders gets in every call."""
-    found: dict[str, tuple[Any, ...]] = {}
+    """Name of a sub-graph that only control flow calls -> the operand of each of its placeholders, if all calls pass the same; else None."""
+    sites: dict[str, tuple[Any, ...]] = {}
     others: set[str] = set()
     for attribute in gm.graph.find_nodes(op="get_attr"):
         name = str(attribute.target)
@@ -103,9 +103,9 @@ def _bodies(gm: torch.fx.GraphModule) -> dict[str, tuple[Any, ...]]:
             if site is None or attribute not in site[0]:
                 others.add(name)
                 continue
-            known = found.setdefault(name, site[1])
-            found[name] = tuple(a if a is b else None for a, b in zip(known, site[1], strict=True))
-    return {name: operands for name, operands in found.items() if name not in others}
+            known = sites.setdefault(name, site[1])
+            sites[name] = tuple(a if a is b else None for a, b in zip(known, site[1], strict=True))
+    return {name: operands for name, operands in sites.items() if name not in others}
 
 
 def _site(node: Node) -> _Site | None:

@@ -1,6 +1,6 @@
-"""Operators in place of one that was kept whole: another engine than the one that wanted it takes its parts.
+"""Decomposition of operators that were kept whole for one engine, so that another engine can take their parts.
 
-Not in the pipeline: which operators to take apart depends on the engines that refuse them, so the wiring decides (`partition.covers`).
+This is no pass of the pipeline: the operators to decompose depend on the engines that refuse them (`partition.partitionings`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch_hybrid_backend.passes.rewrite import ORIGIN_KEYS
 def decompose(
     graph_module: torch.fx.GraphModule, formulas: Mapping[Node, torch.fx.GraphModule]
 ) -> tuple[torch.fx.GraphModule, dict[Node, Node]]:
-    """A copy of the graph with each key of `formulas` taken apart, and the copies of the other nodes (old -> new). The graph stays as it is.
+    """A copy of the graph with each key of `formulas` decomposed, and the copies of the other nodes (old -> new). The graph is not changed.
 
-    A formula takes its operator's input nodes in the order of `all_input_nodes` and returns its results in order, all of the same form. An
-    operator of several results is read through `getitem` alone.
+    A formula takes its operator's input nodes in the order of `all_input_nodes`. It returns the operator's results in order, in the same form.
+    An operator of several results must be read through `getitem` only.
     """
     graph = torch.fx.Graph()
     new: dict[Node, Node] = {}
@@ -47,7 +47,7 @@ def decompose(
 def _inlined(
     graph: torch.fx.Graph, node: Node, formula: torch.fx.GraphModule, new: Mapping[Node, Node]
 ) -> tuple[Node | None, ...]:
-    """The formula's operators at the end of `graph`; its results, None for those that the operator does not have either."""
+    """Append the formula's operators to `graph`. Returns its results, None for results that the operator does not have either."""
     inner = dict(
         zip(formula.graph.find_nodes(op="placeholder"), map(new.__getitem__, node.all_input_nodes), strict=True)
     )

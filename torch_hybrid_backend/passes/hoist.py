@@ -1,8 +1,7 @@
-"""Split a graph into what depends on parameters alone and the rest.
+"""Split of a graph into a `fold`, which depends on parameters alone, and a `main`, the rest.
 
-`fold` computes folded weights, transposed views, masks and tables once, and again when a parameter changes; `main`
-runs in every call. Example: `addmm(b, x, permute(w))` with constants b, w gives `fold(w) = (permute(w),)` and `main(b,
-x, permute) = addmm(b, x, permute)`.
+`fold` computes folded weights, transposed views, masks and tables once, and again when a parameter changes. `main` runs in every call. Example:
+`addmm(b, x, permute(w))` with constants b, w gives `fold(w) = (permute(w),)` and `main(b, x, permute) = addmm(b, x, permute)`.
 """
 
 from __future__ import annotations
@@ -28,20 +27,19 @@ from torch_hybrid_backend.passes.canonical.fold_constants import is_deterministi
 aten = torch.ops.aten
 Node = torch.fx.Node
 
-# A folded value may be this many times as large as the constants it is made of ...
+# A folded value may be this many times as large as the constants from which it is computed ...
 GROWTH_LIMIT = 4
-# ... or this large whatever it is made of: a mask, a table of position biases.
+# ... or this large in any case: a mask, a table of position biases.
 SMALL_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Hoisted:
-    """`main`: placeholders are the graph's own that still matter, in their order (constants not used directly are
-    gone), then the folded values; those that are constant carry `meta["constant"] = True`. It holds no get_attr
-    tensor.
+    """`main`: the graph that runs in every call. Its placeholders are those of the original graph, in order, without constants that it does not
+    read directly, then the folded values. Constant placeholders carry `meta["constant"] = True`. `main` holds no get_attr tensor.
 
-    `fold`: takes the constant placeholders it needs, returns a tuple of folded values; views of its inputs where the
-    value is one. None where there is nothing to fold. `inputs` says how the two connect.
+    `fold`: takes the constant placeholders that it needs, and returns a tuple of folded values, some of which may be views of its inputs. None
+    if there is nothing to fold. `inputs`: how the two connect.
     """
 
     main: torch.fx.GraphModule
@@ -52,11 +50,16 @@ class Hoisted:
 def hoist(
     gm: torch.fx.GraphModule, constant_names: frozenset[str], keeps_packed: KeepsPacked = keeps_nothing
 ) -> Hoisted:
-    """Split off what depends on `constant_names` (placeholders) and get_attr tensors alone; `gm` is left as it is.
+    """Split off the values that depend on `constant_names` (placeholders) and get_attr tensors alone. `gm` is not changed.
 
-    Stays in main: what is random or mutates; what is returned (each call must return fresh memory); values much larger
-    than what they are made of; dequantized weights, and what is made of them; scales in half types made float32; `expand`, which costs
-    nothing in a loop; and fills, which depend on nothing.
+    These values stay in `main`:
+
+    - random values and mutations
+    - outputs, as each call must return fresh memory
+    - values much larger than those from which they are computed
+    - dequantized weights, and values computed from these
+    - scales in half types converted to float32
+    - `expand`, which costs nothing in a loop, and fills, which depend on nothing
     """
     movable = {} if has_mutation(gm) else _movable(gm, constant_names, keeps_packed)
     folded = _frontier(gm, movable)
@@ -75,8 +78,8 @@ def hoist(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """A part of a fold: the numbers of the fold's arguments that `graph` takes, and of the results that it returns as a tuple, both in order.
-    `is_view`: all results are views of arguments, or constants of the graph."""
+    """A part of a fold. `reads`: numbers of the fold's arguments that `graph` takes. `gives`: numbers of the fold's results that `graph`
+    returns as a tuple. Both are in order. `is_view`: all results are views of arguments, or constants of the graph."""
 
     reads: tuple[int, ...]
     gives: tuple[int, ...]
@@ -84,16 +87,16 @@ class Part:
     is_view: bool
 
 
-def divide_fold(fold: torch.fx.GraphModule) -> list[Part]:
-    """The fold as parts that have no work in common: one for each large result and what is made with it, one for small ones, one for views."""
+def partition_fold(fold: torch.fx.GraphModule) -> list[Part]:
+    """The fold as parts that share no work: one for views, one for small results, and one for each large result with those that share work."""
     placeholders = fold.graph.find_nodes(op="placeholder")
     work: dict[
         Node, set[Node]
     ] = {}  # what is computed of arguments for a node; one that views alone lead to has no work
     for node in fold.graph.nodes:
         is_work = node.op == "call_function" and node.all_input_nodes and not is_view(node)
-        own = {node} if is_work else set[Node]()
-        work[node] = own.union(*(work[source] for source in node.all_input_nodes))
+        nodes_of_work = {node} if is_work else set[Node]()
+        work[node] = nodes_of_work.union(*(work[source] for source in node.all_input_nodes))
     returned = tuple(output_nodes(fold))
     views = [number for number, node in enumerate(returned) if not work[node]]
     together: dict[Node, list[int]] = {}  # by each node that is computed, the numbers of all results that it leads to
@@ -125,8 +128,7 @@ def _size_bytes(value: Any) -> int | None:
 
 
 def _movable(gm: torch.fx.GraphModule, constant_names: frozenset[str], keeps_packed: KeepsPacked) -> dict[Node, int]:
-    """Nodes that fold may compute -> bytes of the constants they are made of. Fills and ranges count as made of
-    nothing."""
+    """Nodes that fold may compute -> bytes of the constants from which they are computed; 0 for fills and ranges."""
     returned = returned_roots(gm)
     movable: dict[Node, int] = {}
     for node in gm.graph.nodes:
@@ -152,7 +154,7 @@ def _movable(gm: torch.fx.GraphModule, constant_names: frozenset[str], keeps_pac
 def _worthwhile(node: Node, source_bytes: int) -> bool:
     value = node.meta.get("val")
     if isinstance(value, list | tuple):
-        return True  # the members are looked at when they are taken out
+        return True  # each member is checked at its getitem
     size = _size_bytes(value)
     if size is None:
         return False
@@ -162,8 +164,8 @@ def _worthwhile(node: Node, source_bytes: int) -> bool:
 def _frontier(gm: torch.fx.GraphModule, movable: dict[Node, int]) -> list[Node]:
     """The values that fold returns: those that main needs, in graph order.
 
-    Walks backwards: whatever main computes needs its arguments. A movable argument is taken from fold, unless main had
-    better compute it itself (placeholders, fills, expands, scales in half types); then its own arguments are needed in turn.
+    Walks backwards from the operators that main computes to their arguments. A movable argument is taken from fold, unless main had
+    better compute the argument itself (fills, expands, scales in half types). Then the argument's own arguments are needed in turn.
     """
     in_main = {node for node in gm.graph.nodes if node not in movable}
     folded: set[Node] = set()
@@ -185,7 +187,7 @@ def _frontier(gm: torch.fx.GraphModule, movable: dict[Node, int]) -> list[Node]:
 
 
 def _needed(targets: list[Node], stop: set[Node]) -> set[Node]:
-    """The targets and all they depend on, not looking behind `stop`."""
+    """The targets and all nodes that they depend on; the inputs of `stop` nodes are not followed."""
     needed: set[Node] = set()
     pending = list(targets)
     while pending:

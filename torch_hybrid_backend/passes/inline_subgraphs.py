@@ -1,12 +1,11 @@
-"""Put the bodies of `invoke_subgraph` calls in place of the calls.
+"""Inlining of the bodies of `invoke_subgraph` calls.
 
-`torch.compiler.nested_compile_region` makes the repeated blocks of a model one sub-graph that is called several times, so that
-it is traced once. As calls, nobody could fuse across the blocks, pack their weights (the same sub-graph gets other weights in each
-call) or run them without Python. Equal kernels are compiled once anyhow, so a call inlined costs no compiler.
+`torch.compiler.nested_compile_region` makes the repeated blocks of a model one sub-graph that is traced once and called several times. Calls
+would prevent fusion across blocks, packing of weights (each call passes other weights to the same sub-graph), and running without Python. Equal
+kernels are compiled once, so inlining costs no compile time.
 
-No pass of the pipeline but a step before it: where the body of a training graph returns a view of what it was given, saved for
-its backward, the graph's outputs share memory after the inlining as they do when the call runs, though nothing in the graph
-with the call says so.
+This is a step before the pipeline, not a pass. The body of a training graph may return a view of an input, saved for its backward. After
+inlining the graph shows that these outputs share memory, which they do in the call as well. `verify` would reject this change.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def inline_subgraphs(gm: torch.fx.GraphModule) -> None:
     calls = [node for node in gm.graph.nodes if _is_call(node)]
     while calls:
         inlined = [_inline(gm, call) for call in calls]
-        # Calls inside a body that was inlined stand in this graph now.
+        # Inlined bodies may contain calls, which are in this graph now.
         calls = [node for node in gm.graph.nodes if _is_call(node)] if any(inlined) else []
     gm.graph.lint()
 
@@ -67,7 +66,7 @@ def _inline(gm: torch.fx.GraphModule, call: Node) -> bool:
 
 
 def _fits(body: torch.fx.GraphModule, operands: list[Any]) -> bool:
-    """A sub-graph traced for some sizes may be called with other symbols for them: its metadata would then be wrong."""
+    """True if the operands look like the body's placeholders. With other symbols for sizes the body's metadata would be wrong."""
     placeholders = body.graph.find_nodes(op="placeholder")
     return len(placeholders) == len(operands) and all(
         isinstance(operand, Node) and _looks(placeholder) == _looks(operand)
@@ -90,7 +89,7 @@ def _takes_items(call: Node, body: torch.fx.GraphModule) -> bool:
 
 
 def _adopt(gm: torch.fx.GraphModule, attribute: object, name: str) -> str:
-    """Gives `gm` the attribute, under a name that it has not; under one it has where that is the same object."""
+    """Give `gm` the attribute under an unused name, or under the name that the same object already has. Returns the name."""
     flat = name.replace(".", "_")
     for number in itertools.count():
         candidate = f"{flat}_{number}" if number else flat

@@ -1,4 +1,4 @@
-"""The order of the passes, for which devices they exist, and why."""
+"""The passes in their order, with the devices that they are for and the reason for their place."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ from torch_hybrid_backend.passes.verify import Contract, verify
 
 log = logging.getLogger(__name__)
 
-# A pass edits the graph in place and says whether it changed anything.
+# A pass edits the graph in place and returns true if it changed anything.
 Pass = Callable[[torch.fx.GraphModule, PassContext], bool]
 
-# The device types that a pass exists for; empty: all.
+# The device types for which a pass exists; empty: all.
 Devices = frozenset[str]
 _ALL: Devices = frozenset()
 _CPU: Devices = frozenset({"cpu"})
 
 PASSES: tuple[tuple[Pass, Devices, str], ...] = (
-    (dead_code, _ALL, "first: unused results of decompositions would make values look as if they had several users"),
+    (dead_code, _ALL, "first: with unused results of decompositions values would seem to have several users"),
     (
         remove_no_ops,
         _ALL,
-        "before patterns are looked for: aliases and casts to the same type hide a convolution from its batch norm",
+        "before patterns are matched: aliases and casts to the same type hide a convolution from its batch norm",
     ),
     (fold_batch_norm, _ALL, "before simplify and cse, which may give the convolution a second user"),
     (resample_last, _CPU, "after fold_batch_norm, which looks for the convolution before a batch norm"),
     (
         transposed_convolutions,
         _CPU,
-        "after fold_batch_norm, which scales their weights; before fold_constants and cse: weights alone",
+        "after fold_batch_norm, which scales their weights; before fold_constants and cse, as it rewrites constant weights",
     ),
     (volume_convolutions, _CPU, "after fold_batch_norm, as transposed_convolutions"),
     (
@@ -61,31 +61,31 @@ PASSES: tuple[tuple[Pass, Devices, str], ...] = (
         _CPU,
         "after fold_batch_norm, as transposed_convolutions; after volume_convolutions, whose results may be dilated",
     ),
-    (unpack_int4, _CPU, "before fold_constants and cse, for what it writes"),
-    (simplify, _ALL, "before fold_constants: less to evaluate"),
+    (unpack_int4, _CPU, "before fold_constants and cse, which simplify the operators that it inserts"),
+    (simplify, _ALL, "before fold_constants, which then evaluates less"),
     (fold_constants, _ALL, "before cse: equal constants become one"),
     (index_to_views, _ALL, "after fold_constants, which computes the indices; before cse: equal views become one"),
-    (cse, _ALL, "after all that makes expressions equal"),
-    (quantized_pairs, _ALL, "after cse, which makes one of what several layers quantise by the same numbers"),
+    (cse, _ALL, "after all passes that make expressions equal"),
+    (quantized_pairs, _ALL, "after cse, which merges equal quantizations of one value by several layers"),
     (remove_no_ops, _ALL, "again: copies of folded constants, views that simplify brought together"),
     (merge_siblings, _CPU, "after cse, which makes equal views of one tensor one input"),
-    (merge_convolutions, _CPU, "after fold_batch_norm, behind which their activations are, and cse"),
-    (contiguous_tables, _CPU, "after remove_no_ops, to which its copies would be copies of constants like others"),
-    (dead_code, _ALL, "last: sweeps what the others left"),
+    (merge_convolutions, _CPU, "after fold_batch_norm, which joins convolutions with their activations, and cse"),
+    (contiguous_tables, _CPU, "after remove_no_ops, which would remove its copies of constants"),
+    (dead_code, _ALL, "last: removes operators that the other passes left unused"),
 )
 
-# What computes an inference graph in another precision than it was written in; after PASSES, which combine weights in float32. The graph
-# before them is what their results are judged by.
+# Passes that convert an inference graph to another precision. They run after PASSES, which combine weights in float32. Their results are
+# compared with the graph before them.
 PRECISION_PASSES: tuple[tuple[Pass, Devices, str], ...] = (
     (
         quantize_layers,
         _CPU,
-        "after PASSES, which compute with weights as written; before half, which leaves quantised layers alone",
+        "after PASSES, which compute with weights as written; before half, which leaves quantized layers alone",
     ),
-    (half, _CPU, "before quantize_weights, which sees its casts"),
-    (quantize_weights, _CPU, "after PASSES, in which weights are merged: they are quantised whole"),
+    (half, _CPU, "before quantize_weights, which recognizes its casts"),
+    (quantize_weights, _CPU, "after PASSES, which merge weights, so that merged weights are quantized whole"),
     (remove_no_ops, _ALL, "after half, whose casts may undo those of the graph"),
-    (dead_code, _ALL, "last: sweeps what the others left"),
+    (dead_code, _ALL, "last: removes operators that the other passes left unused"),
 )
 
 
@@ -104,7 +104,7 @@ def run_passes(
             if graph_pass(gm, replace(ctx, devices=devices)):
                 log.debug("%s changed the graph (now %d nodes)", name, len(gm.graph.nodes))
                 verify(gm, contract)
-        except failures(Exception) as error:  # its name is told
+        except failures(Exception) as error:  # raised again with the name of the pass
             before = ", ".join(done) or "none"
             raise PassError(f"pass {name} failed (passes before it: {before}): {error}") from error
         done.append(name)

@@ -1,4 +1,4 @@
-"""Building and replacing nodes with their metadata kept true."""
+"""Insertion and replacement of nodes that keep metadata true."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch_hybrid_backend.graph.schema import is_view
 from torch_hybrid_backend.graph.values import output_nodes, returned_roots, storage_root
 from torch_hybrid_backend.torch_private import FakeTensorMode, OpOverload, detect_fake_mode
 
-# Metadata that says where in the user's code a node came from: a rewritten node inherits it. "site" is of `passes.precision.conversion`.
+# Metadata that says where in the user's code a node came from. A rewritten node inherits it. `passes.precision.conversion` sets "site".
 ORIGIN_KEYS = (
     "stack_trace",
     "nn_module_stack",
@@ -28,7 +28,7 @@ ORIGIN_KEYS = (
 def fake_value(
     target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], graph: torch.fx.Graph | None = None
 ) -> Any:
-    """Result that `target` would have for the arguments' `meta["val"]`, as fake tensors; of the graph's own mode where no argument has one."""
+    """Result of `target` on the arguments' `meta["val"]`, as fake tensors. If no argument has a fake mode, the graph's mode is used."""
     fake_args, fake_kwargs = torch.fx.node.map_arg((args, kwargs), lambda node: node.meta["val"])
     mode = detect_fake_mode((fake_args, fake_kwargs))
     if mode is None and graph is not None:
@@ -45,7 +45,7 @@ def insert(
     origin: torch.fx.Node | None = None,
     **kwargs: Any,
 ) -> torch.fx.Node:
-    """A new operator in front of `before`, with `meta["val"]`; its source line is `origin`'s (default: `before`'s)."""
+    """Insert an operator in front of `before`, with `meta["val"]` and the source line of `origin` (default: `before`). Returns the node."""
     graph = before.graph
     value = fake_value(target, args, kwargs, graph)
     with graph.inserting_before(before):
@@ -84,11 +84,10 @@ def same_spec(a: Any, b: Any) -> bool:
 
 
 def may_replace(gm: torch.fx.GraphModule, node: torch.fx.Node, by: torch.fx.Node) -> bool:
-    """True if `by`, equal in value to `node`, may stand in for it without a difference that the user could see.
+    """True if `by`, equal in value to `node`, may replace `node` without a difference that the user could see.
 
-    Refused: a change of dtype, shape or strides; one output object where there were two, or an input's object as an
-    output; and outputs that come to share memory with each other, or with an input or constant, where they had their
-    own.
+    False if dtype, shape or strides would change; if two outputs would become one object, or an output would become an input's object; or if
+    outputs that have their own memory would share memory with each other, with an input or with a constant.
     """
     if not same_spec(node.meta.get("val"), by.meta.get("val")):
         return False
@@ -97,14 +96,14 @@ def may_replace(gm: torch.fx.GraphModule, node: torch.fx.Node, by: torch.fx.Node
         return False
     old_root, new_root = storage_root(node), storage_root(by)
     if old_root is new_root or is_view(node):
-        # A view has the same root as its base, and `by` is one of its ancestors or a twin.
+        # A view has the same root as its base. `by` is one of its ancestors, or an equal view.
         return old_root is new_root
     roots = returned_roots(gm)
     return old_root not in roots or (new_root.op == "call_function" and new_root not in roots)
 
 
 def replace(gm: torch.fx.GraphModule, node: torch.fx.Node, by: torch.fx.Node) -> bool:
-    """Let `by` stand in for `node` and drop `node`, if `may_replace` allows; returns whether it did."""
+    """Replace `node` by `by` and drop `node`, if `may_replace` allows it. Returns true if it did."""
     if not may_replace(gm, node, by):
         return False
     node.replace_all_uses_with(by)
@@ -113,7 +112,7 @@ def replace(gm: torch.fx.GraphModule, node: torch.fx.Node, by: torch.fx.Node) ->
 
 
 def replace_by_new(gm: torch.fx.GraphModule, node: torch.fx.Node, by: torch.fx.Node, after: torch.fx.Node) -> bool:
-    """`replace` by what was inserted between `after` and `node`; where it may not stand in, all of that is erased."""
+    """`replace` by nodes that were inserted between `after` and `node`. If `by` may not replace `node`, the inserted nodes are erased."""
     if replace(gm, node, by):
         return True
     while node.prev is not after:

@@ -1,4 +1,4 @@
-"""Legality of a graph between passes."""
+"""Checks that a graph is legal between passes."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from torch_hybrid_backend.torch_private import OpOverload
 
 aten = torch.ops.aten
 
-# The one mutation that a functional graph may hold: AOTAutograd's copy of a mutated input back, at the graph's end. (What a rank receives
-# is written in place too, though no schema says so.)
+# The one mutation that a functional graph may hold: AOTAutograd's copy back into a mutated input, at the graph's end. (Values that a rank
+# receives are written in place too, though no schema says so.)
 ALLOWED_MUTATIONS = frozenset({aten.copy_.default})
 
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """Facts that no pass may change: the inputs, what the outputs look like, and which of them share memory.
+    """Facts that no pass may change: the inputs, the form of the outputs, and which outputs share memory.
 
-    `outputs[i]` is a tensor's spec and bits, the text of a size expression, or a literal. `shared` are the pairs of outputs
-    that may share memory, and the pairs (output, -1 - k) where output shares the k-th placeholder's.
+    `outputs[i]`: a tensor's spec and lazy bits, the text of a size expression, or a literal. `shared`: pairs of outputs that may share memory,
+    and pairs (output, -1 - k) of an output that may share memory with placeholder k.
     """
 
     inputs: tuple[str, ...]
@@ -37,7 +37,7 @@ class Contract:
 
     @staticmethod
     def of(gm: torch.fx.GraphModule) -> Contract:
-        """The contract that a graph as it stands fulfils."""
+        """The contract that the graph fulfils now."""
         placeholders = gm.graph.find_nodes(op="placeholder")
         return Contract(
             tuple(node.name for node in placeholders),
@@ -74,9 +74,9 @@ def _shared(gm: torch.fx.GraphModule, placeholders: Sequence[torch.fx.Node]) -> 
 def verify(gm: torch.fx.GraphModule, contract: Contract) -> None:
     """Check the graph's own rules and the contract.
 
-    Raises PassError saying what is broken: the graph is malformed; an operator lacks `meta["val"]`; an operator
+    Raises PassError that names the broken rule: the graph is malformed; an operator lacks `meta["val"]`; an operator
     mutates; inputs were added, lost or reordered; an output changed in dtype, shape, strides, bits or value; outputs share
-    memory that did not.
+    memory that had their own.
     """
     try:
         gm.graph.lint()
@@ -105,7 +105,7 @@ def verify(gm: torch.fx.GraphModule, contract: Contract) -> None:
 
 
 def _returns_nothing(node: torch.fx.Node) -> bool:
-    """Assertions and higher-order operators may carry no value."""
+    """True if the operator returns nothing, as assertions do, or is a higher-order operator: these need no `meta["val"]`."""
     target = node.target
     if isinstance(target, OpOverload):
         return not target._schema.returns

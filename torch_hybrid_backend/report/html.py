@@ -23,12 +23,12 @@ from torch_hybrid_backend.report.share import (
     conversion_in_words,
     costs_in_words,
     counted,
-    covers_in_words,
     cuda_graphs_in_words,
     engine_in_words,
     graph_break_in_words,
     kind_in_words,
     operator_kinds,
+    partitionings_in_words,
     parts_in_words,
     precision_in_words,
     refused_operators,
@@ -109,7 +109,7 @@ def _head(plan: Plan, name: str) -> Iterable[str]:
         f"{name}: {parts}",
         *call_in_words(plan),
         *conversion_in_words(plan),
-        *covers_in_words(plan),
+        *partitionings_in_words(plan),
         *cuda_graphs_in_words(plan),
     )
     for line in (*lines, *([ceilings_in_words(ceilings)] if ceilings else [])):

@@ -11,11 +11,11 @@ from torch_hybrid_backend.report.share import (
     conversion_in_words,
     costs_in_words,
     counted,
-    covers_in_words,
     cuda_graphs_in_words,
     engine_in_words,
     kernels_in_words,
     operator_kinds,
+    partitionings_in_words,
     precision_in_words,
     refused_operators,
     regions_title,
@@ -47,7 +47,7 @@ def _plan(plan: Plan) -> Iterable[str]:
         yield f"{'    ' if number else '  '}{line}"
     if plan.unrepeatable:
         yield f"  first call: its answer may differ from later ones by rounding, as {plan.unrepeatable} cannot be run twice unnoticed"
-    for line in covers_in_words(plan):
+    for line in partitionings_in_words(plan):
         yield f"  {line}"
     for line in profile_in_words(plan):
         yield f"  {line}"

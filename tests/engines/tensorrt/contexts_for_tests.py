@@ -13,7 +13,7 @@ import torch.fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_hybrid_backend.core.region import Region
-from torch_hybrid_backend.engines.tensorrt.build import Engine, Layout, Request, make_constants
+from torch_hybrid_backend.engines.tensorrt.build import BuildRequest, Layout, SerializedEngine, make_constants
 from torch_hybrid_backend.engines.tensorrt.log import Heard
 from torch_hybrid_backend.graph.graph_json import graph_from_text
 from torch_hybrid_backend.sizes.size import evaluate
@@ -130,19 +130,19 @@ def computing(
 ) -> Callable[[FakeContext], None]:
     """Compute what an engine of the region would, by PyTorch's operators, on the memory at the addresses that the context was told. `change`:
     what becomes of its results."""
-    return _computing(Request.of(region, {}), region.graph_module, change)
+    return _computing(BuildRequest.of(region, {}), region.graph_module, change)
 
 
 def computing_request(data: bytes) -> Callable[[FakeContext], None]:
     """Compute what the engine that a request asks for would, likewise: with its constants, whatever the weights are now."""
-    request = Request.from_bytes(data)
+    request = BuildRequest.from_bytes(data)
     graph = graph_from_text(request.graph, FakeTensorMode())
     make_constants(graph, request)
     return _computing(request, graph)
 
 
 def _computing(
-    request: Request,
+    request: BuildRequest,
     graph: torch.fx.GraphModule,
     change: Callable[[torch.Tensor], torch.Tensor] = lambda result: result,
 ) -> Callable[[FakeContext], None]:
@@ -169,11 +169,11 @@ def _computing(
 
 
 def build_named(request: bytes, going_on: Callable[[float], bool]) -> bytes:
-    """A builder that needs no TensorRT: the plan is the name of the rung that was asked for."""
-    wanted = Request.from_bytes(request)
+    """A builder that needs no TensorRT: the plan is the name of the requested accumulation precision."""
+    wanted = BuildRequest.from_bytes(request)
     inputs = [f"input{i}" for i in range(len(wanted.engine_inputs))]
     outputs = [f"output{i}" for i in range(len(wanted.outputs))]
-    return Engine(wanted.rung.encode(), tuple(inputs), tuple(outputs), (), "none").to_bytes()
+    return SerializedEngine(wanted.accumulation.encode(), tuple(inputs), tuple(outputs), (), "none").to_bytes()
 
 
 def _at(address: int, shape: tuple[int, ...], layout: Layout) -> torch.Tensor:

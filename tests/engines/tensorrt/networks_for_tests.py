@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
-from torch_hybrid_backend.engines.tensorrt.build import Layout, Request, build, make_constants
+from torch_hybrid_backend.engines.tensorrt.build import BuildRequest, Layout, build, make_constants
 from torch_hybrid_backend.engines.tensorrt.ranges import ranges_of
 from torch_hybrid_backend.graph.graph_json import graph_from_text
 from torch_hybrid_backend.sizes.size import evaluate
@@ -30,7 +30,7 @@ from torch_hybrid_backend.sizes.size import evaluate
 class Network:
     """A network that was built, with the request that it was built for."""
 
-    def __init__(self, request: Request, interpreter: Any) -> None:
+    def __init__(self, request: BuildRequest, interpreter: Any) -> None:
         self.request = request
         self._interpreter = interpreter  # its contents live as long
         self._net = interpreter.ctx.net
@@ -109,7 +109,7 @@ def network_of(region: Region) -> Network:
 
     seen: list[Any] = []
     plain = adapter._Interpreter._populate_trt_builder_config
-    request = Request.of(region, ranges_of(region))
+    request = BuildRequest.of(region, ranges_of(region))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             adapter._Interpreter, "_populate_trt_builder_config", lambda self: seen.append(self) or plain(self)

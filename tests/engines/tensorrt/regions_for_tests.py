@@ -14,7 +14,7 @@ from tests.services_for_tests import services
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.engines.tensorrt import quantization
-from torch_hybrid_backend.engines.tensorrt.build import Engine, Request, build
+from torch_hybrid_backend.engines.tensorrt.build import BuildRequest, SerializedEngine, build
 from torch_hybrid_backend.engines.tensorrt.engine import TensorRTEngine
 from torch_hybrid_backend.engines.tensorrt.installed import Installation, installation
 from torch_hybrid_backend.engines.tensorrt.ranges import ranges_of
@@ -58,7 +58,7 @@ def region(function: Callable[..., Any], *inputs: torch.Tensor, dynamic: bool = 
     return found
 
 
-def built(made: Region, *, tf32: bool = False, constants: dict[int, torch.Tensor] | None = None) -> Engine:
+def built(made: Region, *, tf32: bool = False, constants: dict[int, torch.Tensor] | None = None) -> SerializedEngine:
     """Its engine, built in this process."""
-    request = Request.of(made, ranges_of(made), tf32=tf32, constants=constants)
-    return Engine.from_bytes(build(request.to_bytes(), lambda done: True))
+    request = BuildRequest.of(made, ranges_of(made), tf32=tf32, constants=constants)
+    return SerializedEngine.from_bytes(build(request.to_bytes(), lambda done: True))

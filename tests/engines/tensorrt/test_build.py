@@ -12,10 +12,10 @@ from tests.engines.tensorrt.regions_for_tests import built, region
 from torch_hybrid_backend.core.device import CPU
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.engines.tensorrt.build import (
-    Engine,
+    BuildRequest,
     Layout,
     Range,
-    Request,
+    SerializedEngine,
     build,
     contiguous,
     extreme,
@@ -73,19 +73,22 @@ def test_ranges_of_sizes() -> None:
         extreme(n, {}, "least")
 
 
-def _requests() -> list[Request]:
+def _requests() -> list[BuildRequest]:
     f32 = Layout(TensorSpec((symbol("n"), 4), "float32", (4, 1), CPU), (0, 1))
     half = Layout(TensorSpec((4,), "bfloat16", (1,), CPU), (0,))
-    plain = Request(b"{}", (f32, symbol("n"), half), (f32,), {"n": Range(1, 8, 16)}, {}, True)
+    plain = BuildRequest(b"{}", (f32, symbol("n"), half), (f32,), {"n": Range(1, 8, 16)}, {}, True)
     constant = torch.linspace(-3, 3, 4).to(torch.bfloat16)
-    return [plain, Request(b"{}", (f32, symbol("n"), half), (f32,), {"n": Range(1, 8, 16)}, {2: constant}, False, 3)]
+    return [
+        plain,
+        BuildRequest(b"{}", (f32, symbol("n"), half), (f32,), {"n": Range(1, 8, 16)}, {2: constant}, False, 3),
+    ]
 
 
 @pytest.mark.parametrize("request_of", _requests(), ids=["inputs", "constants"])
-def test_requests_survive_bytes(request_of: Request) -> None:
+def test_requests_survive_bytes(request_of: BuildRequest) -> None:
     """Whatever they hold; constants are no inputs of the engine. Other bytes, and any that are cut short, are refused."""
     data = request_of.to_bytes()
-    read = Request.from_bytes(data)
+    read = BuildRequest.from_bytes(data)
     assert read.to_bytes() == data
     assert read.form == request_of.form
     assert read.device == request_of.device
@@ -94,14 +97,14 @@ def test_requests_survive_bytes(request_of: Request) -> None:
         assert torch.equal(read.constants[position], tensor)
     for wrong in (b"", b"other" + data, data[:40], data[:-1] if request_of.constants else data[:-5]):
         with pytest.raises(CompileError, match="no request"):
-            Request.from_bytes(wrong)
+            BuildRequest.from_bytes(wrong)
 
 
 def test_engines_survive_bytes_and_nothing_else_does() -> None:
     """A cache's entry that is cut short, longer or foreign is told from an engine."""
-    engine = Engine(b"plan" * 100, ("input0",), ("output0", "output1"), ("gemm: a",), "tensorrt 1")
+    engine = SerializedEngine(b"plan" * 100, ("input0",), ("output0", "output1"), ("gemm: a",), "tensorrt 1")
     data = engine.to_bytes()
-    assert Engine.from_bytes(data) == engine
+    assert SerializedEngine.from_bytes(data) == engine
     for wrong in (
         b"",
         data[:-1],
@@ -111,7 +114,7 @@ def test_engines_survive_bytes_and_nothing_else_does() -> None:
         data.replace(b"plan_bytes", b"other_name"),
     ):
         with pytest.raises(CompileError, match="no TensorRT engine of this package"):
-            Engine.from_bytes(wrong)
+            SerializedEngine.from_bytes(wrong)
 
 
 @pytest.mark.tensorrt
@@ -194,7 +197,7 @@ def test_forms_at_the_border(function: Callable[..., Any], inputs: list[torch.Te
 def test_builds_are_cancelled() -> None:
     """Whenever they are told to: before the first layer, and while TensorRT is at work."""
     made = region(block, *block_inputs())
-    request = Request.of(made, {}).to_bytes()
+    request = BuildRequest.of(made, {}).to_bytes()
     with pytest.raises(CompileError, match="cancelled"):
         build(request, lambda done: False)
     told: list[float] = []
@@ -213,10 +216,10 @@ def test_builds_are_cancelled() -> None:
 def test_requests_that_no_engine_can_be_built_of() -> None:
     """Requests that no engine can be built of end in CompileError, whatever is wrong with them."""
     made = region(lambda x: x.relu(), torch.ones(3))
-    good = Request.of(made, {})
+    good = BuildRequest.of(made, {})
     for graph in (b"", b"{}", good.graph.replace(b"aten.relu.default", b"aten.nosuch.default"), good.graph[:-9]):
         with pytest.raises(CompileError):
-            build(Request(graph, good.inputs, good.outputs).to_bytes(), lambda done: True)
+            build(BuildRequest(graph, good.inputs, good.outputs).to_bytes(), lambda done: True)
     unknown = good.graph.replace(b"aten.relu.default", b"aten.special_bessel_j0.default")
     with pytest.raises(CompileError, match="special_bessel_j0"):
-        build(Request(unknown, good.inputs, good.outputs).to_bytes(), lambda done: True)
+        build(BuildRequest(unknown, good.inputs, good.outputs).to_bytes(), lambda done: True)

@@ -1,4 +1,5 @@
-"""The course of a region whose results are too far from eager's: rung after rung, built off the call, with contexts that compute inexactly."""
+"""The course of a region whose results are too far from eager's: one accumulation precision after another, built off the call, with contexts
+that compute inexactly."""
 
 from __future__ import annotations
 
@@ -21,14 +22,18 @@ from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.driver.hybrid_graph import HybridGraph
 from torch_hybrid_backend.driver.session import Session, open_services
 from torch_hybrid_backend.engines.eager import EagerEngine
-from torch_hybrid_backend.engines.tensorrt.precision_fallback import Rung
+from torch_hybrid_backend.engines.tensorrt.precision_fallback import AccumulationPrecision
 from torch_hybrid_backend.report.html import render_html
 from torch_hybrid_backend.report.text import render_text
 
 pytestmark = pytest.mark.tensorrt
 
 BUILD = "tests.engines.tensorrt.contexts_for_tests:build_named"
-FACTORS = {Rung.AS_WRITTEN: 1.03, Rung.FP32_ACCUMULATION: 0.98, Rung.FP32_LAYERS: 1.0}
+FACTORS = {
+    AccumulationPrecision.AS_WRITTEN: 1.03,
+    AccumulationPrecision.FP32_ACCUMULATION: 0.98,
+    AccumulationPrecision.FP32_LAYERS: 1.0,
+}
 
 
 def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -36,11 +41,11 @@ def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 class Process:
-    """A process with an engine whose contexts are off by a factor on each rung, a graph, and the plans it told of. `built`: the rungs
-    that were loaded, in order; `entry`: what builds."""
+    """A process with an engine whose contexts are off by a factor for each accumulation precision, a graph, and the plans it told of. `built`:
+    the precisions that were loaded, in order; `entry`: what builds."""
 
-    def __init__(self, folder: Path, factors: Mapping[Rung, float], entry: str = BUILD) -> None:
-        self.built: list[Rung] = []
+    def __init__(self, folder: Path, factors: Mapping[AccumulationPrecision, float], entry: str = BUILD) -> None:
+        self.built: list[AccumulationPrecision] = []
         self.plans: list[Plan] = []
         self.inputs = [torch.randn(256, 256).half() for _ in range(2)]  # estimates give less to eager
         config = Config(cache_dir=folder, placement="estimate")
@@ -48,9 +53,9 @@ class Process:
         regions: list[Region] = []
 
         def load(plan: bytes, device: object) -> FakeEngine:
-            rung = Rung(plan.decode())
-            self.built.append(rung)
-            return FakeEngine(compute=computing(regions[-1], lambda result: result * factors[rung]))
+            accumulation = AccumulationPrecision(plan.decode())
+            self.built.append(accumulation)
+            return FakeEngine(compute=computing(regions[-1], lambda result: result * factors[accumulation]))
 
         made = engine(services, entry=entry, load=load, streams=lambda device: FakeStreams(FakeStream(7)))
         self._compile: Callable[..., object] = made.compile
@@ -78,20 +83,20 @@ def errors(caplog: pytest.LogCaptureFixture) -> Sequence[str]:
 
 
 def test_rung_after_rung_until_one_is_near_enough(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Eager serves meanwhile, nobody is warned, and the report tells each rung's error. A second process builds the last rung's engine from the
+    """Eager serves meanwhile, nobody is warned, and the report shows each error. A second process builds the last engine from the
     cache alone, and loads no other."""
     first = Process(tmp_path, FACTORS)
     decision = first.settled()
-    assert first.built == list(Rung)
+    assert first.built == list(AccumulationPrecision)
     assert decision.engine == "tensorrt"
-    assert [attempt.how for attempt in decision.attempts] == list(Rung)
+    assert [attempt.how for attempt in decision.attempts] == list(AccumulationPrecision)
     assert ["relative error of 0.03" in decision.attempts[0].why, "0.02" in decision.attempts[1].why] == [True, True]
     assert decision.attempts[2].why == ""
     building = [
         r for plan in first.plans for region in plan.regions for r in region.refusals if r.code is Reason.BUILDING
     ]
     assert [r.why.partition(",")[0] for r in building] == [
-        "it is being built; until then another runs the region",
+        "it is being built; until then another engine runs the region",
         "it is being built with fp32 accumulation",
         "it is being built with fp32 layers",
     ]
@@ -103,7 +108,7 @@ def test_rung_after_rung_until_one_is_near_enough(tmp_path: Path, caplog: pytest
 
     second = Process(tmp_path, FACTORS, entry="nowhere:build")
     decision = second.settled()
-    assert second.built == [Rung.FP32_LAYERS]
+    assert second.built == [AccumulationPrecision.FP32_LAYERS]
     assert decision.engine == "tensorrt"
     assert "a relative error of 0.03" in decision.attempts[0].why
     assert not errors(caplog)
@@ -111,25 +116,28 @@ def test_rung_after_rung_until_one_is_near_enough(tmp_path: Path, caplog: pytest
 
 def test_the_first_rung_that_is_near_enough_stays(tmp_path: Path) -> None:
     """Nothing more is built. Results that are no numbers are a reason too: a sum of half types that overflows where eager's does not."""
-    process = Process(tmp_path, {**FACTORS, Rung.AS_WRITTEN: float("inf"), Rung.FP32_ACCUMULATION: 1.0})
+    process = Process(
+        tmp_path,
+        {**FACTORS, AccumulationPrecision.AS_WRITTEN: float("inf"), AccumulationPrecision.FP32_ACCUMULATION: 1.0},
+    )
     attempts = process.settled().attempts
     assert [each.how for each in attempts] == ["as written", "fp32 accumulation"]
     assert attempts[0].why.startswith(("a relative error of inf", "a relative error of nan"))
-    assert process.built == [Rung.AS_WRITTEN, Rung.FP32_ACCUMULATION]
+    assert process.built == [AccumulationPrecision.AS_WRITTEN, AccumulationPrecision.FP32_ACCUMULATION]
 
 
 def test_demotion_is_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Demotion is the end where no rung is near enough: that region alone goes to another engine, with one warning that names all errors.
+    """Demotion is the end where no precision is near enough: that region alone goes to another engine, with one warning that names all errors.
     Another process builds and runs nothing of it."""
-    process = Process(tmp_path, dict.fromkeys(Rung, 1.05))
+    process = Process(tmp_path, dict.fromkeys(AccumulationPrecision, 1.05))
     decision = process.settled()
     assert decision.engine == "eager"
-    assert process.built == list(Rung)
+    assert process.built == list(AccumulationPrecision)
     (warning,) = errors(caplog)
     assert "cannot run on tensorrt: accuracy" in warning
-    assert all(rung in warning for rung in Rung)
+    assert all(accumulation in warning for accumulation in AccumulationPrecision)
     caplog.clear()
-    second = Process(tmp_path, dict.fromkeys(Rung, 1.05), entry="nowhere:build")
+    second = Process(tmp_path, dict.fromkeys(AccumulationPrecision, 1.05), entry="nowhere:build")
     decision = second.settled()
     assert second.built == []
     assert [r.code for r in decision.refusals if r.engine == "tensorrt"] == [Reason.ACCURACY]
@@ -140,7 +148,7 @@ def test_demotion_is_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
 def test_a_run_that_fails_demotes_its_region(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """In a later call: it is right all the same, later ones too, and one warning says what happened."""
     loaded: list[FakeEngine] = []
-    process = Process(tmp_path, dict.fromkeys(Rung, 1.0))
+    process = Process(tmp_path, dict.fromkeys(AccumulationPrecision, 1.0))
     original = FakeEngine.__init__
 
     def kept(self: FakeEngine, *args: object, **options: object) -> None:

@@ -35,7 +35,7 @@ from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdic
 from torch_hybrid_backend.driver.hybrid_graph import HybridGraph
 from torch_hybrid_backend.driver.session import Session, open_services
 from torch_hybrid_backend.engines.eager import EagerEngine
-from torch_hybrid_backend.engines.tensorrt.build import Request
+from torch_hybrid_backend.engines.tensorrt.build import BuildRequest
 from torch_hybrid_backend.engines.tensorrt.constants import MOST_CHANGES, Budget, ConstantForm, positions_of
 from torch_hybrid_backend.engines.tensorrt.engine import TensorRTEngine
 from torch_hybrid_backend.errors import CompileError
@@ -82,8 +82,8 @@ class Bench:
         self.config = dataclasses.replace(config, **settings)  # type: ignore[arg-type]
         self.timer = _Timer()
         self.services = dataclasses.replace(open_services(self.config), timer=lambda device: self.timer)
-        self.constants_us: Callable[[Request], float] = lambda request: 50.0
-        self.scratch_bytes: Callable[[Request], int] = lambda request: 64
+        self.constants_us: Callable[[BuildRequest], float] = lambda request: 50.0
+        self.scratch_bytes: Callable[[BuildRequest], int] = lambda request: 64
         self.off_by = 0.0
         self.ran: list[int] = []
         self.loaded: list[FakeEngine] = []
@@ -99,7 +99,7 @@ class Bench:
         self.plans: list[Plan] = []
 
     def load(self, plan: bytes) -> FakeEngine:
-        request, compute = Request.from_bytes(plan), computing_request(plan)
+        request, compute = BuildRequest.from_bytes(plan), computing_request(plan)
 
         def run(context: FakeContext) -> None:
             self.ran.append(len(request.constants))
@@ -560,7 +560,7 @@ def test_what_cannot_be_built_or_loaded_stays_as_it_is(bench: Callable[..., Benc
     load = one.load
 
     def only_inputs(plan: bytes) -> FakeEngine:
-        if Request.from_bytes(plan).constants:
+        if BuildRequest.from_bytes(plan).constants:
             raise CompileError("no memory for it")
         return load(plan)
 

@@ -28,7 +28,7 @@ from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.driver import session
 from torch_hybrid_backend.engines.tensorrt import engine as module
-from torch_hybrid_backend.engines.tensorrt.build import Request
+from torch_hybrid_backend.engines.tensorrt.build import BuildRequest
 from torch_hybrid_backend.engines.tensorrt.engine import (
     RegionWithConstants,
     TensorRTEngine,
@@ -79,7 +79,7 @@ def compiled_by(made: TensorRTEngine, *regions: Region, limit_s: float = 120.0) 
 
 
 def key(made: Region, machine: str = "a GPU", **options: Any) -> str:
-    return engine_key(made, Request.of(made, ranges_of(made), **options), machine)
+    return engine_key(made, BuildRequest.of(made, ranges_of(made), **options), machine)
 
 
 def test_a_region_is_built_in_a_process_and_run_by_a_step(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_weights_as_constants_are_another_engine(tmp_path: Path) -> None:
     def load(plan: bytes, device: object) -> FakeEngine:
         plans.append(plan)
         given = constants if len(plan) > w.nbytes else {}
-        return FakeEngine(compute=computing_request(Request.of(made, {}, constants=given).to_bytes()))
+        return FakeEngine(compute=computing_request(BuildRequest.of(made, {}, constants=given).to_bytes()))
 
     class Timer(HostTimer):
         def round(self, calls: Any) -> list[int]:

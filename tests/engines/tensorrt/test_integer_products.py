@@ -14,7 +14,7 @@ from tests.engines.tensorrt.regions_for_tests import builds_bytes, built, engine
 from tests.fake_devices import FakeDevices
 from torch_hybrid_backend import quantize
 from torch_hybrid_backend.config import Config
-from torch_hybrid_backend.engines.tensorrt.build import Request
+from torch_hybrid_backend.engines.tensorrt.build import BuildRequest
 from torch_hybrid_backend.engines.tensorrt.integer_products import spell_out
 from torch_hybrid_backend.engines.tensorrt.quantization import zero_points
 from torch_hybrid_backend.graph import quantization as quantised
@@ -219,7 +219,7 @@ def test_weights_as_constants_stay_bytes() -> None:
     plan = built(made, constants=constants)
     assert plan.inputs == ("input0",)
     assert any(layer.startswith("gemm") and "(Int8; Int8" in layer for layer in plan.layers), plan.layers
-    assert Request.of(made, {}, constants=constants).engine_inputs == (0,)
+    assert BuildRequest.of(made, {}, constants=constants).engine_inputs == (0,)
 
 
 class Block(torch.nn.Module):

@@ -14,7 +14,7 @@ from tests.engines.tensorrt.regions_for_tests import engine, has_golden_release
 from tests.fake_devices import FakeDevices
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.region import PartitionedGraph
-from torch_hybrid_backend.engines.tensorrt.build import Engine, Request, build
+from torch_hybrid_backend.engines.tensorrt.build import BuildRequest, SerializedEngine, build
 from torch_hybrid_backend.engines.tensorrt.ranges import ranges_of
 from torch_hybrid_backend.partition.regions import Partition, partition_graph
 
@@ -102,7 +102,7 @@ def test_regions_and_refusals_of_models(name: str, golden: Golden) -> None:
 def _check_built(graph: PartitionedGraph) -> None:
     for segment in graph.segments:
         if segment.engine_hint == "tensorrt":
-            request = Request.of(segment.region, ranges_of(segment.region))
-            made = Engine.from_bytes(build(request.to_bytes(), lambda done: True))
+            request = BuildRequest.of(segment.region, ranges_of(segment.region))
+            made = SerializedEngine.from_bytes(build(request.to_bytes(), lambda done: True))
             assert len(made.outputs) == len(segment.outputs)
             assert len(made.layers) < max(5, len(segment.region.node_names))

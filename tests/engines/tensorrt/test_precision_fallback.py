@@ -1,4 +1,5 @@
-"""The rungs: which of them a region has, what each computes in float32, and what TensorRT's builder makes of that. Built, never run."""
+"""Accumulation precisions: which of them a region has, what each computes in float32, and what TensorRT's builder makes of that. Built, never
+run."""
 
 from __future__ import annotations
 
@@ -12,8 +13,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.engines.tensorrt.regions_for_tests import region
 from torch_hybrid_backend.core.region import Region
-from torch_hybrid_backend.engines.tensorrt.build import Engine, Request, build
-from torch_hybrid_backend.engines.tensorrt.precision_fallback import Rung, keeps_tf32_exact, rungs_of, widen
+from torch_hybrid_backend.engines.tensorrt.build import BuildRequest, SerializedEngine, build
+from torch_hybrid_backend.engines.tensorrt.precision_fallback import (
+    AccumulationPrecision,
+    accumulation_precisions,
+    keeps_tf32_exact,
+    widen,
+)
 
 F = torch.nn.functional
 aten = torch.ops.aten
@@ -43,24 +49,32 @@ def inputs_of(function: Callable[..., torch.Tensor], dtype: torch.dtype) -> list
     return [(each.abs() + 1 if i == variance else each).to(dtype) for i, each in enumerate(made)]
 
 
-def layers_on(made: Region, rung: Rung) -> list[str]:
-    request = Request.of(made, {}, rung=rung, tf32=keeps_tf32_exact(made, rung))
-    return list(Engine.from_bytes(build(request.to_bytes(), lambda done: True)).layers)
+def layers_on(made: Region, accumulation: AccumulationPrecision) -> list[str]:
+    request = BuildRequest.of(made, {}, accumulation=accumulation, tf32=keeps_tf32_exact(made, accumulation))
+    return list(SerializedEngine.from_bytes(build(request.to_bytes(), lambda done: True)).layers)
 
 
 @pytest.mark.tensorrt
 def test_a_region_has_the_rungs_that_make_a_difference_for_it() -> None:
     """Those of float32 have one; half types have more for products and for layers; what only moves values or adds them has none of these."""
     x = torch.ones(8, 8)
-    cases: list[tuple[Callable[..., Any], torch.dtype, tuple[Rung, ...]]] = [
-        (lambda x: (x @ x).softmax(-1), torch.float32, (Rung.AS_WRITTEN,)),
-        (lambda x: x @ x + 1, torch.float16, (Rung.AS_WRITTEN, Rung.FP32_ACCUMULATION)),
-        (lambda x: x.softmax(-1), torch.bfloat16, (Rung.AS_WRITTEN, Rung.FP32_LAYERS)),
-        (lambda x: F.gelu(x @ x), torch.bfloat16, tuple(Rung)),
-        (lambda x: (x + x).relu().t(), torch.float16, (Rung.AS_WRITTEN,)),
+    cases: list[tuple[Callable[..., Any], torch.dtype, tuple[AccumulationPrecision, ...]]] = [
+        (lambda x: (x @ x).softmax(-1), torch.float32, (AccumulationPrecision.AS_WRITTEN,)),
+        (
+            lambda x: x @ x + 1,
+            torch.float16,
+            (AccumulationPrecision.AS_WRITTEN, AccumulationPrecision.FP32_ACCUMULATION),
+        ),
+        (
+            lambda x: x.softmax(-1),
+            torch.bfloat16,
+            (AccumulationPrecision.AS_WRITTEN, AccumulationPrecision.FP32_LAYERS),
+        ),
+        (lambda x: F.gelu(x @ x), torch.bfloat16, tuple(AccumulationPrecision)),
+        (lambda x: (x + x).relu().t(), torch.float16, (AccumulationPrecision.AS_WRITTEN,)),
     ]
-    for function, dtype, rungs in cases:
-        assert rungs_of(region(function, x.to(dtype))) == rungs
+    for function, dtype, precisions in cases:
+        assert accumulation_precisions(region(function, x.to(dtype))) == precisions
 
 
 @pytest.mark.tensorrt
@@ -69,9 +83,9 @@ def test_tf32_loses_nothing_of_widened_half_types() -> None:
     x = torch.ones(8, 8)
     half = region(lambda x: x @ x, x.half())
     mixed = region(lambda x, y: (x @ x, y @ y), x.half(), x)
-    assert keeps_tf32_exact(half, Rung.FP32_ACCUMULATION)
-    assert not keeps_tf32_exact(half, Rung.AS_WRITTEN)
-    assert not keeps_tf32_exact(mixed, Rung.FP32_ACCUMULATION)
+    assert keeps_tf32_exact(half, AccumulationPrecision.FP32_ACCUMULATION)
+    assert not keeps_tf32_exact(half, AccumulationPrecision.AS_WRITTEN)
+    assert not keeps_tf32_exact(mixed, AccumulationPrecision.FP32_ACCUMULATION)
     a = (torch.randn(64, 64) * 1e-3).half()
     lost = torch.tensor((1 << 13) - 1, dtype=torch.int32)  # bits of float32 that TF32 has not
     assert not (a.float().view(torch.int32) & lost).any()
@@ -81,24 +95,26 @@ def test_tf32_loses_nothing_of_widened_half_types() -> None:
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("function", SHAPES)
 def test_no_rung_is_further_from_float64(function: Callable[..., torch.Tensor], dtype: torch.dtype) -> None:
-    """Graphs run by PyTorch whose sums and layers round where the rung's casts say: outputs keep their type, and the last rung is off by no
+    """Graphs run by PyTorch whose sums and layers round where the casts say: outputs keep their type, and the last precision is off by no
     more than the rounding of products and of the result."""
     inputs = inputs_of(function, dtype)
     ideal = function(*(each.double() for each in inputs))
     errors = []
-    for rung in Rung:
+    for accumulation in AccumulationPrecision:
         graph = make_fx(function, tracing_mode="fake")(*inputs)
-        widen(graph, rung)
+        widen(graph, accumulation)
         graph.graph.lint()
         products = [
             n for n in graph.graph.nodes if n.target in (aten.addmm.default, aten.bmm.default, aten.convolution.default)
         ]
         layers = [n for n in graph.graph.nodes if n.target in (aten._softmax.default, aten.mean.dim)]
-        wanted = dtype if rung is Rung.AS_WRITTEN else torch.float32
+        wanted = dtype if accumulation is AccumulationPrecision.AS_WRITTEN else torch.float32
         assert {n.meta["val"].dtype for n in products} == {wanted}
-        assert {n.meta["val"].dtype for n in layers} == {torch.float32 if rung is Rung.FP32_LAYERS else dtype}
+        assert {n.meta["val"].dtype for n in layers} == {
+            torch.float32 if accumulation is AccumulationPrecision.FP32_LAYERS else dtype
+        }
         for node in products:  # what they read was rounded, so that kernels for half types can do it
-            read = [each for each in node.all_input_nodes if rung is not Rung.AS_WRITTEN]
+            read = [each for each in node.all_input_nodes if accumulation is not AccumulationPrecision.AS_WRITTEN]
             assert all(each.args[0].meta["val"].dtype is dtype for each in read)
         result = graph(*inputs)
         assert result.dtype is dtype
@@ -108,13 +124,13 @@ def test_no_rung_is_further_from_float64(function: Callable[..., torch.Tensor], 
 
 
 def test_float32_is_left_alone() -> None:
-    """A graph without half types has the same code on every rung."""
+    """A graph without half types has the same code with every precision."""
     inputs = inputs_of(attention, torch.float32)
     graph = make_fx(attention, tracing_mode="fake")(*inputs)
     graph.graph.eliminate_dead_code()
     graph.recompile()
     before = graph.code
-    widen(graph, Rung.FP32_LAYERS)
+    widen(graph, AccumulationPrecision.FP32_LAYERS)
     assert graph.code == before
 
 
@@ -123,7 +139,7 @@ def test_float32_is_left_alone() -> None:
 def test_the_builder_computes_what_each_rung_says(dtype: torch.dtype, short: str) -> None:
     """Layer by layer: products of half types, then in float32, then norms and softmax too. Inputs and outputs stay."""
     made = region(attention, *inputs_of(attention, dtype))
-    written, accumulated, layered = (layers_on(made, rung) for rung in rungs_of(made))
+    written, accumulated, layered = (layers_on(made, accumulation) for accumulation in accumulation_precisions(made))
 
     def types(layers: Sequence[str], kind: str) -> set[str]:
         return {
@@ -136,7 +152,7 @@ def test_the_builder_computes_what_each_rung_says(dtype: torch.dtype, short: str
     assert types(written, "Fc") == {short}
     assert "Float" in types(accumulated, "Fc")
     assert any(re.search(rf"Fc.*\(Float, Float.*-> {short}\)", layer) for layer in accumulated), accumulated
-    # Attention is one kernel for half types, which sums in float32 already; on the last rung its softmax is a layer of float32 alone.
+    # Attention is one kernel for half types, which sums in float32 already; with the last precision its softmax is a layer of float32 alone.
     assert any("mha" in layer for layer in written)
     (softmax,) = (layer for layer in layered if "MaxrSubExpSumDiv" in layer)
     assert softmax.endswith("-> Float)")
@@ -146,9 +162,9 @@ def test_the_builder_computes_what_each_rung_says(dtype: torch.dtype, short: str
 
 @pytest.mark.tensorrt
 def test_convolutions_and_norms_of_half_types() -> None:
-    """A convolution is computed in float32 from the second rung on, norms on the last."""
+    """A convolution is computed in float32 from the second precision on, norms with the last."""
     made = region(convolution, *inputs_of(convolution, torch.float16))
-    written, accumulated, layered = (layers_on(made, rung) for rung in rungs_of(made))
+    written, accumulated, layered = (layers_on(made, accumulation) for accumulation in accumulation_precisions(made))
     for layers, found in ((written, "Half"), (accumulated, "Float"), (layered, "Float")):
         (product,) = (layer for layer in layers if layer.startswith("correlation"))
         assert product.endswith(f"-> {found})")

@@ -13,7 +13,7 @@ from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.graph.precision import converted_to
 from torch_hybrid_backend.graph.source import with_module_stack
 from torch_hybrid_backend.passes.pipeline import PASSES, PRECISION_PASSES, run_passes
-from torch_hybrid_backend.passes.precision.conversion import conversion, mark_sites, quantised_by_itself
+from torch_hybrid_backend.passes.precision.conversion import conversion, mark_sites, quantized_as_written
 from torch_hybrid_backend.passes.precision.lists import is_layer
 
 
@@ -70,7 +70,7 @@ def test_sites_are_named_as_their_modules(captured) -> None:
 
 
 def test_graphs_that_quantise_themselves(captured) -> None:
-    """Layers that they leave in floating point have a code; attention is not quantised at all. Others have no counts."""
+    """Layers that they leave in floating point have a code; attention is not quantized at all. Others have no counts."""
     from torch_hybrid_backend.graph.quantization import call, tensor, weight
 
     first, second = nn.Linear(8, 8), nn.Linear(8, 8)
@@ -81,7 +81,7 @@ def test_graphs_that_quantise_themselves(captured) -> None:
         return nn.functional.scaled_dot_product_attention(y, y, y)
 
     subject = captured(function, torch.rand(4, 8))
-    found = quantised_by_itself(subject.gm, subject.ctx)
+    found = quantized_as_written(subject.gm, subject.ctx)
     assert found is not None
     assert (found.precision, found.error, found.converted) == ("as-written", None, (("int8", 1),))
     assert (found.casts, found.weight_casts) == (1, 1)
@@ -90,7 +90,7 @@ def test_graphs_that_quantise_themselves(captured) -> None:
         ("_scaled_dot_product_flash_attention_for_cpu", Reason.UNSUPPORTED),
     ]
     plain = captured(second, torch.rand(4, 8))
-    assert quantised_by_itself(plain.gm, plain.ctx) is None
+    assert quantized_as_written(plain.gm, plain.ctx) is None
 
 
 class _Attention(nn.Module):
@@ -125,8 +125,8 @@ def test_each_layer_is_converted_or_has_a_code(captured, precision: str, dtype: 
     elif precision == "int8":
         assert {layer.code for layer in found.left} == {Reason.UNSUPPORTED}
         whys = {layer.operator.split(".")[1]: layer.why for layer in found.left}
-        assert whys["bmm"] == "aten.bmm.default is not quantised"
-        assert whys["_scaled_dot_product_flash_attention_for_cpu"] == "attention is not quantised"
+        assert whys["bmm"] == "aten.bmm.default is not quantized"
+        assert whys["_scaled_dot_product_flash_attention_for_cpu"] == "attention is not quantized"
         assert len(left) == len(layers) - 2
     elif not precision.startswith("int8-"):
         assert not left

@@ -1,11 +1,11 @@
-"""A region's graph to the bytes of an engine, in a process of its own.
+"""Build of a region's graph to the bytes of a TensorRT engine, in a process of its own.
 
-    request = Request.of(region, ranges, tf32=False)                       # here: says by RefusedError what has no such form
-    built = build(request.to_bytes(), lambda done: True)                  # there; may take minutes
-    engine = Engine.from_bytes(built)                                     # here again
+    request = BuildRequest.of(region, ranges, tf32=False)                  # in this process; raises CompileError if the region has no text
+    built = build(request.to_bytes(), lambda done: True)                  # in the build process; may take minutes
+    engine = SerializedEngine.from_bytes(built)                           # in this process
 
-Requests and engines are JSON beside raw bytes: nothing that is read can run. An engine is built for a range of each size (`Range`), strongly
-typed, and with its weights as inputs or, for those whose values the request holds, as constants.
+Requests and engines are JSON and raw bytes, so reading them executes nothing. An engine is strongly typed, and built for a range of each size
+(`Range`). Weights are inputs of the engine; those whose values the request holds are constants.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.engines.tensorrt.capability import on_host
 from torch_hybrid_backend.engines.tensorrt.fakes import Fakes
 from torch_hybrid_backend.engines.tensorrt.integer_products import spell_out
-from torch_hybrid_backend.engines.tensorrt.precision_fallback import Rung, widen
+from torch_hybrid_backend.engines.tensorrt.precision_fallback import AccumulationPrecision, widen
 from torch_hybrid_backend.engines.tensorrt.quantization import zero_points
 from torch_hybrid_backend.errors import CompileError, failures
 from torch_hybrid_backend.graph.graph_json import NotTextError, graph_from_text, graph_to_text
@@ -40,7 +40,7 @@ _LENGTH = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The values of a size symbol that an engine serves: from `least` to `most`; it is fastest at `typical`."""
+    """The values of a size symbol that an engine serves: from `least` to `most`. The engine is tuned for `typical`."""
 
     least: int
     typical: int
@@ -52,22 +52,22 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A tensor at the border of an engine: its spec, and its dimensions as they lie in memory, outermost first. Engines read and write dense
-    memory of any order."""
+    """A tensor that enters or leaves an engine. `order`: its dimensions in memory order, outermost first. Engines read and write dense memory
+    with dimensions in any order."""
 
     spec: TensorSpec
     order: tuple[int, ...]
 
     @staticmethod
     def of(spec: TensorSpec) -> Layout:
-        """The layout of a tensor, or where it is not dense that of its contiguous copy."""
+        """The layout of a dense tensor, or of the contiguous copy of another tensor."""
         order = memory_order(spec)
         return Layout(spec, order) if order is not None else Layout(contiguous(spec), tuple(range(len(spec.shape))))
 
 
 def memory_order(spec: TensorSpec) -> tuple[int, ...] | None:
-    """The dimensions of a tensor, outermost first, where they lie densely one after the other; None elsewhere."""
-    # Of dimensions of size 1 the stride says nothing: they stay where they are among the others.
+    """The dimensions of a tensor in memory order, outermost first; None if the tensor is not dense."""
+    # The stride of a dimension of size 1 has no meaning: such dimensions keep their place among the others.
     order = sorted(range(len(spec.shape)), key=lambda d: -size_hint(spec.strides[d]))
     expected: Dim = 1
     for d in reversed(order):
@@ -90,10 +90,10 @@ def contiguous(spec: TensorSpec) -> TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """A build to be made. `inputs`: by the region's inputs in order a tensor, or a size. `constants`: values of some of the tensors, by
-    position; they are no inputs of the engine. `ranges`: by the name of each size symbol. `device`: the index of the GPU to build for. `rung`:
-    how exactly half types are computed."""
+class BuildRequest:
+    """Request to build an engine. `inputs`: a tensor or a size for each of the region's inputs, in order. `constants`: position of an input ->
+    its value; these are no inputs of the engine. `ranges`: size symbol -> range. `device`: index of the GPU. `accumulation`: how exactly half
+    types are computed."""
 
     graph: bytes
     inputs: tuple[Layout | Dim, ...]
@@ -102,7 +102,7 @@ class Request:
     constants: Mapping[int, torch.Tensor] = field(default_factory=dict)
     tf32: bool = False
     device: int = 0
-    rung: Rung = Rung.AS_WRITTEN
+    accumulation: AccumulationPrecision = AccumulationPrecision.AS_WRITTEN
 
     @staticmethod
     def of(
@@ -111,9 +111,9 @@ class Request:
         *,
         tf32: bool = False,
         constants: Mapping[int, torch.Tensor] | None = None,
-        rung: Rung = Rung.AS_WRITTEN,
-    ) -> Request:
-        """The request for a region. Raises CompileError where it has no text."""
+        accumulation: AccumulationPrecision = AccumulationPrecision.AS_WRITTEN,
+    ) -> BuildRequest:
+        """The request for a region. Raises CompileError if the region cannot be written as text."""
         inputs: list[Layout | Dim] = []
         for each in region.inputs:
             entering = Layout.of(each.spec) if each.spec is not None else each.size
@@ -132,7 +132,7 @@ class Request:
             text = graph_to_text(torch.fx.GraphModule(region.graph_module, graph))
         except NotTextError as error:
             raise CompileError(f"the region has no text for another process: {error}") from error
-        return Request(
+        return BuildRequest(
             text,
             tuple(inputs),
             tuple(outputs),
@@ -140,7 +140,7 @@ class Request:
             {**zero_points(region), **(constants or {})},
             tf32,
             region.device.index,
-            rung,
+            accumulation,
         )
 
     @property
@@ -162,15 +162,15 @@ class Request:
             "ranges": {name: [r.least, r.typical, r.most] for name, r in self.ranges.items()},
             "constants": [[position, *_form(tensor)] for position, tensor in self.constants.items()],
             "tf32": self.tf32,
-            "rung": self.rung,
+            "accumulation": self.accumulation,
         }
 
     def contents(self) -> Iterator[bytes]:
-        """The values of its constants, in the order of `form`."""
+        """The bytes of the request's constants, in the order of `form`."""
         return map(_content, self.constants.values())
 
     @staticmethod
-    def from_bytes(data: bytes) -> Request:
+    def from_bytes(data: bytes) -> BuildRequest:
         """The inverse of `to_bytes`; raises CompileError for other bytes."""
         try:
             header, rest = _unframed(_REQUEST, data)
@@ -178,7 +178,7 @@ class Request:
             for position, dtype, shape, nbytes in header["constants"]:
                 constants[position] = _tensor(dtype, shape, rest[:nbytes])
                 rest = rest[nbytes:]
-            return Request(
+            return BuildRequest(
                 header["graph"].encode(),
                 tuple(parse(each) if isinstance(each, str) else _read_layout(each) for each in header["inputs"]),
                 tuple(map(_read_layout, header["outputs"])),
@@ -186,15 +186,15 @@ class Request:
                 constants,
                 bool(header["tf32"]),
                 int(header["device"]),
-                Rung(header["rung"]),
+                AccumulationPrecision(header["accumulation"]),
             )
         except failures(ValueError, KeyError, TypeError, AttributeError, RuntimeError, struct.error) as error:
             raise CompileError(f"this is no request for a TensorRT engine: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
-    """A serialised engine: `plan`, its inputs and outputs by name, and its layers as TensorRT fused them, for people."""
+class SerializedEngine:
+    """A serialized engine: `plan`, the names of its inputs and outputs, and its layers as TensorRT fused them, for reports."""
 
     plan: bytes
     inputs: tuple[str, ...]
@@ -214,36 +214,38 @@ class Engine:
         return _framed(_ENGINE, header, [self.plan])
 
     @staticmethod
-    def from_bytes(data: bytes) -> Engine:
-        """The inverse of `to_bytes`; raises CompileError for what is cut short or foreign: it is to be built anew."""
+    def from_bytes(data: bytes) -> SerializedEngine:
+        """The inverse of `to_bytes`. Raises CompileError for truncated or foreign bytes: the engine must be built anew."""
         try:
             header, plan = _unframed(_ENGINE, data)
             if len(plan) != header["plan_bytes"]:
                 raise ValueError(f"{len(plan)} bytes in place of {header['plan_bytes']}")
             inputs, outputs, layers = (tuple(header[name]) for name in ("inputs", "outputs", "layers"))
-            return Engine(plan, inputs, outputs, layers, header["versions"])
+            return SerializedEngine(plan, inputs, outputs, layers, header["versions"])
         except (ValueError, KeyError, TypeError, struct.error) as error:
             raise CompileError(f"this is no TensorRT engine of this package's: {error}") from error
 
 
 def build(request: bytes, going_on: GoingOn) -> bytes:
-    """The entry of a process that builds: `Engine.to_bytes` for `Request.to_bytes`. `going_on` gets how far it is, from 0 to 1, and says
-    whether to go on. Raises CompileError."""
+    """Build `SerializedEngine.to_bytes` from `BuildRequest.to_bytes`: the entry of the build process.
+
+    `going_on`: takes the progress, from 0 to 1, and returns false to stop the build. Raises CompileError.
+    """
     from torch_hybrid_backend.engines.tensorrt import adapter
 
-    wanted = Request.from_bytes(request)
+    parsed = BuildRequest.from_bytes(request)
     if torch.cuda.is_available():
-        torch.cuda.set_device(wanted.device)
-    fakes = Fakes(*({name: getattr(r, which) for name, r in wanted.ranges.items()} for which in ("typical", "most")))
+        torch.cuda.set_device(parsed.device)
+    fakes = Fakes(*({name: getattr(r, which) for name, r in parsed.ranges.items()} for which in ("typical", "most")))
     try:
-        graph = graph_from_text(wanted.graph, fakes.mode)
+        graph = graph_from_text(parsed.graph, fakes.mode)
     except failures(ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:
         raise CompileError(f"the request's graph cannot be read: {error}") from error
-    make_constants(graph, wanted)
+    make_constants(graph, parsed)
     values = [
         fakes.tensor(each.spec) if isinstance(each, Layout) else fakes.size(each)
-        for i, each in enumerate(wanted.inputs)
-        if i not in wanted.constants
+        for i, each in enumerate(parsed.inputs)
+        if i not in parsed.constants
     ]
     try:
         module = adapter.lowered(graph, fakes, values)
@@ -252,22 +254,22 @@ def build(request: bytes, going_on: GoingOn) -> bytes:
     except failures(Exception) as error:  # a decomposition may fail in any way
         raise CompileError(f"torch_tensorrt cannot lower the region: {type(error).__name__}: {error}") from error
     spell_out(module)
-    widen(module, wanted.rung)
-    inputs = [_network_input(f"input{i}", wanted.inputs[i], wanted.ranges) for i in wanted.engine_inputs]
+    widen(module, parsed.accumulation)
+    inputs = [_network_input(f"input{i}", parsed.inputs[i], parsed.ranges) for i in parsed.engine_inputs]
     outputs = [
         adapter.NetworkOutput(f"output{i}", each.spec.torch_dtype, each.order, _numbers(each.spec.shape))
-        for i, each in enumerate(wanted.outputs)
+        for i, each in enumerate(parsed.outputs)
     ]
-    plan, layers = adapter.build_engine(module, inputs, outputs, tf32=wanted.tf32, going_on=going_on)
+    plan, layers = adapter.build_engine(module, inputs, outputs, tf32=parsed.tf32, going_on=going_on)
     names = tuple(each.name for each in inputs), tuple(each.name for each in outputs)
-    return Engine(plan, *names, layers, adapter.versions()).to_bytes()
+    return SerializedEngine(plan, *names, layers, adapter.versions()).to_bytes()
 
 
-def make_constants(graph: torch.fx.GraphModule, wanted: Request) -> None:
-    """Have a request's graph hold its constants, in place of the inputs that they are, with those inputs' strides."""
+def make_constants(graph: torch.fx.GraphModule, parsed: BuildRequest) -> None:
+    """Replace inputs of a request's graph by the request's constants, with the strides of these inputs."""
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    for position, tensor in wanted.constants.items():
-        node, layout = placeholders[position], wanted.inputs[position]
+    for position, tensor in parsed.constants.items():
+        node, layout = placeholders[position], parsed.inputs[position]
         assert isinstance(layout, Layout)
         name = f"_constant{position}"
         laid = torch.empty_strided(tensor.shape, _numbers(layout.spec.strides), dtype=tensor.dtype).copy_(tensor)
@@ -294,7 +296,7 @@ def _network_input(name: str, layout: Layout | Dim, ranges: Mapping[str, Range])
 
 
 def extreme(size: Dim, ranges: Mapping[str, Range], which: str) -> int:
-    """The least, typical or most value of a size where its symbols have these ranges. Raises CompileError for one that has none."""
+    """The least, typical or most value of a size whose symbols have these ranges. Raises CompileError for a symbol without a range."""
     names = [each.name for each in symbols([size])]
     missing = [name for name in names if name not in ranges]
     if missing:
@@ -321,7 +323,7 @@ def _framed(magic: bytes, header: Mapping[str, Any], parts: Iterable[bytes]) -> 
 
 def _unframed(magic: bytes, data: bytes) -> tuple[Any, bytes]:
     if not data.startswith(magic):
-        raise ValueError("its first bytes are others")
+        raise ValueError(f"bad magic number {data[: len(magic)]!r}; it must be {magic!r}")
     start = len(magic) + _LENGTH.size
     (length,) = _LENGTH.unpack(data[len(magic) : start])
     return json.loads(data[start : start + length]), data[start + length :]

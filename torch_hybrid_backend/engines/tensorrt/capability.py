@@ -1,4 +1,5 @@
-"""The ATen operators that TensorRT takes, and why not others: each is judged by what torch_tensorrt's own lowering makes of it.
+"""The ATen operators that TensorRT supports, and reasons for the others. Each operator is checked in the form to which torch_tensorrt lowers
+it.
 
 The registry of converters describes lowered graphs: it has no silu, no transpose and no max_pool2d_with_indices. So a node is lowered alone,
 on fake inputs of the same form, and the registry is asked about every operator that comes out. What TensorRT would get wrong without saying
@@ -124,7 +125,7 @@ def supports(node: Node, kept: Verdicts) -> Verdict:
     if not any(isinstance(value, torch.Tensor) for value in tree_leaves(node.meta.get("val"))):
         return Refused(Reason.NOT_A_TENSOR, f"{target} yields no tensor")
     form = _form(node)
-    return _judged_lowered(node) if form is None else kept.of(form, lambda: _judged_lowered(node))
+    return _lowered_verdict(node) if form is None else kept.of(form, lambda: _lowered_verdict(node))
 
 
 def _form(node: Node) -> str | None:
@@ -231,7 +232,7 @@ def _adapter() -> ModuleType:
     return adapter
 
 
-def _judged_lowered(node: Node) -> Verdict:
+def _lowered_verdict(node: Node) -> Verdict:
     adapter, fakes = _adapter(), Fakes(most=_most(node))
     graph, given = alone(node, fakes)
     try:

@@ -28,7 +28,7 @@ import torch
 from torch_hybrid_backend.builds.background import Job, as_here, build_thread
 from torch_hybrid_backend.builds.builds import Build
 from torch_hybrid_backend.core.region import Region
-from torch_hybrid_backend.engines.tensorrt.build import Engine
+from torch_hybrid_backend.engines.tensorrt.build import SerializedEngine
 from torch_hybrid_backend.engines.tensorrt.runtime import EngineRunner
 from torch_hybrid_backend.errors import BuildCancelledError, CompileError, failures, is_sticky
 
@@ -69,7 +69,7 @@ class Maker(Protocol):
         """Start its build, or take up what is known of it; what is kept and is no engine is built anew."""
         ...
 
-    def load(self, key: str, built: bytes) -> tuple[EngineRunner, Engine]:
+    def load(self, key: str, built: bytes) -> tuple[EngineRunner, SerializedEngine]:
         """Load the built engine on its device."""
         ...
 

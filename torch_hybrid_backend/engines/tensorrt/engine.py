@@ -1,6 +1,6 @@
-"""The TensorRT engine: regions as engines that NVIDIA's builder makes, each in a process of its own. Nothing here imports TensorRT at once.
+"""The TensorRT engine: regions as engines that NVIDIA's builder makes, each in a process of its own. Importing this module imports no TensorRT.
 
-It takes part where the setting `engines` names it. No GPU has run its engines yet.
+The engine is disabled by default; the setting `engines` (HYBRID_ENGINES) enables it. No GPU has run its engines yet.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from torch_hybrid_backend.core.units import time_in_words
 from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdict
 from torch_hybrid_backend.engines.tensorrt import capability
 from torch_hybrid_backend.engines.tensorrt.build import (
-    Engine,
+    BuildRequest,
     Layout,
-    Request,
+    SerializedEngine,
     contiguous,
     memory_order,
 )
@@ -50,9 +50,9 @@ from torch_hybrid_backend.engines.tensorrt.precision_fallback import (
     ATTENTION,
     CONVOLUTIONS,
     PRODUCTS,
-    Rung,
+    AccumulationPrecision,
+    accumulation_precisions,
     keeps_tf32_exact,
-    rungs_of,
 )
 from torch_hybrid_backend.engines.tensorrt.precision_fallback import name as operator_name
 from torch_hybrid_backend.engines.tensorrt.ranges import ranges_of, symbols_of
@@ -74,12 +74,12 @@ _log = logging.getLogger(__name__)
 
 BUILD = "torch_hybrid_backend.engines.tensorrt.build:build"
 _KIND = "tensorrt"
-# What the bytes of an engine are made by, beside TensorRT.
+# The rooms of this package whose sources the bytes of an engine depend on.
 SOURCES = ("core", "sizes", "graph", "engines/tensorrt")
 
 
 def allows_tf32(region: Region) -> bool:
-    """True if PyTorch lets every operator of the region round to TF32 that an engine with the flag would: it has but one for all."""
+    """True if PyTorch allows TF32 for all products and convolutions of the region: an engine has one TF32 flag for both."""
     of_products, of_convolutions = (precision == "tf32" for precision in float32_precision("cuda"))
     names = {operator_name(node) for node in region.graph_module.graph.nodes}
     products = any(name in PRODUCTS or name.startswith(ATTENTION) for name in names)
@@ -88,11 +88,11 @@ def allows_tf32(region: Region) -> bool:
 
 
 class TensorRTEngine(EngineBase):
-    """Compiles regions to TensorRT engines for the GPUs of this process. Weights are inputs of engines: held once, and live; or constants
-    where that is faster (`engines/tensorrt/constants.py`).
+    """Compiles regions to TensorRT engines for the GPUs of this process. Weights are inputs of engines, held once and live. Where it is faster,
+    weights are constants (`engines/tensorrt/constants.py`).
 
-    `load` makes an engine of its bytes on a device, `entry` is what builds it, `streams` are a device's, `machine` tells the device and its
-    driver, `verdicts` are kept: tests give their own.
+    `load`: loads an engine's bytes on a device. `entry`: the function that builds engines. `streams`: the streams of a device. `machine`: key
+    of a device and its driver. `verdicts`: kept verdicts on operators. Tests pass their own.
     """
 
     name: str = "tensorrt"
@@ -117,7 +117,7 @@ class TensorRTEngine(EngineBase):
         self._streams = streams
         self._machine = machine
         self._builds = Builds(services.store, _KIND)
-        self._verdicts = Verdicts(services.store, judged_by()) if verdicts is None else verdicts
+        self._verdicts = Verdicts(services.store, verdict_versions()) if verdicts is None else verdicts
 
     def available(self) -> Verdict:
         found = installation()
@@ -136,56 +136,62 @@ class TensorRTEngine(EngineBase):
         return capability.supports(node, self._verdicts)
 
     def accepts(self, region: Region) -> Verdict:
-        """True if the region has tensors of one device, whose sizes tell every other size."""
+        """Supported if all tensors of the region are on one device, and every size symbol is a dimension of an input."""
         if region.numbers:
             return Refused(Reason.DEVICE, f"{region.name} reads numbers that are tensors on the host")
         specs = [each.spec for each in region.inputs]
-        told = {str(size) for spec in specs if spec is not None for size in spec.shape}
-        untold = [each.name for each in symbols_of(region) if each.name not in told]
-        if untold:
-            return Refused(Reason.SYMBOLIC_SHAPE, f"no dimension of an input of {region.name} is the size {untold[0]}")
+        known = {str(size) for spec in specs if spec is not None for size in spec.shape}
+        unknown = [each.name for each in symbols_of(region) if each.name not in known]
+        if unknown:
+            return Refused(Reason.SYMBOLIC_SHAPE, f"no dimension of an input of {region.name} is the size {unknown[0]}")
         return Supported()
 
     def reads(self, spec: TensorSpec) -> TensorSpec:
-        """Dense memory, in any order of dimensions."""
+        """The spec itself if it is dense, in any order of dimensions; otherwise the contiguous spec."""
         return spec if memory_order(spec) is not None else contiguous(spec)
 
     def compile(
         self, regions: Sequence[Region], deadline: Deadline
     ) -> Sequence[CompiledRegion | PendingRegion | Exception]:
-        """Builds run one after another, in processes, each for at most the deadline's limit; equal regions share one. Nothing waits for them:
-        what was built before is loaded, the rest is pending."""
+        """Load engines that were built before, and start builds for the other regions, which are returned as pending.
+
+        Builds run one after another, in processes, each for at most the deadline's limit. Equal regions share a build."""
         budget = Budget.of(regions, self._percent)
         return [self._compiled(region, deadline, budget) for region in regions]
 
     def _compiled(
         self, region: Region, deadline: Deadline, budget: Budget, failed: tuple[Attempt, ...] = ()
     ) -> CompiledRegion | PendingRegion | Exception:
-        """On the first rung that is not known to be too far from eager. `failed`: those below it."""
+        """The region with the first accumulation precision whose results are not known to differ too much. `failed`: earlier attempts."""
         try:
-            for rung in rungs_of(region)[len(failed) :]:
+            for accumulation in accumulation_precisions(region)[len(failed) :]:
                 try:
-                    return self._on_rung(region, rung, deadline, budget, failed)
+                    return self._with_accumulation(region, accumulation, deadline, budget, failed)
                 except AccuracyError as error:  # remembered
-                    failed = (*failed, Attempt(rung, str(error)))
+                    failed = (*failed, Attempt(accumulation, str(error)))
             raise AccuracyError(
                 f"its results are too far from eager's: {'; '.join(f'{a.why} {a.how}' for a in failed)}"
             )
         except CompileError as error:
             return error
 
-    def _on_rung(
-        self, region: Region, rung: Rung, deadline: Deadline, budget: Budget, failed: tuple[Attempt, ...]
+    def _with_accumulation(
+        self,
+        region: Region,
+        accumulation: AccumulationPrecision,
+        deadline: Deadline,
+        budget: Budget,
+        failed: tuple[Attempt, ...],
     ) -> CompiledRegion | PendingRegion:
-        tf32 = allows_tf32(region) or keeps_tf32_exact(region, rung)
-        request = Request.of(region, ranges_of(region), tf32=tf32, rung=rung)
+        tf32 = allows_tf32(region) or keeps_tf32_exact(region, accumulation)
+        request = BuildRequest.of(region, ranges_of(region), tf32=tf32, accumulation=accumulation)
         key, data = self.wanted(region, request)
-        attempts = (*failed, Attempt(rung)) if failed else ()
+        attempts = (*failed, Attempt(accumulation)) if failed else ()
 
         def more_exact(deadline: Deadline, error: float) -> CompiledRegion | PendingRegion | None:
             why = AccuracyError(f"a relative error of {error:.2g}")
             self._builds.reject(key, why)
-            found = self._compiled(region, deadline, budget, (*failed, Attempt(rung, str(why))))
+            found = self._compiled(region, deadline, budget, (*failed, Attempt(accumulation, str(why))))
             if isinstance(found, Exception) and not isinstance(found, AccuracyError):
                 raise found
             return None if isinstance(found, Exception) else found
@@ -201,15 +207,16 @@ class TensorRTEngine(EngineBase):
         if build.done:
             try:
                 return load(build.result(0))
-            except _UnreadableError:  # what was kept is cut short, or of a TensorRT whose version does not tell
+            except _UnreadableError:  # the kept bytes are truncated, or of an incompatible TensorRT of the same version
                 build = self._builds.start(key, self._entry, data, deadline.limit_s, rebuild=True)
         return BuildingRegion(build, load, attempts)
 
-    def runner(self, region: Region, request: Request, key: str, data: bytes) -> tuple[EngineRunner, Engine]:
-        """Load the engine that was built for a request, under its key, on its device. Raises CompileError for bytes that are no engine for
-        it."""
+    def runner(
+        self, region: Region, request: BuildRequest, key: str, data: bytes
+    ) -> tuple[EngineRunner, SerializedEngine]:
+        """Load the engine that was built for a request on the region's device. Raises CompileError for bytes that are no such engine."""
         try:
-            built = Engine.from_bytes(data)
+            built = SerializedEngine.from_bytes(data)
             loaded = self._load(built.plan, region.device)
         except CompileError as error:
             raise _UnreadableError(str(error)) from error
@@ -227,9 +234,9 @@ class TensorRTEngine(EngineBase):
         return runner, built
 
     def _constants(
-        self, region: Region, request: Request, runner: EngineRunner, budget: Budget, limit_s: float
+        self, region: Region, request: BuildRequest, runner: EngineRunner, budget: Budget, limit_s: float
     ) -> _Constants | str:
-        """The region's other form, or why it has none: "" where it has no weights."""
+        """The region's form with weights as constants, or the reason why there is none; "" if the region has no weights."""
         positions = positions_of(region)
         if not positions:
             return ""
@@ -251,17 +258,17 @@ class TensorRTEngine(EngineBase):
         timer = functools.partial(self._services.timer, region.device)
         return _Constants(form, positions, budget, program, self._services.run_program, timer, runner.scratch_bytes)
 
-    def wanted(self, region: Region, request: Request) -> tuple[str, bytes]:
-        """The key of an engine, and the request for it."""
+    def wanted(self, region: Region, request: BuildRequest) -> tuple[str, bytes]:
+        """The key of an engine, and the bytes of the request for it."""
         return engine_key(region, request, self._machine(region.device)), request.to_bytes()
 
     def start(self, key: str, request: bytes, limit_s: float) -> Build:
-        """Start a build, or take up what is known of it; what is kept and is no engine is built anew."""
+        """Start a build, or return the build that was started or kept before. Kept bytes that are no engine are built anew."""
         build = self._builds.start(key, self._entry, request, limit_s)
         if build.done:
             kept = build.result(0)
             try:
-                Engine.from_bytes(kept)
+                SerializedEngine.from_bytes(kept)
             except CompileError:
                 build = self._builds.start(key, self._entry, request, limit_s, rebuild=True)
         return build
@@ -273,11 +280,11 @@ class _Maker:
 
     engine: TensorRTEngine
     region: Region
-    request: Request
+    request: BuildRequest
     positions: tuple[int, ...]
     limit_s: float
 
-    def _with(self, weights: Sequence[torch.Tensor]) -> Request:
+    def _with(self, weights: Sequence[torch.Tensor]) -> BuildRequest:
         return replace(self.request, constants=dict(zip(self.positions, weights, strict=True)))
 
     def wanted(self, weights: Sequence[torch.Tensor]) -> tuple[str, bytes]:
@@ -286,7 +293,7 @@ class _Maker:
     def start(self, key: str, request: bytes) -> Build:
         return self.engine.start(key, request, self.limit_s)
 
-    def load(self, key: str, built: bytes) -> tuple[EngineRunner, Engine]:
+    def load(self, key: str, built: bytes) -> tuple[EngineRunner, SerializedEngine]:
         # Which positions are constants is all that counts here.
         return self.engine.runner(self.region, self._with([torch.empty(0)] * len(self.positions)), key, built)
 
@@ -295,8 +302,8 @@ class _UnreadableError(CompileError):
     """Bytes that are no engine for this TensorRT and GPU."""
 
 
-def engine_key(region: Region, request: Request, machine: str) -> str:
-    """Names everything that an engine depends on: the region with every operator, argument and wire, what is asked of the builder, the versions
+def engine_key(region: Region, request: BuildRequest, machine: str) -> str:
+    """Key of everything that an engine depends on: the region with every operator, argument and edge, the build request, the versions
     of TensorRT and torch_tensorrt, the GPU with its driver (`machine`), and this package's sources."""
     digest = hashlib.sha256()
     for part in (region.key, request.form, installation(), machine, sources_version(*SOURCES)):
@@ -306,9 +313,9 @@ def engine_key(region: Region, request: Request, machine: str) -> str:
     return digest.hexdigest()
 
 
-def judged_by() -> str:
-    """The versions that verdicts on operators depend on, beside their form. torch_tensorrt asks for the capability of the current GPU as it is
-    imported."""
+def verdict_versions() -> str:
+    """The versions that verdicts on operators depend on, in addition to the operators' forms. torch_tensorrt reads the capability of the
+    current GPU when it is imported."""
     chip = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     return (
         f"torch {torch.__version__} {torch.version.git_version}, {installation()}, {chip}, {sources_version(*SOURCES)}"
@@ -317,14 +324,14 @@ def judged_by() -> str:
 
 def program_of(
     region: Region,
-    request: Request,
+    request: BuildRequest,
     runner: ExternalRunner,
     scratch_bytes: int,
     mark: PackedConstant | None = None,
 ) -> Program:
-    """The region as one step: its tensors, and a block of working memory that is in use during the step alone, so that steps of a plan have the
-    same. It is as large at every size: what the engine needs for the largest it serves. `mark`: what the step reads after its inputs: one int64
-    on the CPU."""
+    """The region as a program of one step, with its tensors and a block of working memory. Steps of a plan share that block, as it is in use
+    during one step only. Its size is that which the engine needs for the largest sizes that it serves. `mark`: an int64 on the CPU that the
+    step reads after its inputs."""
     layouts = [each for i in request.engine_inputs if isinstance(each := request.inputs[i], Layout)]
     read = [replace(layout.spec, device=region.device) for layout in layouts]
     if mark is not None:
@@ -349,19 +356,20 @@ def program_of(
     )
 
 
-# The region on its next rung, for one whose results are off by a relative error; None where there is none.
+# Compiles the region with the next accumulation precision, given the relative error of its results; None if there is none.
 MoreExact = Callable[[Deadline, float], CompiledRegion | PendingRegion | None]
 
 
 class TensorRTRegion(CompiledRegionBase):
-    """A region as one engine. `attempts`: the rungs that it climbed. `constants`: its other form, or why it has none."""
+    """A region as one engine. `attempts`: accumulation precisions that were tried. `constants`: the form with constants, or why there is
+    none."""
 
     def __init__(
         self,
         name: str,
         program: Program,
         run: ProgramCall,
-        built: Engine,
+        built: SerializedEngine,
         attempts: tuple[Attempt, ...] = (),
         more_exact: MoreExact = lambda deadline, error: None,
         constants: _Constants | str = "",
@@ -376,16 +384,16 @@ class TensorRTRegion(CompiledRegionBase):
         self._constants = constants
 
     def refine(self, inputs: Sequence[torch.Tensor], budget_s: float, deadline: Deadline) -> CompiledRegion:
-        """The form with constants, where its engine is there and is faster; else its build is begun."""
+        """The form with constants, if its engine is built and faster; otherwise this form, and the build is started."""
         return self if isinstance(self._constants, str) else self._constants.faster(self, inputs, budget_s)
 
     @property
     def note(self) -> str:
-        """The reason why the weights are inputs or constants, where that was decided."""
+        """The reason why the weights are inputs or constants; "" if that is not decided."""
         why = self._constants if isinstance(self._constants, str) else self._constants.why_inputs
         if why:
             return f"weights as inputs: {why}"
-        return "" if isinstance(self._constants, str) else self._constants.told
+        return "" if isinstance(self._constants, str) else self._constants.comparison
 
     def begun(self) -> Pending | None:
         return None if isinstance(self._constants, str) else self._constants.form.begun()
@@ -394,7 +402,7 @@ class TensorRTRegion(CompiledRegionBase):
         return self._run(inputs)
 
     def exact(self, deadline: Deadline, error: float) -> CompiledRegion | PendingRegion | None:
-        """The region on the next rung: once it is built, whoever asks gets it."""
+        """The region with the next accumulation precision; pending until it is built."""
         if self._next is None:
             self._next = self._more_exact(deadline, error)
         return self._next.result() if isinstance(self._next, PendingRegion) and self._next.done else self._next
@@ -403,14 +411,14 @@ class TensorRTRegion(CompiledRegionBase):
         self._run.release()
 
     def texts(self) -> Sequence[KernelText]:
-        """Its layers, as TensorRT fused them."""
+        """The engine's layers, as TensorRT fused them."""
         return [_layers(self.name, self._built.layers)]
 
 
 @dataclass(slots=True, eq=False)
 class _Constants:
-    """The form of a region that takes its weights as constants while they are as they were. `program` makes its program, with so much working
-    memory; `scratch_bytes`: what the form with inputs needs of it. `timer`: of the region's device."""
+    """The form of a region that takes its weights as constants while they do not change. `program`: makes its program, given the bytes of
+    working memory. `scratch_bytes`: working memory of the form with inputs. `timer`: times work on the region's device."""
 
     form: ConstantForm
     positions: tuple[int, ...]
@@ -420,16 +428,17 @@ class _Constants:
     timer: Callable[[], Timer]
     scratch_bytes: int
     made: RegionWithConstants | None = None
-    told: str = ""  # of it, where it is made: what both forms take
+    comparison: str = ""  # times of both forms, if `made` exists
 
     @property
     def why_inputs(self) -> str:
-        """The reason why constants were given up; "" where they were not."""
+        """The reason why constants were given up; "" if they were not."""
         return self.form.why if self.form.is_given_up else ""
 
     def faster(self, inputs_form: TensorRTRegion, inputs: Sequence[torch.Tensor], budget_s: float) -> CompiledRegion:
-        """The faster of the two on a call's inputs, timed for about `budget_s` seconds; `inputs_form` where that is about as fast, and where
-        the other is not there. Decided once."""
+        """The faster form on a call's inputs, timed for about `budget_s` seconds and decided once.
+
+        `inputs_form` if it is about as fast, or if the other form is not built."""
         engine = self.form.prepare([inputs[i] for i in self.positions])
         if engine is None:
             return inputs_form
@@ -446,12 +455,14 @@ class _Constants:
             return inputs_form
         times = measure([lambda: inputs_form(inputs), lambda: made(inputs)], budget_s, timer=self.timer())
         as_inputs, as_constants = (each.low_us for each in times)
-        told = f"{time_in_words(as_inputs)} with its weights as inputs, {time_in_words(as_constants)} with constants"
+        comparison = (
+            f"{time_in_words(as_inputs)} with its weights as inputs, {time_in_words(as_constants)} with constants"
+        )
         if not worth(as_inputs, as_constants):
-            self.form.give_up(f"it takes {told}")
+            self.form.give_up(f"it takes {comparison}")
         elif self.budget.grant(self.form, as_inputs - as_constants):
-            _log.info("region %s takes %s", self.form.name, told)
-            self.told = f"weights as constants: it takes {told}"
+            _log.info("region %s takes %s", self.form.name, comparison)
+            self.comparison = f"weights as constants: it takes {comparison}"
             self.made = made
             return made
         made.release()
@@ -459,7 +470,7 @@ class _Constants:
 
 
 class RegionWithConstants(CompiledRegionBase):
-    """A region as two engines: the one with constants while they are what the weights are, the other elsewhere."""
+    """A region as two engines: one with constants while these equal the weights, otherwise the one with inputs."""
 
     form = "constants"
 
@@ -478,7 +489,7 @@ class RegionWithConstants(CompiledRegionBase):
         return self._run(inputs)
 
     def exact(self, deadline: Deadline, error: float) -> CompiledRegion | PendingRegion | None:
-        """The form with inputs, as it is: as far as results are concerned constants are a risk of their own."""
+        """The form with inputs, with the same accumulation precision: constants may be the reason for the error."""
         self._form.give_up("its results are too far from eager's")
         return self._inputs_form
 
@@ -486,7 +497,7 @@ class RegionWithConstants(CompiledRegionBase):
         self._run.release()
 
     def texts(self) -> Sequence[KernelText]:
-        """The layers of the engine with constants, where it is there."""
+        """The layers of the engine with constants, if it is built, otherwise of the engine with inputs."""
         layers = self._form.layers
         return [_layers(self._inputs_form.name, layers)] if layers else self._inputs_form.texts()
 

@@ -1,10 +1,10 @@
-"""Precision fallback of an engine: the rungs that are climbed where a region's results are too far from eager's.
+"""Precision fallback of an engine: more accurate accumulation, step by step, for a region whose results differ too much from eager's.
 
-    for rung in rungs_of(region): ...            # as written; products that accumulate in float32; all layers in float32
-    widen(module, rung)                          # casts in a lowered graph: networks are strongly typed, and compute what it says
+    for accumulation in accumulation_precisions(region): ...     # as written; products accumulate in float32; all layers in float32
+    widen(module, accumulation)                                  # casts in a lowered graph: TensorRT's strongly typed networks obey them
 
-A region is built anew, off the call, for the next rung only where the gate that compares it with eager refuses it. Eager's own kernels
-accumulate products, norms and softmax of half types in float32 and round once; what TensorRT does in a network of half types is its own choice.
+If the accuracy check refuses a region, the region is built anew, off the call, with the next accumulation precision. Eager's kernels
+accumulate products, norms and softmax of half types in float32 and round once. TensorRT chooses its own way in a network of half types.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ aten = torch.ops.aten
 _HALF = frozenset({torch.float16, torch.bfloat16})
 
 
-class Rung(StrEnum):
-    """In which precision operators of half types are computed; the values are in keys and reports."""
+class AccumulationPrecision(StrEnum):
+    """Precision in which operators of half types accumulate or compute, from fast to exact. The values appear in keys and reports."""
 
     AS_WRITTEN = "as written"
-    # Products, convolutions and attention sum in float32.
+    # Products, convolutions and attention accumulate in float32.
     FP32_ACCUMULATION = "fp32 accumulation"
-    # That, and every norm, softmax, reduction and function in float32, with the arithmetic between them.
+    # In addition every norm, softmax, reduction and function is computed in float32, with the arithmetic between them.
     FP32_LAYERS = "fp32 layers"
 
 
-# By name, of graphs before and after torch_tensorrt's lowering. What PyTorch has two settings for stays apart.
+# Operator names in graphs before and after torch_tensorrt's lowering. PyTorch has separate TF32 settings for products and convolutions.
 PRODUCTS = frozenset(
     "mm bmm addmm baddbmm addbmm linear matmul mv addmv dot vdot inner _cdist_forward _pdist_forward".split()
 )
@@ -54,7 +54,7 @@ _LAYERS = frozenset(
     sin cos tan asin acos atan sinh cosh asinh acosh atanh
     """.split()
 )
-# Computed in float32 where what they read is: rounding between two layers is the error that is to go.
+# Operators that are computed in float32 if their inputs are: this avoids rounding between two layers.
 _BETWEEN = frozenset(
     """
     add sub rsub mul div neg where clamp maximum minimum relu leaky_relu abs view reshape _reshape_copy permute transpose expand
@@ -63,26 +63,32 @@ _BETWEEN = frozenset(
 )
 
 
-def rungs_of(region: Region) -> tuple[Rung, ...]:
-    """The rungs that make a difference for a region, the first first: more than one where products or layers are of half types."""
+def accumulation_precisions(region: Region) -> tuple[AccumulationPrecision, ...]:
+    """The accumulation precisions that make a difference for a region, from fast to exact. There is one if nothing is in half types."""
     computing = [node for node in region.graph_module.graph.nodes if computes(node) and _is_half(_values(node))]
-    found = [Rung.AS_WRITTEN]
+    found = [AccumulationPrecision.AS_WRITTEN]
     if any(map(is_product, computing)):
-        found.append(Rung.FP32_ACCUMULATION)
+        found.append(AccumulationPrecision.FP32_ACCUMULATION)
     if any(name(node) in _LAYERS or name(node).startswith(ATTENTION) for node in computing):
-        found.append(Rung.FP32_LAYERS)
+        found.append(AccumulationPrecision.FP32_LAYERS)
     return tuple(found)
 
 
-def keeps_tf32_exact(region: Region, rung: Rung) -> bool:
-    """True if the products of a region on a rung lose nothing by TF32: on the higher ones their operands are half types, widened, which have at
-    most its 10 bits behind the leading one. A region with products of float32 of its own has others."""
+def keeps_tf32_exact(region: Region, accumulation: AccumulationPrecision) -> bool:
+    """True if TF32 does not change the products of a region: their operands are widened half types, whose mantissa has at most TF32's 10 bits.
+
+    False as written, and for a region with float32 products of its own.
+    """
     products = [node for node in region.graph_module.graph.nodes if node.op == "call_function" and is_product(node)]
-    return rung is not Rung.AS_WRITTEN and bool(products) and all(_is_half(_values(node)) for node in products)
+    return (
+        accumulation is not AccumulationPrecision.AS_WRITTEN
+        and bool(products)
+        and all(_is_half(_values(node)) for node in products)
+    )
 
 
 def name(node: Node) -> str:
-    """The name of a node's operator: "addmm"; "" of what is no operator."""
+    """The name of a node's operator, such as "addmm"; "" if the node is no operator."""
     target = node.target
     return target._schema.name.partition("::")[2] if isinstance(target, OpOverload) else ""
 
@@ -93,23 +99,26 @@ def is_product(node: Node) -> bool:
     return called in PRODUCTS or called in CONVOLUTIONS or called.startswith(ATTENTION)
 
 
-def widen(module: torch.fx.GraphModule, rung: Rung) -> None:
-    """Compute what `rung` names in float32, in place, in a lowered graph with metadata. Inputs, outputs and what products read stay as they
-    are: a product of widened half types is what TensorRT's kernels for half types that accumulate in float32 are chosen for."""
-    if rung is Rung.AS_WRITTEN:
+def widen(module: torch.fx.GraphModule, accumulation: AccumulationPrecision) -> None:
+    """Insert casts into a lowered graph with metadata, in place, so that it computes with this accumulation precision.
+
+    Inputs, outputs and the operands of products keep their half types before the casts: for a product of widened half types TensorRT chooses
+    its half kernels that accumulate in float32.
+    """
+    if accumulation is AccumulationPrecision.AS_WRITTEN:
         return
-    _Widening(module, rung).run()
+    _Widening(module, accumulation).run()
     module.graph.eliminate_dead_code()
     module.recompile()
 
 
 class _Widening:
-    """A graph that is being widened. `_wide`: by the value that the graph has, rounded, the same in float32."""
+    """A graph that is being widened. `_wide`: rounded value of the graph -> the same value in float32."""
 
-    def __init__(self, module: torch.fx.GraphModule, rung: Rung) -> None:
+    def __init__(self, module: torch.fx.GraphModule, accumulation: AccumulationPrecision) -> None:
         self._module = module
         self._graph = module.graph
-        self._all_layers = rung is Rung.FP32_LAYERS
+        self._all_layers = accumulation is AccumulationPrecision.FP32_LAYERS
         self._wide: dict[Node, Node] = {}
         self._casts: dict[Node, Node] = {}
         self._widened: set[Node] = set()
@@ -146,7 +155,7 @@ class _Widening:
             node.meta["val"] = tree_map(_wide_value, node.meta["val"])
 
     def _narrow(self, node: Node) -> None:
-        """Have a node make float32, and what reads it read that rounded."""
+        """Have a node compute float32, and let its readers read the rounded result."""
         before = node.meta["val"]
         if before.dtype not in _HALF:
             return
@@ -158,7 +167,7 @@ class _Widening:
         self._wide[rounded] = node
 
     def _cast(self, source: Node, first: Node) -> Node:
-        """`source` as float32, one cast for all that read it so, before the `first` of them."""
+        """`source` as float32: one cast for all readers, in front of the `first` of them."""
         if source not in self._casts:
             with self._graph.inserting_before(first):
                 made = self._graph.call_function(aten._to_copy.default, (source,), {"dtype": torch.float32})

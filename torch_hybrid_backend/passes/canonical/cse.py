@@ -1,4 +1,4 @@
-"""Merge equal expressions."""
+"""Common subexpression elimination."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch_hybrid_backend.passes.rewrite import replace
 
 
 def cse(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
-    """Let the first of several pure nodes with equal operator and arguments stand for all.
+    """Replace pure nodes with equal operator and arguments by the first of them.
 
-    1 and 1.0 and True are different arguments (they promote differently), and so are 0.0 and -0.0. Nothing is merged
-    in a graph that mutates, nor where two outputs would come to share memory.
+    1, 1.0 and True are different arguments, as they promote differently; so are 0.0 and -0.0. Nothing is merged
+    in a graph that mutates, nor if two outputs would then share memory.
     """
     if has_mutation(gm):
         return False
@@ -31,7 +31,7 @@ def cse(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
         if earlier is node:
             continue
         if not isinstance(node.meta.get("val"), torch.Tensor):
-            # Sizes and tuples of tensors: no memory of their own to share; their getitems are looked at one by one.
+            # Sizes and tuples of tensors have no memory of their own to share. Their getitems are merged one by one.
             if not any(user.op == "output" for user in node.users) and _tuple_members_private(gm, node):
                 node.replace_all_uses_with(earlier)
                 gm.graph.erase_node(node)

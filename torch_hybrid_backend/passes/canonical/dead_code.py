@@ -1,4 +1,4 @@
-"""Drop what nothing uses."""
+"""Dead code elimination."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch_hybrid_backend.passes.context import PassContext
 
 
 def dead_code(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
-    """Remove unused pure operators and unused constants. Placeholders stay; so do random operators, whose draw later
-    random operators depend on, and whatever mutates or asserts."""
+    """Remove unused pure operators and unused constants. Placeholders stay, and so do operators that mutate or assert. Random operators stay
+    too: the numbers that later random operators draw depend on them."""
     changed = False
     for node in reversed(list(gm.graph.nodes)):
         if not node.users and is_pure(node):

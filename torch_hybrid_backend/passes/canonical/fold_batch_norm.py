@@ -20,18 +20,18 @@ Node = torch.fx.Node
 def fold_batch_norm(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
     """Rewrite `_native_batch_norm_legit_no_training(f(x, W, b), ...)` as `f(x, W * scale, b * scale + shift)`.
 
-    `scale = weight / sqrt(var + eps)` and `shift = bias - mean * scale` are new nodes that depend on parameters alone,
-    so that hoisting computes them outside the call and again when a parameter changes. Folded where f is a
-    convolution, addmm or mm whose only user is the batch norm, and where all parameters involved are constants.
-    Elsewhere the batch norm becomes `y * scale + shift`, which is what ATen's own CPU kernel computes. Statistics are
-    combined in float32 for half types.
+    `scale = weight / sqrt(var + eps)` and `shift = bias - mean * scale` are new nodes that depend on parameters alone.
+    Hoisting computes them outside the call, and again when a parameter changes. The batch norm is folded if f is a
+    convolution, addmm or mm whose only user is the batch norm, and if all parameters involved are constants.
+    Otherwise the batch norm becomes `y * scale + shift`, which ATen's CPU kernel computes too. For half types statistics are combined in
+    float32.
     """
     if has_mutation(gm):
         return False
     constant = ctx.constant_nodes(gm)
     changed = False
     for node in gm.graph.find_nodes(op="call_function", target=aten._native_batch_norm_legit_no_training.default):
-        # The saved statistics (empty on CPU) are never read in inference; where they are, the operator stays whole.
+        # Inference does not read the saved statistics (empty on CPU). If something reads them, the operator stays whole.
         used = [user for user in node.users if user.users]
         if len(used) == 1 and used[0].target is operator.getitem and used[0].args[1] == 0:
             changed |= _rewrite(gm, node, used[0], constant)
@@ -40,8 +40,7 @@ def fold_batch_norm(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Affine:
-    """Batch norm as y * scale + shift, both of shape (channels,) and of the computing dtype; new nodes before the
-    batch norm."""
+    """Batch norm as y * scale + shift: new nodes before the batch norm, of shape (channels,) and the computing dtype."""
 
     scale: Node
     shift: Node
@@ -100,7 +99,7 @@ def _rewrite(gm: torch.fx.GraphModule, norm: Node, result: Node, constant: set[N
 
 
 def _scaled(norm: Node, tensor: Any, factor: Node, shape: list[int]) -> Node:
-    """tensor * factor.view(shape), computed in factor's dtype and rounded once to the tensor's."""
+    """tensor * factor.view(shape), computed in the factor's dtype and rounded once to the tensor's dtype."""
     factor = insert(norm, aten.view.default, factor, shape)
     product = insert(norm, aten.mul.Tensor, tensor, factor)
     dtype = tensor.meta["val"].dtype

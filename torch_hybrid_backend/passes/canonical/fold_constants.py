@@ -1,4 +1,4 @@
-"""Compute once what depends on no input."""
+"""Constant folding: values that depend on no input are computed once."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from torch_hybrid_backend.torch_private import OpOverload, unset_fake_temporaril
 
 aten = torch.ops.aten
 
-# Values that a loop computes from its indices for nothing; a buffer in memory would be dearer.
+# Values that a loop computes from its indices at no cost. Reading a buffer would cost more.
 FREE = frozenset({aten.full.default, aten.full_like.default, aten.scalar_tensor.default, aten.arange.start_step})
-# Contents undefined: two evaluations need not agree.
+# Operators whose results have undefined contents: two evaluations may differ.
 UNDEFINED = frozenset(
     {aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.empty_permuted.default}
 )
@@ -29,11 +29,15 @@ UNDEFINED = frozenset(
 
 def fold_constants(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
     """Replace each largest expression without tensor inputs (masks, position indices, arithmetic on lifted constants)
-    by a `get_attr` buffer of its value, or by `full` where all its elements are equal.
+    by a `get_attr` buffer of its value, or by `full` if all its elements are equal.
 
-    Left as they are: fills and ranges (free in a loop), views of constants (their base is folded), what is returned
-    (every call must return fresh memory), what is not static, what exceeds `ctx.fold_limit_bytes`, and what lies on
-    another device than the CPU: reading it would wait for that device (`passes.hoist` has it made once all the same).
+    These are left alone:
+
+    - fills and ranges, which are free in a loop
+    - views of constants, whose base is folded
+    - outputs, as every call must return fresh memory
+    - values that are not static, or exceed `ctx.fold_limit_bytes`
+    - values on another device than the CPU: reading them would wait for that device, and `passes.hoist` computes them once as well
     """
     if has_mutation(gm):
         return False
@@ -77,8 +81,7 @@ def input_free(gm: torch.fx.GraphModule, ctx: PassContext) -> dict[torch.fx.Node
 
 
 def is_deterministic(node: torch.fx.Node) -> bool:
-    """True if the node is a tensor operator (or tuple access) that gives the same result whenever it is given the same
-    arguments."""
+    """True if the node is a tensor operator (or getitem) whose result depends on its arguments alone."""
     if not is_pure(node) or node.target in UNDEFINED:
         return False
     return isinstance(node.target, OpOverload) or node.target is operator.getitem
@@ -97,8 +100,7 @@ def _can_be_read(value: Any, limit_bytes: int) -> bool:
 
 
 def _reaches_variable(node: torch.fx.Node, constant: dict[torch.fx.Node, None]) -> bool:
-    """True if a node outside the constants uses the value, directly or through views (else a larger expression covers
-    it)."""
+    """True if a node outside the constants uses the value, directly or through views. Otherwise a larger expression contains the value."""
     pending = list(node.users)
     while pending:
         user = pending.pop()
@@ -110,7 +112,7 @@ def _reaches_variable(node: torch.fx.Node, constant: dict[torch.fx.Node, None]) 
 
 
 def evaluate(gm: torch.fx.GraphModule, roots: list[torch.fx.Node]) -> dict[torch.fx.Node, torch.Tensor]:
-    """The values of nodes among `input_free`'s, and of all that they are made of."""
+    """The values of `roots`, nodes of `input_free`, and of all nodes from which they are computed."""
     needed: set[torch.fx.Node] = set()
     pending = list(roots)
     while pending:
@@ -157,7 +159,7 @@ def _install(gm: torch.fx.GraphModule, node: torch.fx.Node, value: torch.Tensor)
 
 
 def _is_negative_zero(value: torch.Tensor) -> bool:
-    """True if zeros of both signs may hide behind equality."""
+    """True if the values contain zeros and negative signs: -0.0 equals 0.0, so equality does not tell them apart."""
     return value.dtype.is_floating_point and bool((value == 0).any()) and bool(torch.signbit(value).any())
 
 

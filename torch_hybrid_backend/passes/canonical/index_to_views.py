@@ -1,4 +1,4 @@
-"""Indexing by counting constants becomes slices and views."""
+"""Indexing by constants that count up becomes slices and views."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Node = torch.fx.Node
 
 
 def index_to_views(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
-    """Replace `index` where every index tensor is constant and counts 0 <= start, start + step, ... along one axis, or is one number.
+    """Replace `index` if every index tensor is constant and either is one number or counts 0 <= start, start + step, ... along one axis.
 
-    mask[zeros(1, 1, 1, 1), arange(128).view(1, 1, 1, 128)] of a (1, 128) mask is mask.view(1, 1, 1, 128): the way in which
-    torch.vmap, and with it transformers, makes attention masks. Gathered, each element costs several loads and comparisons.
+    mask[zeros(1, 1, 1, 1), arange(128).view(1, 1, 1, 128)] of a (1, 128) mask is mask.view(1, 1, 1, 128). torch.vmap, and with it transformers,
+    makes attention masks so. A gather costs several loads and comparisons for each element.
 
-    Left as they are: indices that depend on inputs, axes that no index counts along (but those of one element), index tensors whose
-    axes are not in the order of the dimensions they index or that stand apart, sizes that are not static.
+    These are left alone: indices that depend on inputs; axes of more than one element along which no index counts; index tensors whose axes are
+    not in the order of the dimensions that they index; indexed dimensions that are not adjacent; sizes that are not static.
     """
     if has_mutation(gm):
         return False
@@ -56,7 +56,7 @@ def _rewrite(gm: torch.fx.GraphModule, node: Node, ranges: dict[int, range]) -> 
         if counted != range(x.meta["val"].shape[dim]):
             made.append(insert(node, aten.slice.Tensor, result, dim, counted.start, counted.stop, counted.step))
             result = made[-1]
-    # But for dimensions of one element the shape is the same.
+    # The shapes are equal, apart from dimensions of one element.
     made.append(insert(node, aten.view.default, result, list(shape)))
     if not may_replace(gm, node, made[-1]):
         made.append(insert(node, aten.clone.default, made[-1], memory_format=torch.contiguous_format))
@@ -70,7 +70,7 @@ def _rewrite(gm: torch.fx.GraphModule, node: Node, ranges: dict[int, range]) -> 
 
 
 def _ranges(sizes: Sequence[Any], indices: dict[int, torch.Tensor]) -> dict[int, range] | None:
-    """Ranges that the index tensors count, by the dimension that each indexes; None where indexing is more than slices and a view."""
+    """Dimension -> the range that its index tensor counts. None if the indexing is more than slices and a view."""
     dims = sorted(indices)
     if not dims or dims != list(range(dims[0], dims[-1] + 1)):
         return None
@@ -87,14 +87,14 @@ def _ranges(sizes: Sequence[Any], indices: dict[int, torch.Tensor]) -> dict[int,
             return None
         if axes:
             if axes[0] <= last:
-                return None  # the same axis twice is a diagonal; another order a permutation
+                return None  # the same axis twice is a diagonal, and another order is a permutation
             last = axes[0]
         ranges[dim] = counted
     return ranges
 
 
 def _range(numbers: list[int]) -> range | None:
-    """The numbers as a range that counts upwards from 0 or more; None where they are none."""
+    """The numbers as a range that counts upwards from 0 or more; None if they are no such range."""
     step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
     if numbers[0] < 0 or step < 1:
         return None

@@ -1,19 +1,19 @@
-"""Drop quantising of what was dequantised by the same numbers, exactly.
+"""Removal of quantize operators after dequantize operators with the same parameters. Results are exactly equal.
 
     quantize(dequantize(q))             -> q
     quantize(view(dequantize(q)))       -> view(q)                     also permutations, slices, copies
     quantize(cat(dequantize(a), ...))   -> cat(a, ...)
-    quantize(max_pool(dequantize(q)))   -> max_pool(q)                 quantising keeps order
+    quantize(max_pool(dequantize(q)))   -> max_pool(q)                 quantizing keeps order
     quantize(clamp(dequantize(q)))      -> clamp(q, quantize(low), quantize(high))     ReLU, ReLU6
     quantize(max_pool(x))               -> max_pool(quantize(x))       pooling reads a quarter of the bytes
-    quantize(cat(a, view(b), ...))      -> cat(quantize(a), view(quantize(b)), ...)    so does what joins them, where kernels make all of them
-    quantize(clamp(x))                  -> quantize(x)                 where saturation clamps anyway: u8 behind a ReLU
-    dequantize(quantize(pad(x)))        -> pad(dequantize(quantize(x)))    before convolutions, whose own padding zeros become
+    quantize(cat(a, view(b), ...))      -> cat(quantize(a), view(quantize(b)), ...)    if kernels compute all parts; cat reads a quarter too
+    quantize(clamp(x))                  -> quantize(x)                 if saturation clamps as well: uint8 after a ReLU
+    dequantize(quantize(pad(x)))        -> pad(dequantize(quantize(x)))    before convolutions, which then pad themselves
 
-and quantise as soon as there is what is quantised, which is where kernels write it.
+Quantize operators also move up to the operator whose result they quantize, so that its kernel can write integers.
 
-Rounding and saturating keep order: that is why they may change places with maxima and clamps. Zero is among the numbers that are quantised
-without an error: that is why padding by it may change places with both.
+Rounding and saturating keep order, so they may change places with maxima and clamps. Zero is quantized without an error, so padding by zero may
+change places with quantize and dequantize.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ _MOVES = frozenset(
         aten.clone.default,
     )
 )
-# Within these, a step times 255 and its reciprocal are normal numbers of float32: a value and back is the value.
+# Between these bounds, 255 steps and the reciprocal of a step are normal float32 numbers, so that quantize(dequantize(q)) is q.
 _LEAST_SCALE, _MOST_SCALE = 1e-30, 1e30
 _BOUNDS = {torch.int8: (-128, 127), torch.uint8: (0, 255)}
 
 
 @dataclass(frozen=True, slots=True)
 class _Numbers:
-    """A scale for a tensor, a literal, and the integers that the tensor is quantised to."""
+    """Parameters of a per-tensor quantization with a literal scale: scale, zero point, bounds and dtype."""
 
     scale: float
     zero_point: int
@@ -67,17 +67,17 @@ class _Numbers:
 
     @staticmethod
     def of(node: Node, name: str) -> _Numbers | None:
-        """Those of an operator `name` of quantised tensors with one literal scale, None for other nodes."""
+        """The parameters of a node that calls the per-tensor operator `name` with literal parameters; None for other nodes."""
         if operator_name(node) != f"{name}_per_tensor":
             return None
-        given = node.args[1:6]
-        if len(given) < 5 or any(isinstance(number, Node) for number in given):
+        arguments = node.args[1:6]
+        if len(arguments) < 5 or any(isinstance(number, Node) for number in arguments):
             return None
-        numbers = _Numbers(*given)  # type: ignore[arg-type]
+        numbers = _Numbers(*arguments)  # type: ignore[arg-type]
         return numbers if _LEAST_SCALE <= numbers.scale <= _MOST_SCALE and numbers.dtype in _BOUNDS else None
 
     def quantized(self, value: float) -> int:
-        """A number that float32 holds, as PyTorch quantises it."""
+        """A value, rounded to float32, as PyTorch quantizes it."""
         if math.isinf(value):
             return self.low if value < 0 else self.high
         scaled = _float32(_float32(value) * _float32(1.0 / self.scale))
@@ -89,9 +89,9 @@ def _float32(value: float) -> float:
 
 
 def quantized_pairs(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
-    """Rewrite what quantises values that come, unchanged in number, from dequantised ones of the same scale, zero point and bounds.
+    """Rewrite quantize operators whose input comes from dequantize operators of the same scale, zero point and bounds.
 
-    Results are equal bit by bit, integers being what they are: there is no NaN among them. Scales that are tensors are left alone.
+    Results are equal bit by bit, as integers have no NaN. Quantizations whose scales are tensors are left alone.
     """
     if has_mutation(gm):
         return False
@@ -107,7 +107,7 @@ def quantized_pairs(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
 
 
 def _move_up(node: Node) -> bool:
-    """Puts a quantising operator behind what it quantises: what is computed in between may be a convolution, whose kernel it is not part of."""
+    """Move a quantize operator directly behind its input. A convolution in between would keep it out of the input's kernel."""
     source: Any = node.args[0]
     if source.op != "call_function" or all(
         between.target is operator.getitem or _Numbers.of(between, "quantize") is not None
@@ -126,7 +126,7 @@ def _between(first: Node, last: Node) -> Iterator[Node]:
 
 
 def _simplify(gm: torch.fx.GraphModule, node: Node, numbers: _Numbers) -> bool:
-    """Drops a quantising operator, or what is before it."""
+    """Remove a quantize operator, or move or remove operators before it."""
     source: Any = node.args[0]
     if not _is_integer(source, numbers):
         return (
@@ -141,7 +141,7 @@ def _simplify(gm: torch.fx.GraphModule, node: Node, numbers: _Numbers) -> bool:
 
 
 def _is_integer(node: Any, numbers: _Numbers) -> bool:
-    """True if the value is one of integers under `numbers`: dequantised, then moved, chosen among or clamped."""
+    """True if the value is exactly a dequantized integer under `numbers`: dequantized, then moved, pooled or clamped."""
     if not isinstance(node, Node) or node.op != "call_function" or node.meta["val"].dtype != torch.float32:
         return False
     if _Numbers.of(node, "dequantize") == numbers:
@@ -158,7 +158,7 @@ def _is_integer(node: Any, numbers: _Numbers) -> bool:
 
 
 def _is_pooled(node: Node) -> bool:
-    """True if the value is the maxima of pooling, whose places nobody reads."""
+    """True if the value is the maxima of a pooling operator whose indices nothing reads."""
     pool = node.all_input_nodes[0] if is_item(node) else None
     return (
         pool is not None
@@ -168,7 +168,7 @@ def _is_pooled(node: Node) -> bool:
 
 
 def _integers(node: Any, numbers: _Numbers, before: Node, made: dict[Node, Node]) -> Node:
-    """The integers that a value for which `_is_integer` holds stands for."""
+    """The integers of a value for which `_is_integer` is true."""
     if node not in made:
         made[node] = _new_integers(node, numbers, before, made)
     return made[node]
@@ -196,7 +196,7 @@ def _new_integers(node: Node, numbers: _Numbers, before: Node, made: dict[Node, 
 
 
 def _maxima(before: Node, pool: Node, source: Node) -> Node:
-    """The maxima of another tensor, pooled as `pool` does."""
+    """The maxima of `source`, pooled with the arguments of `pool`."""
     pooled = insert(before, aten.max_pool2d_with_indices.default, source, *pool.args[1:], origin=pool)
     with before.graph.inserting_before(before):
         maxima = before.graph.call_function(operator.getitem, (pooled, 0))
@@ -205,7 +205,7 @@ def _maxima(before: Node, pool: Node, source: Node) -> Node:
 
 
 def _pool_integers(gm: torch.fx.GraphModule, node: Node, source: Any, numbers: _Numbers) -> bool:
-    """Quantises before pooling instead of behind it."""
+    """Quantize before pooling instead of after it."""
     if not _is_read_by(source, node) or not _is_pooled(source):
         return False
     before = node.prev
@@ -223,7 +223,7 @@ def _pool_integers(gm: torch.fx.GraphModule, node: Node, source: Any, numbers: _
 
 
 def _join_integers(gm: torch.fx.GraphModule, node: Node, source: Any, numbers: _Numbers) -> bool:
-    """Quantises what is concatenated instead of the concatenation."""
+    """Quantize the parts of a concatenation instead of its result."""
     if not _is_read_by(source, node) or source.target is not aten.cat.default:
         return False
     parts: Any = source.args[0]
@@ -241,8 +241,8 @@ def _join_integers(gm: torch.fx.GraphModule, node: Node, source: Any, numbers: _
 
 
 def _before_moves(node: Node) -> Node:
-    """Quantises before views and copies of all elements that nothing else reads, instead of behind them: so a transposed convolution's kernel
-    does. Returns the operator that quantises."""
+    """Quantize before views and copies that nothing else reads, instead of after them, so that a transposed convolution's kernel can quantize.
+    Returns the new quantize operator."""
     source: Any = node.args[0]
     while source.target in _MOVES and _is_read_by(source, node):
         x: Any = source.args[0]
@@ -257,7 +257,7 @@ def _before_moves(node: Node) -> Node:
 
 
 def _is_made(x: Node) -> bool:
-    """True if a kernel computes the value, which may then write integers. What is only moved and joined would be so once more."""
+    """True if a kernel computes the value, and so can write integers. Values that are only moved or joined would be copied once more."""
     while x.target in _MOVES:
         x = x.args[0]  # type: ignore[assignment]
     is_moved = (is_item(x) and not _is_pooled(x)) or is_view(x) or x.target is aten.cat.default
@@ -265,12 +265,12 @@ def _is_made(x: Node) -> bool:
 
 
 def _is_read_by(source: Any, node: Node) -> bool:
-    """True if a value is an operator's and nothing but `node` reads it."""
+    """True if an operator computes the value, and only `node` reads it."""
     return isinstance(source, Node) and source.op == "call_function" and list(source.users) == [node]
 
 
 def _pad_last(gm: torch.fx.GraphModule, node: Node, source: Any, numbers: _Numbers) -> bool:
-    """Pads with zeros behind dequantising instead of before quantising, where nothing but convolutions reads the result."""
+    """Pad with zeros after dequantizing instead of before quantizing, if only convolutions read the result."""
     if not _is_read_by(source, node) or source.target is not aten.constant_pad_nd.default:
         return False
     given: tuple[Any, ...] = (*source.args, 0)
@@ -297,7 +297,7 @@ def _pad_last(gm: torch.fx.GraphModule, node: Node, source: Any, numbers: _Numbe
 
 
 def _clamp(node: Node) -> tuple[float, float] | None:
-    """Between which numbers an operator clamps its input, None for other operators."""
+    """The bounds between which an operator clamps its input; None for other operators."""
     low: Any = -math.inf
     high: Any = math.inf
     match node.target:
@@ -323,7 +323,7 @@ def _clamp(node: Node) -> tuple[float, float] | None:
 
 
 def _drop_clamp(gm: torch.fx.GraphModule, node: Node, source: Any, numbers: _Numbers) -> bool:
-    """Lets saturation do what a clamp does that nothing else reads."""
+    """Remove a clamp that only this quantize operator reads, if saturation has the same effect."""
     clamp = _clamp(source) if _is_read_by(source, node) else None
     if clamp is None or source.meta["val"].dtype != torch.float32:
         return False

@@ -1,4 +1,4 @@
-"""Drop operators that return what they were given, and merge chains of views."""
+"""Removal of operators that return their input, and merging of chains of views."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from torch_hybrid_backend.passes.rewrite import insert, replace, replace_by_new,
 
 aten = torch.ops.aten
 
-# Copies: droppable where the copy has the strides of the original and nobody can tell the two memories apart.
+# Copies. They can be removed if the copy has the strides of the original, and no user can tell the two memories apart.
 COPIES = frozenset({aten.clone.default, aten.lift_fresh_copy.default, aten._to_copy.default})
 # Views whose result is determined by its shape alone, so that only the last of a chain matters.
 RESHAPES = frozenset(
     {aten.view.default, aten.unsqueeze.default, aten.squeeze.dims, aten.squeeze.dim, aten.squeeze.default}
 )
-# Dtype -> those that hold all its values.
+# Dtype -> the wider dtypes that hold all its values.
 _WIDER = {
     torch.bfloat16: (torch.float32, torch.float64),
     torch.float16: (torch.float32, torch.float64),
@@ -32,11 +32,13 @@ _WIDER = {
 
 
 def remove_no_ops(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
-    """Remove casts to the same dtype or to a wider one and back, copies, paddings by nothing of what is quantised, views that change nothing
-    (same shape, full slice, identity permutation) and what concatenations join without elements; merge view-of-view and permute-of-permute.
+    """Remove operators that change nothing, and merge view-of-view and permute-of-permute.
 
-    A copy whose memory format differs from its input's stays: it is a real layout change. A copy that keeps an
-    output's memory apart from an input's, a constant's or another output's stays.
+    Removed are casts to the same dtype, or to a wider one and back; copies; empty paddings of quantized values; views that change nothing (same
+    shape, full slice, identity permutation); and parts of concatenations without elements.
+
+    A copy stays if its memory format differs from its input's, which is a layout change, or if it keeps an output's memory apart from that of
+    an input, a constant or another output.
     """
     if has_mutation(gm):
         return False
@@ -54,14 +56,15 @@ def remove_no_ops(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
 
 
 def _pads_nothing(node: torch.fx.Node) -> bool:
-    """True if a tensor is padded by nothing to be quantised: another operator may quantise the tensor itself, by the same numbers."""
+    """True if the padding is empty and its result is only quantized. Another operator may quantize the unpadded tensor with the same
+    parameters."""
     pad: Any = node.args[1] if node.target is aten.constant_pad_nd.default else (None,)
     is_whole = all(isinstance(size, int) and size == 0 for size in pad)
     return is_whole and all(map(is_quantize_operator, node.users))
 
 
 def _before_widening(value: torch.fx.Node) -> torch.fx.Node:
-    """The value that a cast to a wider dtype was made of, which a cast back yields again bit by bit; `value` itself where it is none."""
+    """The input of a cast to a wider dtype, which a cast back restores bit by bit; `value` itself if it is no such cast."""
     if value.target is not aten._to_copy.default:
         return value
     narrow: Any = value.args[0]
@@ -69,15 +72,15 @@ def _before_widening(value: torch.fx.Node) -> torch.fx.Node:
 
 
 def _drop_empty_parts(gm: torch.fx.GraphModule, node: torch.fx.Node) -> bool:
-    """Rotary embeddings of whole heads (Phi-3) join what they rotated with the nothing that they did not."""
+    """Drop empty parts of a concatenation. Rotary embeddings of whole heads (Phi-3) join the rotated part with an empty one."""
     parts: Any = node.args[0]
-    kept = [part for part in parts if not same_dim(part.meta["val"].numel(), 0)]
-    if len(kept) in (0, len(parts)) or any(part.meta["val"].dtype != node.meta["val"].dtype for part in parts):
+    nonempty = [part for part in parts if not same_dim(part.meta["val"].numel(), 0)]
+    if len(nonempty) in (0, len(parts)) or any(part.meta["val"].dtype != node.meta["val"].dtype for part in parts):
         return False
-    if len(kept) == 1 and replace(gm, node, kept[0]):
+    if len(nonempty) == 1 and replace(gm, node, nonempty[0]):
         return True
     before = node.prev
-    shorter = insert(node, aten.cat.default, kept, *node.args[1:], origin=node, **node.kwargs)
+    shorter = insert(node, aten.cat.default, nonempty, *node.args[1:], origin=node, **node.kwargs)
     return replace_by_new(gm, node, shorter, before)
 
 
@@ -104,11 +107,11 @@ def _merge_views(gm: torch.fx.GraphModule, node: torch.fx.Node) -> bool:
         return False
     source: Any = inner.args[0]
     if not TensorSpec.of(source.meta["val"]).is_static:
-        return False  # finding out whether the step is a view could add guards
+        return False  # inserting the view could add guards
     try:
         merged = insert(node, target, source, *rest)
     except failures(RuntimeError, ValueError):
-        return False  # the whole step is not a view of `source`, though each half is a view of its own input
+        return False  # the merged operator would be no view of `source`, though each of the two is a view of its input
     if same_spec(merged.meta["val"], node.meta["val"]):
         node.replace_all_uses_with(merged)
         gm.graph.erase_node(node)
@@ -120,7 +123,7 @@ def _merge_views(gm: torch.fx.GraphModule, node: torch.fx.Node) -> bool:
 
 
 def _plain_view(gm: torch.fx.GraphModule, node: torch.fx.Node) -> bool:
-    """`as_strided` that only reshapes a contiguous tensor becomes `view`, which every engine knows."""
+    """Replace `as_strided` that only reshapes a contiguous tensor by `view`, which every engine supports."""
     base: Any = node.args[0]
     if node.target is not aten.as_strided.default or not all(isinstance(n, int) for n in node.meta["val"].shape):
         return False
@@ -140,7 +143,7 @@ def _plain_view(gm: torch.fx.GraphModule, node: torch.fx.Node) -> bool:
 
 
 def _shape_argument(node: torch.fx.Node) -> object:
-    """The node's result shape as `view` takes it; None where a symbolic size has no node to name it."""
+    """The node's result shape as an argument of `view`; None if a symbolic size has no node."""
     if node.target is aten.view.default:
         return node.args[1]
     shape = list(node.meta["val"].shape)

@@ -1,4 +1,4 @@
-"""Algebra that is exact in floating point."""
+"""Algebraic simplifications that are exact in floating point."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EXACT_EXPONENT = {torch.float64: 1021, torch.float32: 125, torch.bfloat16: 125, 
 
 
 def simplify(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
-    """Rewrite arithmetic to cheaper arithmetic with bitwise the same results, NaN, infinities and -0.0 included.
+    """Replace arithmetic by cheaper arithmetic with bitwise equal results, NaN, infinities and -0.0 included.
 
     x*1, x/1, x-0 -> x (x+0 only for integers: -0.0 + 0 is 0.0); neg(neg(x)) -> x; x/2^k -> x * 2^-k;
     pow(x, 2), pow(x, 0.5), pow(x, -0.5), pow(x, -1), pow(x, 1) -> what ATen's own power kernel does for these
@@ -39,7 +39,7 @@ def simplify(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
 
 
 def _scalar(node: torch.fx.Node) -> float | int | None:
-    """The node's second argument where it is a plain number and no `alpha` or rounding mode is in play."""
+    """The node's second argument, if it is a plain number and there is no `alpha` or rounding mode; None otherwise."""
     if node.kwargs or len(node.args) != 2 or isinstance(node.args[1], bool):
         return None
     other = node.args[1]
@@ -107,7 +107,7 @@ def _item(gm: torch.fx.GraphModule, node: torch.fx.Node) -> bool:
     else:
         changed = _become(gm, node, aten.zeros_like.default, x, dtype=torch.bool)
     if not dropout.users:
-        gm.graph.erase_node(dropout)  # what draws random numbers is not dead code
+        gm.graph.erase_node(dropout)  # dead_code would not remove an operator that draws random numbers
     return changed
 
 

@@ -1,4 +1,4 @@
-"""Computed constants lie in memory in the order in which calls read them."""
+"""Contiguous copies of computed constants, in the order in which calls read them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Node = torch.fx.Node
 
 
 def contiguous_tables(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
-    """Copy transposed views of what parameters and constants alone decide to contiguous memory, where only elementwise operators read them.
+    """Copy transposed views of values that depend on parameters and constants alone, if only elementwise operators read them.
 
-    T5's position bias is rows of a table of (buckets, heads), seen as (1, heads, queries, keys): read as it lies, each element is of
-    another row. The copy is a constant like the rest, made once (see `passes.hoist`).
+    T5's position bias consists of rows of a (buckets, heads) table, viewed as (1, heads, queries, keys). Without the copy each element lies in
+    another row. The copy is a constant too, and is made once (see `passes.hoist`).
 
-    Left as they are: views of parameters themselves (no second copy of a weight), what is not static or larger than `ctx.fold_limit_bytes`,
-    and values whose strides an output or a view would show.
+    These are left alone: views of parameters themselves, as a weight is not copied; values that are not static or exceed
+    `ctx.fold_limit_bytes`; values whose strides would show in an output or a view.
     """
     if has_mutation(gm):
         return False
@@ -49,7 +49,7 @@ def contiguous_tables(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
 
 
 def _is_transposed(node: Node, ctx: PassContext) -> bool:
-    """True if the node is a view, in another order of dimensions than memory's, of a computed or lifted tensor."""
+    """True if the node is a view of a computed or lifted tensor whose dimensions are not in memory order."""
     value = node.meta.get("val")
     if not is_view(node) or not isinstance(value, torch.Tensor) or storage_root(node).op == "placeholder":
         return False
@@ -66,7 +66,7 @@ def _is_transposed(node: Node, ctx: PassContext) -> bool:
 
 
 def _strides_after(readers: list[Node], old: Node, new: Node) -> dict[Node, Any] | None:
-    """The values, as fake tensors, of all whose strides change when `readers` read `new` for `old`; None where others would see it."""
+    """Fake values of all nodes whose strides change when `readers` read `new` instead of `old`; None if the change would show elsewhere."""
     values: dict[Node, Any] = {}
     pending = list(readers)
     while pending:

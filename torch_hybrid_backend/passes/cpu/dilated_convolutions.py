@@ -1,9 +1,9 @@
 """Dilated 3x3 convolutions as dense ones of every d-th row and column.
 
-    conv2d(x, W, padding=d, dilation=d)   ->   each (row mod d, column mod d) an image of its own, convolved with padding 1
+    conv2d(x, W, padding=d, dilation=d)   ->   each phase (row mod d, column mod d) as an image of its own, convolved with padding 1
 
-A dilated window never reads two phases at once, so that the products are the same. Dense ones may have Winograd's algorithm, with a quarter of
-them; the two copies cost as much as some 7 (I + O) / (I O) of the direct sum (I, O: channels), by bytes and multiply-adds.
+A dilated window reads pixels of one phase only, so the products are the same. Dense convolutions may use Winograd's algorithm, with a quarter
+of the multiply-adds. The two copies cost about 7 (I + O) / (I O) of the direct convolution (I, O: channels), by bytes and multiply-adds.
 Source: "space to batch", Yu & Koltun, "Multi-Scale Context Aggregation by Dilated Convolutions", 2016, as TensorFlow computes it.
 """
 
@@ -21,14 +21,14 @@ from torch_hybrid_backend.passes.rewrite import insert, replace_by_new
 aten = torch.ops.aten
 Node = torch.fx.Node
 
-# Channels I O / (I + O) from which the copies are below a seventh of the direct sum.
+# The least I O / (I + O) of channels, from which the copies cost less than a seventh of the direct convolution.
 _MIN_CHANNELS = 48
-# Rows and columns of a phase: Winograd's larger tile computes 4 at a time.
+# The least rows and columns of a phase: Winograd's larger tile computes 4 at a time.
 _MIN_PHASE = 4
 
 
 def dilated_convolutions(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
-    """Rewrite large dilated 3x3 convolutions in float32 by constant weights, of static sizes, stride 1 and one group, that keep the size."""
+    """Rewrite large dilated 3x3 convolutions with constant float32 weights, static sizes, stride 1 and one group, that keep the image size."""
     if has_mutation(gm) or not ctx.constants:
         return False
     constant = ctx.constant_nodes(gm)

@@ -1,9 +1,9 @@
-"""Merge convolutions of one input, alike but for their output channels, into one, whose parts are slices of channels.
+"""Merging of convolutions of one input that differ only in output channels. Their results are slices of the channels of one convolution.
 
     a = relu(conv(x, Wa, ba)); b = relu(conv(x, Wb, bb))   ->   y = relu(conv(x, cat(Wa, Wb), cat(ba, bb))); a = y[:, :n]; b = y[:, n:]
 
-The branches of Inception blocks begin so. One kernel starts its threads once, and reads the input for more output channels at a time; a
-convolution reads its slice where it lies. The concatenated weights depend on parameters alone: hoisting makes them outside the call.
+The branches of Inception blocks begin so. One kernel starts its threads once, and reads the input for more output channels at a time. Later
+convolutions read their slices in place. The concatenated weights depend on parameters alone, so hoisting computes them outside the call.
 Source: Szegedy et al., "Rethinking the Inception Architecture", 2016; Li et al., "Automatic Horizontal Fusion for GPU Kernels", 2022.
 """
 
@@ -24,13 +24,13 @@ from torch_hybrid_backend.torch_private import OpOverload
 aten = torch.ops.aten
 Node = torch.fx.Node
 
-# Kernels of the CPU keep so many channels together at most (AVX-512 has 16 lanes of float32): from a multiple of it on they are whole blocks.
+# The most channels in a block of the CPU's NCHWc layouts: AVX-512 has 16 float32 lanes. Slices at multiples of this number are whole blocks.
 _CHANNELS_TOGETHER = 16
 
 
 @dataclass(frozen=True, slots=True)
 class _Branch:
-    """A convolution and the elementwise operators of one tensor that follow it, each the only reader of the one before."""
+    """A convolution and the chain of elementwise operators that follow it, each the only reader of the one before."""
 
     convolution: Node
     epilogue: tuple[Node, ...]
@@ -40,18 +40,18 @@ class _Branch:
         return self.epilogue[-1]
 
     def key(self) -> tuple[object, ...]:
-        """Equal for branches that one convolution can compute."""
+        """Key that is equal for branches that one convolution can compute."""
         x, weight, bias, *geometry = self.convolution.args
         applied = [(node.target, node.args[1:], tuple(node.kwargs.items())) for node in self.epilogue]
         return x, tuple(weight.meta["val"].shape[2:]), bias is None, repr(geometry), repr(applied)  # type: ignore[union-attr]
 
 
 def merge_convolutions(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
-    """Merge convolutions of one input by constant weights, with their activations, which are to be the same.
+    """Merge convolutions of one input with constant weights, if their activations are equal.
 
-    Left alone: what is returned (it would share memory); grouped and transposed convolutions; channels that are no multiple of those that lie
-    together in memory, whose slices would be copied; what another elementwise operator reads, which is one kernel with the convolution
-    already; and what has readers that would see other strides.
+    These are left alone: outputs of the graph, as they would share memory; grouped and transposed convolutions; output channels that are no
+    multiple of a block, whose slices would be copied; results that another elementwise operator reads, which is fused with the convolution
+    already; results whose readers would see other strides.
     """
     if has_mutation(gm) or not ctx.constants:
         return False
@@ -94,7 +94,7 @@ def _is_candidate(branch: _Branch, constant: set[Node]) -> bool:
 
 
 def _merge(gm: torch.fx.GraphModule, group: list[_Branch]) -> bool:
-    """Put one convolution in place of the group's, unless a reader would notice."""
+    """Replace the group by one convolution, unless a reader would see a difference. Returns true if it did."""
     first = group[0].convolution
     new: list[Node] = []
     arguments = list(first.args)

@@ -1,11 +1,11 @@
-"""Merge matrix products of one input (queries, keys and values of attention) into one product, whose parts are slices.
+"""Merging of matrix products of one input, as the queries, keys and values of attention. Their results are slices of one product.
 
     q = addmm(bq, x, Wq); k = addmm(bk, x, Wk)   ->   y = addmm(cat(bq, bk), x, cat(Wq, Wk)); q = y[:, :n]; k = y[:, n:]
 
-One kernel starts its threads once and waits once for its first weights: about 10 us for each product saved. That counts where products
-are small (one token; key heads shared by several query heads). The concatenated weights depend on parameters alone: hoisting makes them
-outside the call, they are packed, and let go of.
-Horizontal fusion: Li et al., "Automatic Horizontal Fusion for GPU Kernels", 2022; the same idea on cores.
+One kernel starts its threads once and waits once for its first weights, which saves about 10 us per product. That matters if products
+are small: one token, or key heads shared by several query heads. The concatenated weights depend on parameters alone: hoisting computes them
+outside the call, and they are released after packing.
+Source: Li et al., "Automatic Horizontal Fusion for GPU Kernels", 2022; here for CPU cores.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from torch_hybrid_backend.torch_private import FakeTensorMode, OpOverload, detec
 aten = torch.ops.aten
 Node = torch.fx.Node
 
-# A product of more floating-point operations takes 20 times the 10 us that merging saves, at 500 GFLOP/s: BERT-base's, of 151 million at 128
-# tokens, lose more by reading slices than they gain (54.8 ms for 54.0), Llama's, of 50 million, gain (60.4 for 60.8; 2-core Zen 5).
+# At 500 GFLOP/s a larger product takes 20 times the 10 us that merging saves. The products of BERT-base (151 million operations at 128 tokens)
+# lose more by reading slices than they gain: 54.8 ms instead of 54.0. Those of Llama (50 million) gain: 60.4 instead of 60.8 (2-core Zen 5).
 _MAX_FLOPS = 100e6
 
-# Operator -> positions of its input, its weight and its bias (None: no bias), and the weight's dimension of columns.
+# Operator -> positions of its input, weight and bias (None: no bias), and the dimension of the weight that holds output columns.
 _PRODUCTS: dict[object, tuple[int, int, int | None, int]] = {
     aten.mm.default: (0, 1, None, 1),
     aten.addmm.default: (1, 2, 0, 1),
@@ -40,11 +40,11 @@ _PRODUCTS: dict[object, tuple[int, int, int | None, int]] = {
 
 
 def merge_siblings(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
-    """Merge products of one input by constant weights, one of which at least is small, where that costs nothing elsewhere.
+    """Merge products of one input with constant weights, if at least one product is small and merging costs nothing elsewhere.
 
-    Left alone: what is returned (it would share memory); a product whose only reader is elementwise: the two are one kernel already, and
-    apart would cost a pass over memory (gate and up of a gated MLP); what has readers that would see other strides; and biases that are not
-    one number per column.
+    These are left alone: outputs of the graph, as they would share memory; products whose only reader is elementwise (gate and up of a gated
+    MLP), as both are one kernel already and merging would cost a pass over memory; results whose readers would see other strides; products with
+    biases that are not one number per column.
     """
     if has_mutation(gm) or not ctx.constants:
         return False
@@ -80,7 +80,7 @@ def _is_candidate(node: Node, constant: set[Node]) -> bool:
 
 
 def _flops(product: Node) -> float:
-    """Operations of a product; sizes known only at run time count as those that the graph was captured with."""
+    """Floating-point operations of a product. Sizes known only at run time count with the values at capture."""
     depth = _operands(product)[1].meta["val"].numel() / product.meta["val"].shape[-1]
     rows_and_columns = product.meta["val"].numel()
     if isinstance(rows_and_columns, torch.SymInt):
@@ -89,7 +89,7 @@ def _flops(product: Node) -> float:
 
 
 def feeds_epilogue(node: Node) -> bool:
-    """True if the only reader, seen through views, computes element by element."""
+    """True if the node's only reader, directly or through views, is an elementwise operator."""
     readers = list(node.users)
     while len(readers) == 1 and is_view(readers[0]):
         readers = list(readers[0].users)
@@ -98,7 +98,7 @@ def feeds_epilogue(node: Node) -> bool:
 
 
 def _merge(gm: torch.fx.GraphModule, group: Sequence[Node]) -> bool:
-    """Put one product in place of the group's, unless a reader would notice."""
+    """Replace the group by one product, unless a reader would see a difference. Returns true if it did."""
     first = group[0]
     _, weight_at, bias_at, columns_at = _PRODUCTS[first.target]
     operands = [_operands(node) for node in group]
@@ -131,7 +131,7 @@ def _merge(gm: torch.fx.GraphModule, group: Sequence[Node]) -> bool:
 
 
 def move_before(place: Node, node: Node) -> None:
-    """Moves a constant that is made after `place`, and what it is made of, in front of it."""
+    """Move a constant that is computed after `place`, and the nodes that it depends on, in front of `place`."""
     behind: set[Node] = set()
     pending = [node]
     while pending:
@@ -144,8 +144,8 @@ def move_before(place: Node, node: Node) -> None:
 
 
 def values_with(gm: torch.fx.GraphModule, changed: dict[Node, Any]) -> dict[Node, Any] | None:
-    """The new `meta["val"]` of the views of `changed` nodes, whose strides change; None where a view is not possible any more, or
-    where another operator would return something else."""
+    """The new `meta["val"]` of views of the `changed` nodes, whose strides change. None if a view is not possible any more, or
+    if another operator would return a different form."""
     known = dict(changed)
     for node in gm.graph.nodes:
         if node in changed or not any(argument in known for argument in node.all_input_nodes):

@@ -1,9 +1,9 @@
-"""Convolutions of one pixel work on what is resampled, not on the result: resampling acts on pixels, they act on channels.
+"""1x1 convolutions before resampling instead of after it. They commute: resampling acts on pixels, and 1x1 convolutions act on channels.
 
     conv1x1(cat(a, up(b)))   ->   conv1x1(a, W[:, :n]) + up(conv1x1(b, W[:, n:]))
 
-The multiply-adds of each resampled part shrink by the factor its pixels grow (16 for a side 4 times as long), and the concatenation is never
-made. So end the decoders of SegFormer and of feature pyramids.
+The multiply-adds of each resampled part shrink by the factor by which its pixels grow (16 for a side 4 times as long), and the concatenation
+disappears. The decoders of SegFormer and of feature pyramids end so.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch_hybrid_backend.torch_private import OpOverload
 aten = torch.ops.aten
 Node = torch.fx.Node
 
-# Each weighs pixels with weights that sum to 1, the same for every channel. Their first argument is the image.
+# Operators that weight pixels with weights that sum to 1 and are equal for all channels. Their first argument is the image.
 _RESAMPLING = frozenset(
     (
         aten.upsample_bilinear2d.default,
@@ -32,23 +32,23 @@ _RESAMPLING = frozenset(
         aten.upsample_nearest2d.vec,
     )
 )
-# What a convolution of one pixel has as stride, padding, dilation, transposed, output padding and groups.
+# Stride, padding, dilation, transposed, output padding and groups of a 1x1 convolution.
 _ONE_PIXEL = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
-# Images that grow less save less than the additions of the parts cost.
+# If images grow less than this factor, the additions of the parts cost more than is saved.
 MIN_GROWTH = 2
 
 
 def resample_last(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
-    """Rewrite convolutions of one pixel with constant weights that read resampled images, alone or concatenated, and are all that reads them.
+    """Rewrite 1x1 convolutions with constant weights that are the only readers of resampled images, alone or concatenated.
 
-    Only where no more channels are resampled than before, for sizes known beforehand, in float32 and float64: a half type would be rounded
-    once more.
+    A convolution is rewritten only if no more channels are resampled than before, sizes are static, and the dtype is float32 or float64: a half
+    type would be rounded once more.
     """
     if has_mutation(gm) or not ctx.constants:
         return False
     constant = ctx.constant_nodes(gm)
-    found = gm.graph.find_nodes(op="call_function", target=aten.convolution.default)
-    changed = [_rewrite(gm, node) for node in found if ctx.may_rewrite(node) and _is_candidate(node, constant)]
+    convolutions = gm.graph.find_nodes(op="call_function", target=aten.convolution.default)
+    changed = [_rewrite(gm, node) for node in convolutions if ctx.may_rewrite(node) and _is_candidate(node, constant)]
     return any(changed)
 
 
@@ -65,7 +65,7 @@ def _is_candidate(node: Node, constant: set[Node]) -> bool:
 
 
 def _parts(x: Node) -> list[Node]:
-    """The tensors that `x` is the concatenation of, along the channels; itself where it is none."""
+    """The parts of `x` if it is a concatenation along channels, otherwise `x` itself."""
     if x.target is not aten.cat.default or len(x.users) != 1 or not isinstance(x.args[0], list | tuple):
         return [x]
     dimension = x.args[1] if len(x.args) > 1 else 0
@@ -73,7 +73,7 @@ def _parts(x: Node) -> list[Node]:
 
 
 def _is_resampled(part: Node, channels: int) -> bool:
-    """True if a part is better resampled after the convolution to `channels` channels."""
+    """True if a part had better be resampled after the convolution to `channels` channels."""
     if part.target not in _RESAMPLING or len(part.users) != 1:
         return False
     image, result = part.args[0].meta["val"], part.meta["val"]  # type: ignore[union-attr]
@@ -95,9 +95,9 @@ def _rewrite(gm: torch.fx.GraphModule, node: Node) -> bool:
         together = list(run)
         for group in [[part] for part in together] if is_resampled else [together]:
             end = start + sum(part.meta["val"].shape[1] for part in group)
-            own = weight if len(parts) == 1 else _columns(node, weight, start, end)
-            # The bias once: weights that sum to 1 leave it as it is.
-            term = _term(node, group, is_resampled, own, bias if total is None else None, geometry)
+            part_weight = weight if len(parts) == 1 else _columns(node, weight, start, end)
+            # The bias is added once. Resampling does not change it, as its weights sum to 1.
+            term = _term(node, group, is_resampled, part_weight, bias if total is None else None, geometry)
             total = term if total is None else insert(node, aten.add.Tensor, total, term)
             start = end
     assert total is not None
@@ -120,7 +120,7 @@ def _columns(node: Node, weight: Node, start: int, end: int) -> Node:
 def _term(
     node: Node, group: Sequence[Node], is_resampled: bool, weight: Node, bias: Any, geometry: Sequence[Any]
 ) -> Node:
-    """The convolution of some of the parts, resampled afterwards where they were before."""
+    """The convolution of a group of parts, resampled after it if the part was resampled before it."""
     if is_resampled:
         (part,) = group
         projected = insert(node, aten.convolution.default, part.args[0], weight, bias, *geometry)

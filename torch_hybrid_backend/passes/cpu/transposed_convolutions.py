@@ -2,9 +2,9 @@
 
     conv_transpose(x, W, stride=s)   ->   pixel_shuffle(conv(x, W'), s)
 
-A pixel of the result depends on every s-th element of the kernel only, and on which of them by its place modulo s. So one convolution computes
-the s * s places as channels, without the zeros that an input stretched by s would have. W' depends on parameters alone: hoisting makes it
-outside the call.
+A pixel of the result depends only on every s-th element of the kernel, starting with an element given by the pixel's place modulo s. So one
+convolution computes the s * s places as channels, without the zeros of an input stretched by s. W' depends on parameters alone, so hoisting
+computes it outside the call.
 Source: Shi et al., "Is the deconvolution layer the same as a convolutional layer?", 2016.
 """
 
@@ -25,13 +25,13 @@ from torch_hybrid_backend.passes.rewrite import insert, replace_by_new
 aten = torch.ops.aten
 Node = torch.fx.Node
 
-# From so many channels on Winograd's algorithm computes a 3x3 kernel with less work than four products a pixel.
+# From this many channels on, Winograd's algorithm computes a 3x3 kernel with less work than four products per pixel.
 _WINOGRAD_CHANNELS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class _Axis:
-    """A spatial dimension: input and result sizes, kernel, stride, and padding (`before` the result's first element)."""
+    """A spatial dimension: sizes of input and result, kernel, stride, and the padding that is cut off `before` the result's first element."""
 
     size: int
     result: int
@@ -40,17 +40,17 @@ class _Axis:
     before: int
 
     def without_padding(self) -> _Axis:
-        """The same with all elements that padding would cut off."""
+        """The axis with padding 0: the result keeps the elements that padding would cut off."""
         return _Axis(self.size, self.before + self.result, self.kernel, self.stride, 0)
 
     @property
     def first(self) -> int:
-        """Number of input pixels beyond its own place that an output reads to the right."""
+        """The number of input pixels to the right of its own place that an output reads."""
         return -(-self.before // self.stride)
 
     @property
     def last(self) -> int:
-        """The same to the left: the convolution's padding."""
+        """The number of input pixels to the left of its own place that an output reads; also the convolution's padding."""
         return (self.kernel - 1 - self.before) // self.stride
 
     @property
@@ -59,7 +59,7 @@ class _Axis:
 
     @property
     def places(self) -> int:
-        """Results of the convolution: each makes `stride` elements."""
+        """The number of results of the convolution. Each stands for `stride` elements."""
         return -(-self.result // self.stride)
 
     @property
@@ -70,15 +70,15 @@ class _Axis:
 
     @property
     def after(self) -> int:
-        """Zeros the convolution reads after the input; `last` before it. Negative: the input's end is not read."""
+        """The number of zeros that the convolution reads after the input, as `last` before it. Negative if the input's end is not read."""
         return self.places + self.taps - 1 - self.size - self.last
 
 
 def transposed_convolutions(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
-    """Rewrite transposed convolutions of one group and no dilation, 1-D and 2-D, by constant weights, or by ones of 8 bits dequantised with a
-    scale for each output channel, which stay so.
+    """Rewrite 1-D and 2-D transposed convolutions of one group, without dilation, with constant weights.
 
-    Left alone: results that would have other strides.
+    Weights may also be 8-bit weights dequantized with per-channel scales; they stay quantized. Convolutions whose results would have other
+    strides are left alone.
     """
     if has_mutation(gm) or not ctx.constants:
         return False
@@ -120,7 +120,7 @@ def _axes(node: Node, constant: set[Node]) -> list[_Axis] | None:
 
 
 def _is_quantized(weight: Node, constant: set[Node]) -> bool:
-    """True if a weight is one of 8 bits, dequantized symmetrically by output channel."""
+    """True if the weight is an 8-bit weight, dequantized symmetrically per output channel."""
     if operator_name(weight) != "dequantize_per_channel":
         return False
     integers, scales, zeros, axis, *_ = weight.args
@@ -140,7 +140,7 @@ def _rewrite(gm: torch.fx.GraphModule, node: Node, axes: list[_Axis]) -> bool:
     for dim, (axis, size) in enumerate(zip(axes, node.meta["val"].shape[2:], strict=True), 2):
         have = axis.places * axis.stride
         if have != size:
-            cut = axis.result - size  # what the padding leaves out before the first
+            cut = axis.result - size  # elements that the padding cuts off before the first
             result = insert(node, aten.slice.Tensor, result, dim, cut, axis.result)
     if result.target is aten.slice.Tensor:
         result = insert(node, aten.clone.default, result, memory_format=torch.contiguous_format)
@@ -148,7 +148,7 @@ def _rewrite(gm: torch.fx.GraphModule, node: Node, axes: list[_Axis]) -> bool:
 
 
 def _convolved(node: Node, x: Any, weight: Any, bias: Any, axes: list[_Axis]) -> Node:
-    """(N, strides * O, *places): the convolution of the small image. A place's channels lie together, as vectors of them are copied."""
+    """(N, strides * O, *places): the convolution of the small image. Channels of one place are adjacent, as they are copied as vectors."""
     rank, count = len(axes), math.prod(axis.stride for axis in axes)
     if operator_name(weight) == "dequantize_per_channel":
         integers, scales, zeros, _, *bounds = weight.args

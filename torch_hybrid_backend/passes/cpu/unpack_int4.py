@@ -1,10 +1,10 @@
-"""PyTorch's products of weights packed in 4 bits, as products of dequantised ones, which kernels of any processor unpack.
+"""PyTorch's matrix products with packed int4 weights, as products with dequantized weights, which our kernels read on any processor.
 
     _weight_int4pack_mm_for_cpu(x, packed, group, moves)   ->   mm(x, dequantize(q, scale)^T) + mm(sums of x by group, zero)
 
-moves: (K / group, N, 2), of each group a scale and a zero, (q - 8) * scale + zero. How the nibbles of `packed` lie depends on the processor
-that packs them. The operator reads them as its own processor would have packed them, wherever they came from: so that is what they mean. The
-way is found by packing a matrix that is known; where it is none of `_FORMS`, or N is no multiple of its block, the operator stays.
+moves: (K / group, N, 2), a scale and a zero for each group; a weight is (q - 8) * scale + zero. The order of the nibbles in `packed` depends on
+the processor. The operator assumes the order of the processor on which it runs, so this order defines the values. The order is found by packing
+a known matrix. If it is none of `_FORMS`, or N is no multiple of its block, the operator stays.
 
 Source: PyTorch, aten/src/ATen/native/cpu/int4mm_kernel.cpp (tinygemm for CPU), 2024.
 """
@@ -24,12 +24,13 @@ from torch_hybrid_backend.torch_private import quantized_operators, unset_fake_t
 
 aten = torch.ops.aten
 
-# Columns of a block, and whether its bytes hold neighbours or, of columns 0 .. n-1, c and c + n / 2. With AVX-512, with AVX2, without either.
+# Columns of a block of n columns, and true if a byte holds neighbours c and c + 1; otherwise it holds c and c + n / 2. In order: with AVX-512,
+# with AVX2, without either.
 _FORMS = ((64, False), (32, False), (32, True))
 
 
 def unpack_int4(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
-    """Rewrite those products whose weights are constants; whether there were any."""
+    """Rewrite the products whose weights are constants. Returns true if there were any."""
     products = [
         node
         for node in gm.graph.find_nodes(op="call_function", target=aten._weight_int4pack_mm_for_cpu.default)
@@ -84,7 +85,7 @@ def _product(node: Node, block: int, has_neighbours: bool) -> Node:
 
 @functools.cache
 def _form() -> tuple[int, bool] | None:
-    """The one of `_FORMS` that the operator has here."""
+    """The form of `_FORMS` that the operator uses on this processor; None if it uses another."""
     with unset_fake_temporarily():
         n, k = 128, 32
         known = torch.randint(0, 16, (n, k), generator=torch.Generator().manual_seed(0), dtype=torch.int32)

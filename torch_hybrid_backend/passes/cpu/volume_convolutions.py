@@ -1,10 +1,11 @@
-"""Convolutions of volumes as convolutions of images: one image for each depth of the result, the depths it reads as channels.
+"""3-D convolutions as 2-D convolutions: one image for each depth of the result, whose channels are the depths that it reads.
 
     conv3d(x, W)   ->   conv2d(cat(x at depth d, x at depth d + 1, ...), W')
 
-Kernels of one pixel read no neighbours within an image: (depth, height * width) is an image to them, without a copy. Channels in groups would
-be interleaved with depths: there the convolutions of the single depths are added instead. Transposed convolutions whose windows do not overlap
-are matrix products: every pixel makes its window alone. W' depends on parameters alone: hoisting makes it outside the call.
+Kernels of (depth, 1, 1) read no neighbours within an image, so they see (depth, height * width) as an image, without a copy. With several
+groups channels would be interleaved with depths, so the convolutions of the single depths are added instead. Transposed convolutions whose
+windows do not overlap are matrix products, as every pixel computes its window alone. W' depends on parameters alone, so hoisting computes it
+outside the call.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Node = torch.fx.Node
 
 
 def volume_convolutions(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
-    """Rewrite 3-D convolutions by constant weights, of static sizes. Left alone: results that would have other strides."""
+    """Rewrite 3-D convolutions with constant weights and static sizes, unless their results would have other strides."""
     if has_mutation(gm) or not ctx.constants:
         return False
     constant = ctx.constant_nodes(gm)
@@ -77,7 +78,7 @@ def _copied(node: Node, x: Any) -> Node:
 
 
 def _along_depth(node: Node, geometry: list[list[int]]) -> Node:
-    """Kernels of (depth, 1, 1)."""
+    """The convolution with a kernel of (depth, 1, 1)."""
     arguments: Any = node.args[:3]
     x, weight, bias = arguments
     n, channels, depth, height, width = x.meta["val"].shape
@@ -112,14 +113,14 @@ def _by_depth(node: Node, geometry: list[list[int]]) -> Node:
 
 
 def _images(node: Node, x: Any, padding: int) -> Any:
-    """x, padded in depth, as (n, depth, channels, height, width)."""
+    """View of x, padded in depth, as (n, depth, channels, height, width)."""
     if padding:
         x = insert(node, aten.constant_pad_nd.default, x, [0, 0, 0, 0, padding, padding], 0.0)
     return insert(node, aten.permute.default, x, [0, 2, 1, 3, 4])
 
 
 def _volume(node: Node, images: Node) -> Node:
-    """The result of the images (n * depth, channels, height, width)."""
+    """The result, from images (n * depth, channels, height, width)."""
     n, outputs, depth, *size = node.meta["val"].shape
     y = insert(node, aten.view.default, images, [n, depth, outputs, *size])
     return _copied(node, insert(node, aten.permute.default, y, [0, 2, 1, 3, 4]))
@@ -152,7 +153,7 @@ def _sum_over_depths(node: Node, geometry: list[list[int]]) -> Node:
 
 
 def _windows(node: Node) -> Node:
-    """A transposed convolution whose windows do not overlap: outputs and window as channels of one pixel, then moved to their places."""
+    """A transposed convolution whose windows do not overlap: a 1x1 convolution to (outputs, window) channels, which are then moved in place."""
     arguments: Any = node.args[:3]
     x, weight, bias = arguments
     n, channels, depth, height, width = x.meta["val"].shape

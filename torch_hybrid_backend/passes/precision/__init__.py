@@ -1,1 +1,1 @@
-"""Reduced precision, spelled out in the graph: which operators, the casts around them, and how many they are."""
+"""Reduced precision as casts in the graph: choice of the operators, insertion of casts, and counts."""

@@ -1,4 +1,4 @@
-"""Counts of what reduced precision made of a graph, by a pass or by the model itself."""
+"""Counts of the layers in reduced precision, converted by a pass or written so in the model."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from torch_hybrid_backend.passes.precision.lists import is_layer, is_on
 
 aten = torch.ops.aten
 
-# What the functions become that `quantize` sees as layers.
+# ATen operators of the functions that `quantize` treats as layers.
 _CALLED = (aten.convolution, aten.linear, aten.mm, aten.addmm, aten.bmm, aten.mv, aten.matmul)
 _ATTENTION = (aten.scaled_dot_product_attention, aten._scaled_dot_product_flash_attention_for_cpu)
 # Products that `quantize_layers` converts where one operand is a weight.
-_QUANTISED = (aten.convolution, aten.linear, aten.mm, aten.addmm)
+_QUANTIZED = (aten.convolution, aten.linear, aten.mm, aten.addmm)
 
 
 def mark_sites(gm: torch.fx.GraphModule) -> None:
-    """Names the layers of a graph as captured, as `core.plan.Unconverted.site` does, in `meta["site"]`."""
+    """Set `meta["site"]` of the layers of a captured graph: their names as in `core.plan.Unconverted.site`."""
     count = Counter[str]()
     for node in gm.graph.nodes:
         if is_on(node, _CALLED):
@@ -41,24 +41,24 @@ def mark_sites(gm: torch.fx.GraphModule) -> None:
             node.meta["site"] = path if count[call] == 1 else f"{path}#{count[call]}"
 
 
-def quantised_by_itself(gm: torch.fx.GraphModule, ctx: PassContext) -> Conversion | None:
-    """The counts for a graph that quantises layers as it was written, and the layers that it does not quantise; None for one that has none."""
+def quantized_as_written(gm: torch.fx.GraphModule, ctx: PassContext) -> Conversion | None:
+    """Counts for a graph whose model quantizes layers itself, with the layers that it does not quantize. None if it quantizes none."""
     if not any(is_quantizing(node.target) for node in gm.graph.nodes):
         return None
-    left = {node.name: _not_quantised(node) for node in gm.graph.nodes if is_layer(node)}
+    left = {node.name: _not_quantized(node) for node in gm.graph.nodes if is_layer(node)}
     return conversion(gm, replace(ctx, as_written=left))
 
 
-def _not_quantised(node: torch.fx.Node) -> Refused:
+def _not_quantized(node: torch.fx.Node) -> Refused:
     if is_on(node, _CALLED):
         return Refused(Reason.EXCLUDED, "the model has it in floating point")
-    return Refused(Reason.UNSUPPORTED, f"{node.target} is not quantised")
+    return Refused(Reason.UNSUPPORTED, f"{node.target} is not quantized")
 
 
 def conversion(gm: torch.fx.GraphModule, ctx: PassContext, tolerance: float | None = None) -> Conversion:
-    """The counts for a graph after the passes that reduce its precision, and why each layer that they left is as it was written.
+    """Counts for a graph after the passes that reduce its precision, and the reason for each layer that stays as written.
 
-    tolerance: None for the precision's own.
+    tolerance: None for the precision's default.
     """
     constant = ctx.constant_nodes(gm)
     casts = [node for node in gm.graph.nodes if is_cast(node)]
@@ -111,7 +111,7 @@ def _why_unreached(node: torch.fx.Node, precision: str) -> str:
     if precision.endswith("-weights"):
         return "only constant weights of linear layers are kept in fewer bits"
     if is_on(node, _ATTENTION):
-        return "attention is not quantised"
-    if is_on(node, _QUANTISED):
-        return "its right operand is not a constant weight: products of activations are not quantised"
-    return f"{node.target} is not quantised"
+        return "attention is not quantized"
+    if is_on(node, _QUANTIZED):
+        return "its right operand is not a constant weight: products of activations are not quantized"
+    return f"{node.target} is not quantized"

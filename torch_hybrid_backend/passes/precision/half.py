@@ -1,10 +1,10 @@
-"""Half precision in inference graphs of float32: casts around the operators that `paint` chooses, at the borders only.
+"""Half precision in float32 inference graphs: casts at the borders of the operators that `paint` chooses.
 
     linear(x, W)    ->    cast32(linear(cast16(x), cast16(W)))
 
-Casts of parameters depend on nothing else: hoisting makes them once. What is computed of parameters alone (weights with a batch norm folded
-in) is computed in float32, then cast. Every value keeps its shape and strides; what would return others stays as written, and the outputs
-have the dtypes that the graph promises.
+Casts of parameters depend on nothing else, so hoisting computes them once. Values computed from parameters alone (weights with a batch norm
+folded in) are computed in float32, then cast. Every value keeps its shape and strides: an operator whose strides would change stays as written.
+Outputs keep their dtypes.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float
 
 
 def half(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
-    """Convert what gains by half precision, as `ctx.precision` says; whether there was anything.
+    """Convert the operators that gain by half precision, if `ctx.precision` asks for it. Returns true if any was converted.
 
-    Converted operators carry `meta["precision"]`, the dtype's name. Layers that are not, for another reason than `ctx.as_written`, are in
-    `gm.meta["as_written"]`: name -> why.
+    Converted operators carry `meta["precision"]`, the dtype's name. Layers that are not converted, for another reason than `ctx.as_written`,
+    are in `gm.meta["as_written"]`: name -> reason.
     """
     dtype = DTYPES.get(ctx.precision)
     if dtype is None or has_mutation(gm):
         return False
-    # What is expanded is cast before: a loop reads it as often as it likes.
+    # Expanded values are no constants here: they are cast before the expansion, which costs nothing in a loop.
     constant = {node for node in ctx.constant_nodes(gm) if node.target is not aten.expand.default}
     as_written = {node: ctx.as_written[node.name] for node in gm.graph.nodes if node.name in ctx.as_written}
-    # One that is merely slow does no harm to what reads it.
+    # A layer that is merely slower in half precision does not keep its readers from being converted.
     refused = {node: why for node, why in as_written.items() if why.code is Reason.SLOWER}
     denied = as_written.keys() - refused.keys()
     while True:
@@ -61,11 +61,11 @@ def half(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
 
 
 def _is_free(node: Node, ctx: PassContext, constant: set[Node]) -> bool:
-    """True if the operator computes float32 values of the call's own, in no dtype that it names."""
+    """True if the operator computes float32 values in each call, and no argument of it is a dtype."""
     if node.op != "call_function" or node in constant or has_effects(node) or not ctx.may_rewrite(node):
         return False
     if is_layer(node) and converted_to(node) is not None:
-        return False  # it is quantised
+        return False  # it is quantized
     if any(isinstance(value, torch.dtype) for value in tree_leaves((node.args, node.kwargs))):
         return False
     made = [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)]
@@ -74,7 +74,8 @@ def _is_free(node: Node, ctx: PassContext, constant: set[Node]) -> bool:
 
 
 class _Trial:
-    """The graph with the operators of `painted` in `dtype`, on fake tensors. `values`: what changes; `refused`: operators that cannot."""
+    """Trial run, on fake tensors, of the graph with the operators of `painted` in `dtype`. `values`: changed values. `refused`: operators that
+    cannot be converted, with the reason."""
 
     def __init__(self, gm: torch.fx.GraphModule, dtype: torch.dtype, painted: set[Node]) -> None:
         self.values: dict[Node, Any] = {}
@@ -137,7 +138,7 @@ def _is_wide(value: Any) -> bool:
 
 
 def _convert(gm: torch.fx.GraphModule, dtype: torch.dtype, painted: set[Node], values: Mapping[Node, Any]) -> None:
-    """Writes the casts: of each value one to `dtype` and one back, at most."""
+    """Insert the casts: for each value at most one to `dtype` and one back."""
     casts: dict[tuple[Node, torch.dtype], Node] = {}
     written = {node: node.meta.get("val") for node in gm.graph.nodes}  # before any of it is changed
 
@@ -148,7 +149,7 @@ def _convert(gm: torch.fx.GraphModule, dtype: torch.dtype, painted: set[Node], v
 
     for node in list(gm.graph.nodes):
         if is_item(node) or reads_form(node):
-            pass  # an item follows the operator that it picks of
+            pass  # an item follows its operator
         elif node in painted:
             wide = read_as_written(node)
             for source in list(node.all_input_nodes):

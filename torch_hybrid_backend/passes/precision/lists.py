@@ -1,11 +1,11 @@
-"""Four lists of ATen's operators, by what half precision does to them; an operator on none of them stays as written.
+"""Four lists of ATen operators, by the effect of half precision on them. An operator on no list stays as written.
 
-ALLOW   gains by it and loses nothing that matters: sums of products are made in float32
-INFER   is harmless on half values, and not worth a cast: follows its inputs, but not behind a DENY operator
-CLEAR   moves or picks values: rounding them before or after it is the same
-DENY    makes large errors of small ones: it computes in float32, and so does what reads its results
+ALLOW   faster in half precision, and accurate: sums of products are accumulated in float32
+INFER   accurate enough on half values, but not worth a cast: follows its inputs, unless it comes after a DENY operator
+CLEAR   moves or picks values, so that rounding may come before or after
+DENY    makes large errors from small ones: computes in float32, as do the readers of its results
 
-Contents: torch's autocast for CPUs (aten/src/ATen/autocast_mode.cpp, 2.13) and TensorFlow's auto mixed precision
+Contents: PyTorch's autocast for CPUs (aten/src/ATen/autocast_mode.cpp, 2.13) and TensorFlow's auto mixed precision
 (grappler/optimizers/auto_mixed_precision_lists.h, 2020). Unlike there, means and sums follow their inputs, as they accumulate in float32.
 """
 
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 def _packets(names: str) -> frozenset[OpOverloadPacket]:
-    """Those of the named operators that this version of PyTorch has."""
+    """The named operators, without those that this version of PyTorch lacks."""
     return frozenset(getattr(aten, name) for name in names.split() if hasattr(aten, name))
 
 
@@ -52,11 +52,10 @@ DENY = _packets(
     "nll_loss_forward nll_loss2d_forward mse_loss smooth_l1_loss huber_loss binary_cross_entropy "
     "grid_sampler_2d grid_sampler_3d"
 )
-# Results soon leave the range of float16, 6e-8 to 65504. (torch's autocast for CUDA, which is about float16, has them compute in float32.)
+# Results easily leave the range of float16, 6e-8 to 65504. (PyTorch's autocast for CUDA, whose default is float16, computes them in float32.)
 DENY_FLOAT16 = _packets("pow square sum var var_mean reciprocal rsqrt")
 
-# Operators that take some arguments in float32 while the others are half: these are not cast. Masks hold -inf and biases, norms' parameters
-# are few.
+# Arguments that stay float32 while the operator's other arguments are cast to half. Masks hold -inf and biases; parameters of norms are small.
 _NORM = ("weight", "bias", "running_mean", "running_var")
 _READ_AS_WRITTEN: Mapping[OpOverloadPacket, tuple[str, ...]] = {
     aten.native_layer_norm: _NORM,
@@ -72,12 +71,12 @@ def is_on(node: Node, packets: Iterable[object]) -> bool:
 
 
 def is_layer(node: Node) -> bool:
-    """True if reports speak of the operator as a layer: a product, a convolution or an attention."""
+    """True if the operator is a layer in reports: a product, a convolution or an attention."""
     return is_on(node, ALLOW)
 
 
 def is_clear(node: Node) -> bool:
-    """True if the operator is on CLEAR: views are, and what picks one of several results."""
+    """True if the operator counts as CLEAR: it is on the list, a view, or a getitem."""
     return is_item(node) or is_view(node) or is_on(node, CLEAR)
 
 
@@ -90,16 +89,16 @@ def is_denied(node: Node, dtype: torch.dtype) -> bool:
 
 
 def reads_form(node: Node) -> bool:
-    """True if the operator reads no values, so that their dtype is the same to it: sizes, and fills in a dtype that they name."""
+    """True if the operator reads no values, so that their dtype does not matter: sizes, and fills with a dtype argument."""
     return is_on(node, _FORMS) or (is_on(node, _FILLS) and node.kwargs.get("dtype") is not None)
 
 
 def read_as_written(node: Node) -> set[Node]:
-    """The arguments that the operator reads in the dtype that they have, whatever it computes in."""
+    """The arguments that are not cast when the operator is converted."""
     if not isinstance(node.target, OpOverload):
         return set()
     names = _READ_AS_WRITTEN.get(node.target.overloadpacket, ())
     arguments = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False)) | node.kwargs
-    found = {value for name, value in arguments.items() if name in names and isinstance(value, Node)}
+    named = {value for name, value in arguments.items() if name in names and isinstance(value, Node)}
     others = [value for name, value in arguments.items() if name not in names]
-    return found - {value for value in tree_leaves(others) if isinstance(value, Node)}
+    return named - {value for value in tree_leaves(others) if isinstance(value, Node)}

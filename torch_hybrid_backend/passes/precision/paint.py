@@ -2,13 +2,14 @@
 
     x -> linear -> add -> relu -> linear -> softmax -> exp -> mul      linear, add, relu, linear
 
-The colours are spread as in TensorFlow's auto mixed precision (grappler/optimizers/auto_mixed_precision.cc, 2020), by the lists of `lists`:
+The operators are painted as in TensorFlow's auto mixed precision (grappler/optimizers/auto_mixed_precision.cc, 2020), by the lists of `lists`:
 
 1. ALLOW operators are painted.
-2. DENY operators are not, nor what reads them: INFER operators, and CLEAR ones on the way to another INFER or DENY operator.
-3. INFER and CLEAR operators between painted ones are painted.
-4. So are CLEAR operators behind a painted one, and those in front of one that nothing else reads and that do not shrink what they read:
-   the cast is then of less, or of the same.
+2. DENY operators are not painted. Nor are their readers: INFER operators, and CLEAR operators on the way to another INFER or DENY operator.
+3. INFER and CLEAR operators between painted operators are painted.
+4. CLEAR operators after a painted operator are painted.
+5. CLEAR operators before painted operators are painted, if nothing else reads them and their result is not smaller than their inputs. The cast
+   is then of as many elements or of fewer.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def paint(
 ) -> set[Node]:
     """The operators that are to compute in `dtype`, bfloat16 or float16.
 
-    is_free: whether an operator may be painted at all. denied: operators that count as on DENY, whatever they are.
+    is_free: true for an operator that may be painted. denied: operators that count as DENY in addition.
     """
     nodes = list(graph.nodes)
     clear = {node for node in nodes if is_clear(node) and is_free(node)}
@@ -58,7 +59,7 @@ def paint(
 
 
 def _sources(node: Node) -> Iterable[Node]:
-    """Values that the operator reads in its own precision."""
+    """Inputs of the operator that are cast when it is converted."""
     as_written = read_as_written(node)
     return (source for source in node.all_input_nodes if source not in as_written)
 
@@ -70,29 +71,29 @@ def _users(node: Node) -> Iterable[Node]:
 def _joined(
     nodes: Iterable[Node], seeds: Set[Node], members: Set[Node], neighbours: Callable[[Node], Iterable[Node]]
 ) -> set[Node]:
-    """`seeds` with those `members` that a chain of members joins to one: `nodes` come after their `neighbours`."""
-    found = set(seeds)
+    """The `seeds`, and the `members` that a chain of members connects to a seed. In `nodes` each node comes after its `neighbours`."""
+    reached = set(seeds)
     for node in nodes:
-        if node in members and any(neighbour in found for neighbour in neighbours(node)):
-            found.add(node)
-    return found
+        if node in members and any(neighbour in reached for neighbour in neighbours(node)):
+            reached.add(node)
+    return reached
 
 
 def _only_feeds(node: Node, painted: Set[Node]) -> bool:
-    """True if all that read the node's values do so in their own precision."""
+    """True if all readers of the node's values are painted, and read the values in half precision."""
     users = [user for user in node.users if not reads_form(user)]
     return bool(users) and all(user in painted and node not in read_as_written(user) for user in users)
 
 
 def _shrinks(node: Node) -> bool:
-    """True if the operator's result is smaller than what it reads, for all that is known of sizes."""
+    """True if the operator's result has fewer elements than its inputs; also if symbolic sizes leave this open."""
     read = sum(_elements(source.meta["val"]) for source in node.all_input_nodes)
     made = _elements(node.meta["val"])
     return made < read if isinstance(made, int) and isinstance(read, int) else not same_dim(made, read)
 
 
 def _elements(value: object) -> int | torch.SymInt:
-    """Number of elements of the floating-point tensors among the results of an operator."""
+    """The number of elements of the floating-point tensors in a value."""
     if isinstance(value, list | tuple):
         return sum(map(_elements, value))
     return value.numel() if isinstance(value, torch.Tensor) and value.is_floating_point() else 0
