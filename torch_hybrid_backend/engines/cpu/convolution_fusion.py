@@ -58,7 +58,8 @@ def fused_kernel(stages: Sequence[CpuConvKernel[Panels]]) -> FusedConvKernel:
     """Join convolutions, each of which reads the result of the one before it, into one kernel."""
     inner = {stage.writes[0].buffer for stage in stages[:-1]}
     reads = {a.buffer: a for stage in stages for a in stage.reads if a.buffer not in inner}
-    return FusedConvKernel(tuple(reads.values()), stages[-1].writes, stages[-1].domain, tuple(stages))
+    last = stages[-1]
+    return FusedConvKernel(reads=tuple(reads.values()), writes=last.writes, domain=last.domain, stages=tuple(stages))
 
 
 def _is_chain_of(kernel: Kernel, stages: Sequence[CpuConvKernel[Panels]]) -> bool:

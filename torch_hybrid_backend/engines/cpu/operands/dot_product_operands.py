@@ -66,7 +66,7 @@ _MOST_TAPS = 8
 _EXACT = 1 << 24
 
 
-class WordOperands:
+class DotProductOperands:
     """Adds products to `packer`. `layouts`: how inputs, outputs and literals lie; `images`: the buffers that convolutions read."""
 
     def __init__(
@@ -90,8 +90,8 @@ class WordOperands:
         ):
             return False
         b, tile = self._right(op.b, dot, n)
-        weight = Panels(buffer=b, width=tile, dot=dot)
-        self._packer.add(CpuMatMulOp(op.out, self._left(op.a, dot), op.b, weight=weight))
+        panels = Panels(buffer=b, width=tile, dot=dot)
+        self._packer.add(CpuMatMulOp(op.out, self._left(op.a, dot), op.b, weight=panels))
         return True
 
     def add_integer_matmul(self, op: IntegerMatMulOp) -> None:
@@ -120,8 +120,8 @@ class WordOperands:
         behind = 0 if is_known else moved
         is_corrected = zero is not None or behind != 0
         sums = Buffer(op.out.shape, "int32", "sums") if is_corrected else op.out
-        weight_in_panels = Panels(buffer=packed, width=tile, dot=dot, start=start)
-        packer.add(CpuMatMulOp(sums, self._left(op.a, dot), op.b, weight=weight_in_panels))
+        panels = Panels(buffer=packed, width=tile, dot=dot, start=start)
+        packer.add(CpuMatMulOp(sums, self._left(op.a, dot), op.b, weight=panels))
         if not is_corrected:
             return
         columns = column_sums_times(1) if is_known else self._column_sums(op.b)

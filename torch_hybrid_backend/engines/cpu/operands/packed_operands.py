@@ -15,7 +15,7 @@ import torch
 from torch_hybrid_backend.codegen.anchors import Anchor, neutral_kernel, over
 from torch_hybrid_backend.codegen.operands import OperandPacker, Packed, Prepared, StridedView, strided_view
 from torch_hybrid_backend.engines.cpu.kernels import CpuConvKernel, CpuMatMulKernel
-from torch_hybrid_backend.engines.cpu.operands.dot_product_operands import WordOperands
+from torch_hybrid_backend.engines.cpu.operands.dot_product_operands import DotProductOperands
 from torch_hybrid_backend.engines.cpu.operands.packing import (
     pack_b,
     pack_conv_weight,
@@ -39,14 +39,14 @@ def packed_operands(graph: LoopGraph, layouts: Mapping[Buffer, Layout], target: 
     """The graph with the operands of every matmul and convolution packed. `layouts`: how constants lie."""
     packer = OperandPacker()
     images = {op.x for op in graph.ops if isinstance(op, ConvOp) and isinstance(op.x, Buffer)}
-    words = WordOperands(packer, layouts, images, target)
+    dots = DotProductOperands(packer, layouts, images, target)
     for op in graph.ops:
         match op:
             case IntegerMatMulOp():
-                words.add_integer_matmul(op)
+                dots.add_integer_matmul(op)
             case MatMulOp() if (quantized := dequantized_operand(op, packer, target)) is not None:
                 packer.add(quantized)
-            case MatMulOp() if words.takes_matmul(op):
+            case MatMulOp() if dots.takes_matmul(op):
                 pass
             case MatMulOp() if (weight := in_place(op, layouts, target)) is not None:
                 packer.add(CpuMatMulOp(op.out, op.a, op.b, weight=weight))
@@ -56,8 +56,8 @@ def packed_operands(graph: LoopGraph, layouts: Mapping[Buffer, Layout], target: 
                 b = packer.pack(op.b, partial(pack_b, tile_n=tile), each_call, ("b", tile))
                 packer.add(CpuMatMulOp(op.out, op.a, op.b, weight=Panels(buffer=b, width=tile)))
             case IntegerConvOp():
-                words.add_integer_convolution(op)
-            case ConvOp() if words.takes_convolution(op):
+                dots.add_integer_convolution(op)
+            case ConvOp() if dots.takes_convolution(op):
                 pass
             case ConvOp():
                 block = output_block(known_int(op.out.shape[1]), op.groups, target)

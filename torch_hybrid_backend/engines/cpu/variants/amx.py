@@ -54,11 +54,11 @@ _MOST_VECTORS = 256
 _LANES = 16
 
 
-def tile_products(kernel: CpuMatMulKernel[Panels | InPlace], weight: Packed | None, target: Target) -> list[Variant]:
+def tile_products(kernel: CpuMatMulKernel[Panels | InPlace], packed: Packed | None, target: Target) -> list[Variant]:
     """The product on tiles, and the further choices of its schedule; none where it has no such form."""
-    operand, is_batched = kernel.weight, kernel.is_batched
+    weight, is_batched = kernel.weight, kernel.is_batched
     precision, _ = float32_precision("cpu")
-    name = _format(kernel.a, operand.buffer.dtype, kernel.accumulator.dtype, precision, target)
+    name = _format(kernel.a, weight.buffer.dtype, kernel.accumulator.dtype, precision, target)
     sizes = _sizes(kernel)
     if name is None or sizes is None:
         return []
@@ -66,16 +66,18 @@ def tile_products(kernel: CpuMatMulKernel[Panels | InPlace], weight: Packed | No
     form, cost = FORMATS[name], _cost(*sizes, FORMATS[name])
     if cost > _CONCEIVABLE_COST:
         return []
-    stores = _stores(kernel, operand)
     buffer = Buffer(form.packed_shape(batch if is_batched else 1, k, n), form.dtype, "tiles", constant=True)
-    packed = repacked(kernel, weight, buffer, partial(pack_tiles, form=form))
-    if packed is not None:
-        tiles = AmxTiles(buffer=buffer, tile_format=name, is_batched=is_batched)
-        return _variants(dataclasses.replace(with_weight(kernel, tiles), stores=stores), (packed,), cost)
-    if not (isinstance(operand, Panels) and _is_vnni_of_tiles(operand, k, form)):
+    ahead = repacked(kernel, packed, buffer, partial(pack_tiles, form=form))
+    if ahead is None and not _is_vnni_of_tiles(weight, k, form):
         return []
-    tiles = AmxTiles(buffer=operand.buffer, tile_format=name, is_batched=is_batched, is_vnni=True)
-    return _variants(dataclasses.replace(with_weight(kernel, tiles), stores=stores), (), cost)
+    tiles = AmxTiles(
+        buffer=weight.buffer if ahead is None else buffer,
+        tile_format=name,
+        is_batched=is_batched,
+        is_vnni=ahead is None,
+    )
+    product = dataclasses.replace(with_weight(kernel, tiles), stores=_stores(kernel, weight))
+    return _variants(product, () if ahead is None else (ahead,), cost)
 
 
 def _sizes(kernel: CpuMatMulKernel[Weight]) -> tuple[int, int, int, int] | None:
@@ -84,10 +86,11 @@ def _sizes(kernel: CpuMatMulKernel[Weight]) -> tuple[int, int, int, int] | None:
     return (size_hint(batch), size_hint(m), n, k) if isinstance(n, int) and isinstance(k, int) else None
 
 
-def _is_vnni_of_tiles(weight: Panels, k: int, form: TileFormat) -> bool:
+def _is_vnni_of_tiles(weight: Panels | InPlace, k: int, form: TileFormat) -> bool:
     """True if tiles can be loaded from a right operand that every call packs: in VNNI format, panels of 32 columns, whole steps of k."""
-    dot = weight.dot
-    is_form = dot is not None and (dot.right, dot.group * form.itemsize) == (form.dtype, 4)
+    if isinstance(weight, InPlace) or weight.dot is None:
+        return False
+    is_form = (weight.dot.right, weight.dot.group * form.itemsize) == (form.dtype, 4)
     return is_form and weight.width == PANEL and k % form.depth == 0
 
 

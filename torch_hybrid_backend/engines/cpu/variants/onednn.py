@@ -74,7 +74,16 @@ def onednn_convolution(kernel: CpuConvKernel[Weight], weight: Packed | None) -> 
     arguments = (x, Operand(packed.buffer, shape), None, padding, stride, dilation, kernel.groups, "none", (), None)
     title = f"convolution of {_shown(image)} by {_shown(shape)}"
     title += f", stride {_shown(stride)}, dilation {_shown(dilation)}, groups {kernel.groups}"
-    return _replacement(kernel, border, read, packed, "mkldnn::_convolution_pointwise", arguments, y, title)
+    return _replacement(
+        kernel,
+        border=border,
+        x=read,
+        packed=packed,
+        name="mkldnn::_convolution_pointwise",
+        arguments=arguments,
+        result=y,
+        title=title,
+    )
 
 
 def onednn_linear(kernel: CpuMatMulKernel[Weight], weight: Packed | None) -> Replacement | None:
@@ -94,11 +103,21 @@ def onednn_linear(kernel: CpuMatMulKernel[Weight], weight: Packed | None) -> Rep
     y = _result_of((rows, columns), contiguous((rows, columns)), dtype)
     arguments = (x, Operand(buffer, (columns, depth)), None, "none", (), None)
     title = f"linear layer of {_shown((rows, depth))} by {_shown((columns, depth))}"
-    return _replacement(kernel, border, read, packed, "mkldnn::_linear_pointwise", arguments, y, title)
+    return _replacement(
+        kernel,
+        border=border,
+        x=read,
+        packed=packed,
+        name="mkldnn::_linear_pointwise",
+        arguments=arguments,
+        result=y,
+        title=title,
+    )
 
 
 def _replacement(
     kernel: CpuConvKernel[Weight] | CpuMatMulKernel[Weight],
+    *,
     border: tuple[Kernel, ...],
     x: Argument,
     packed: Packed,
