@@ -13,12 +13,14 @@
     hybrid cache --clear
     hybrid cache --forget-failures
 
-`explain` compiles the model for inference, calls it once on the arguments and shows the plan; with `--kernels` it also writes the text of
-every kernel into a folder: Triton programs as files that run alone. `bench` measures a model beside other runtimes (docs/bench.md). `doctor`
-shows which engines can run in this installation, what they say of themselves, and what to install for those that cannot; its exit status is
-1 where something is missing without which nothing is compiled. `cache` shows
-where compiled kernels are kept, how much disk they take, and which builds failed within the last day and are therefore not tried; it removes
-all of that, or the memory of failures alone.
+`explain` compiles the model for inference, calls it once on the arguments and shows the plan. With `--kernels` it also writes the text of
+every kernel into a folder; Triton kernels become files that run alone. `bench` compares a model with other runtimes (docs/bench.md).
+
+`doctor` shows the engines that can run in this installation, and what to install for the others. Its exit status is 1 if something is missing
+without which nothing is compiled.
+
+`cache` shows the cache folder, its size on disk, and the builds that failed within the last day and are therefore not tried. `--clear`
+removes all entries, and `--forget-failures` only the record of failed builds.
 """
 
 from __future__ import annotations
@@ -59,9 +61,9 @@ def main(
     engines: Engines | None = None,
     out: TextIO | None = None,
 ) -> int:
-    """Run the command line; returns the exit status: 0, or 1 after an error this package raises (shown in one line).
+    """Run the command line. Returns the exit status: 0, or 1 after an error of this package, which is shown in one line.
 
-    `explain` and `engines` default to the package's; `out` to standard output.
+    `explain` and `engines` default to the package's functions; `out` defaults to standard output.
     """
     out = out or sys.stdout
     try:
@@ -79,14 +81,14 @@ def main(
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors suggest the nearest right name: of commands, of options, and of what options have for choices. It takes options
-    by their whole names alone."""
+    """Parser whose errors suggest the nearest legal name of a command, an option or a choice. Options must be written in full."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse, and end the program where something is left: a subcommand that returned it would have it shown with the usage of `hybrid`."""
+        """Parse, and end the program if arguments are left over. Otherwise argparse would report them with the usage of `hybrid`, not of the
+        subcommand."""
         parsed, left = super().parse_known_args(args, namespace)
         if left:
             self.error(f"unrecognized arguments: {' '.join(left)}")
@@ -126,12 +128,12 @@ def parser() -> argparse.ArgumentParser:
     bench.add_parser(commands)
     commands.add_parser(
         "doctor",
-        help="show which engines can run and compile here, and what the others lack; the exit status is 1 where something needed is missing",
+        help="show which engines can run and compile here, and what the others lack; the exit status is 1 if something needed is missing",
     )
-    cache = commands.add_parser("cache", help="show what the cache of compiled kernels and timings takes of the disk")
-    what = cache.add_mutually_exclusive_group()
-    what.add_argument("--clear", action="store_true", help="remove it all; what is needed again is made again")
-    what.add_argument("--forget-failures", action="store_true", help="have builds that failed within a day tried again")
+    cache = commands.add_parser("cache", help="show the size of the cache of compiled kernels and timings on disk")
+    action = cache.add_mutually_exclusive_group()
+    action.add_argument("--clear", action="store_true", help="remove all entries; they are made again when needed")
+    action.add_argument("--forget-failures", action="store_true", help="try builds again that failed within a day")
     return command
 
 
@@ -142,7 +144,7 @@ def _explain(parsed: argparse.Namespace, explain: Explain, out: TextIO) -> int:
         with torch.no_grad():
             profiled = {"profile": True} if parsed.profile else {}
             explanation = explain(model, *args, **kwargs, **profiled)
-        if explanation.compiling:  # HYBRID_BACKGROUND=1: nothing else is called meanwhile
+        if explanation.compiling:  # HYBRID_BACKGROUND=1: wait, as no other calls run meanwhile
             wait_for_builds()
             explanation = explanation.updated()
     try:
@@ -231,7 +233,7 @@ def _weights_state() -> str:
 def _described(engine: Engine) -> Sequence[tuple[str, str]]:
     try:
         return engine.describe()
-    except failures(Exception) as error:  # a third party's code: what the others say is worth as much
+    except failures(Exception) as error:  # a third party's code: the other engines are still described
         return [("unknown", f"it cannot describe itself: {type(error).__name__}: {error}")]
 
 

@@ -1,14 +1,14 @@
 """Settings: typed, frozen, read once.
 
-Each field of `Config` is one setting. It can be given three ways; the first that is present wins:
+Each field of `Config` is one setting. Its value comes from the first of these that is present:
 
 1. `torch.compile(model, backend="hybrid", options={"verify": "off"})`
 2. the environment: `HYBRID_VERIFY=off`
 3. `torch.compile(model, backend="hybrid", mode="max-autotune")`, which presets a few fields (`MODES`)
 4. the field's default
 
-`backend.py` reads the environment once (`Config.from_env`) and passes the result down; nothing else in the package
-reads it. `docs/settings.md` lists them all; `tools/settings_table.py` makes its table from the fields.
+`backend.py` reads the environment variables once (`Config.from_env`) and passes the result down; nothing else in the package
+reads them. `docs/settings.md` lists all settings; `tools/settings_table.py` makes its table from the fields.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from torch_hybrid_backend.machine import parallelism
 _log = logging.getLogger(__name__)
 
 PREFIX = "HYBRID_"
-# csrc/src/cuda_driver.cc has it too.
+# csrc/src/cuda_driver.cc has the same name.
 CUDA_DRIVER = "libcuda.so.1"
 _CACHE_NAME = "torch_hybrid_backend"
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
-# Gives a field's value, or raises ValueError with the legal values in words.
+# Returns a field's value, or raises ValueError whose text describes the legal values.
 _Parser = Callable[[object], object]
 
 
@@ -129,14 +129,14 @@ def _library(raw: object) -> object:
 
 def _default_cache_dir(environ: Mapping[str, str] | None = None) -> Path:
     base = (os.environ if environ is None else environ).get("XDG_CACHE_HOME", "")
-    # The XDG specification: a relative path there is invalid and to be ignored.
+    # The XDG specification: a relative path in this variable is invalid and must be ignored.
     if base and Path(base).is_absolute():
         return Path(base) / _CACHE_NAME
     try:
         return Path.home() / ".cache" / _CACHE_NAME
     except failures(RuntimeError):
         # A user without HOME and without an entry in the system's list of users, as in some containers.
-        # Anybody may make that directory first: the store refuses one that is not this user's.
+        # Any user may create this directory first: the store refuses a directory of another user.
         return Path(tempfile.gettempdir()) / f"{_CACHE_NAME}-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
 
 
@@ -165,7 +165,7 @@ class Config:
         metadata=_setting(
             _choice(*PRECISIONS),
             ", ".join(PRECISIONS),
-            "what inference graphs are computed in: what the model says, or layers that gain by it in 16 or 8 bits, or weights kept in 8 or 4 "
+            "precision of inference graphs: as written in the model; layers that get faster by it in 16 or 8 bits; or weights in 8 or 4 bits "
             "(docs/precision.md)",
         ),
     )
@@ -174,8 +174,8 @@ class Config:
         metadata=_setting(
             _fraction,
             "between 0 and 1",
-            "how far a graph's outputs may be off those of the graph as written on the first call, as root mean square over root mean square; "
-            "beyond it the worst layers are computed as written",
+            "largest error of a graph's outputs against the graph as written, in the first call: root mean square of the difference over "
+            "that of the values; if the error is larger, the worst layers are computed as written",
             "0.02 for bf16 and fp16, 0.3 for int4-weights, 0.1 for the others",
         ),
     )
@@ -184,8 +184,8 @@ class Config:
         metadata=_setting(
             _one_of(*GROUP_SIZES),
             ", ".join(map(str, GROUP_SIZES)),
-            "under `int8-weights` and `int4-weights`: how many neighbours along a row of a weight share a scale; rows that are no whole groups "
-            "stay as written",
+            "under `int8-weights` and `int4-weights`: number of neighbours along a row of a weight that share a scale; a weight whose rows are "
+            "not divisible into groups stays as written",
             "32 for int4-weights, a whole row for int8-weights",
         ),
     )
@@ -194,8 +194,8 @@ class Config:
         metadata=_setting(
             _boolean,
             "0, 1",
-            "under `int8-weights` and `int4-weights`: keep a zero point beside each scale: smaller errors where a group's values are not about "
-            "0, and as many bytes again as scales take",
+            "under `int8-weights` and `int4-weights`: keep a zero point beside each scale; this reduces errors of groups whose values are not "
+            "centred at 0, and takes as many bytes as the scales",
         ),
     )
     activation_bits: int = dataclasses.field(
@@ -203,8 +203,8 @@ class Config:
         metadata=_setting(
             _one_of(*ACTIVATION_BITS),
             ", ".join(map(str, ACTIVATION_BITS)),
-            "under `int8-weights` and `int4-weights`: to how many bits kernels may round the activations that such weights multiply, by the "
-            "largest of up to 64 (8 bits) or 256 (16 bits) neighbours; 32: not at all",
+            "under `int8-weights` and `int4-weights`: bits to which kernels may round the activations of these layers, scaled by the "
+            "largest of up to 64 (8 bits) or 256 (16 bits) neighbours; 32: no rounding",
         ),
     )
     placement: str = dataclasses.field(
@@ -212,8 +212,8 @@ class Config:
         metadata=_setting(
             _choice("estimate", "measure", "tune"),
             "estimate, measure, tune",
-            "how engines and kernels are chosen: by estimates, by timing on the first call, or by timing every variant of every large kernel "
-            "(minutes; Ctrl-C stops it, and a later process goes on)",
+            "how engines and kernels are chosen: by estimates, by timing in the first call, or by autotuning: timing every variant of every "
+            "large kernel (this takes minutes; Ctrl-C stops it, and a later process continues)",
         ),
     )
     measure_budget_s: float = dataclasses.field(
@@ -225,7 +225,7 @@ class Config:
         metadata=_setting(
             _boolean,
             "0, 1",
-            "show on a terminal how far first calls, tuning and builds are, and say when a model is ready and what it gained",
+            "show the progress of first calls, tuning and builds on a terminal, and report when a model is ready and what it gained",
         ),
     )
     min_region_nodes: int = dataclasses.field(
@@ -237,12 +237,12 @@ class Config:
         metadata=_setting(
             _choice("first", "always", "off"),
             "first, always, off",
-            "compare each region's outputs with eager's: on its first call, on every call (slow), or never",
+            "compare each region's outputs with eager's: in its first call, in every call (slow), or never",
         ),
     )
     strict: bool = dataclasses.field(
         default=False,
-        metadata=_setting(_boolean, "0, 1", "raise where a region would otherwise fall back to eager with a warning"),
+        metadata=_setting(_boolean, "0, 1", "raise an error instead of a fallback of a region to eager with a warning"),
     )
     cache: bool = dataclasses.field(
         default=True,
@@ -255,15 +255,17 @@ class Config:
         metadata=_setting(
             _directory,
             "a path",
-            "where they are kept: the user's own directory, or one of root's, that nobody else may write. One that cannot be written is read: "
-            "a cache that was filled as an image was built, for other users after `chmod -R a+rX`",
+            "directory of the cache: it must belong to the user or to root, and no other user may write to it. A directory that cannot be "
+            "written is only read, such as a cache that was filled while an image was built (for other users after `chmod -R a+rX`)",
             "$XDG_CACHE_HOME/torch_hybrid_backend, else ~/.cache/torch_hybrid_backend",
         ),
     )
     cache_limit_mib: int = dataclasses.field(
         default=1024,
         metadata=_setting(
-            _whole(1), "at least 1", "MiB of disk they may take; beyond that, what was not used for longest is removed"
+            _whole(1),
+            "at least 1",
+            "largest size of the cache in MiB; beyond it the least recently used entries are removed",
         ),
     )
     compile_threads: int = dataclasses.field(
@@ -280,8 +282,8 @@ class Config:
         metadata=_setting(
             _seconds,
             "seconds",
-            "time that one graph's kernels may take to compile, of all engines, backward graphs and first calls together (tuning excepted); "
-            "late ones run in eager",
+            "time for compiling one graph's kernels: all engines, backward graphs and first calls together, without tuning; regions that are "
+            "late run in eager",
         ),
     )
     background: bool = dataclasses.field(
@@ -289,8 +291,8 @@ class Config:
         metadata=_setting(
             _boolean,
             "0, 1",
-            "eager answers calls while kernels are compiled, checked and timed off the call (docs/background.md); what cannot be run twice "
-            "unnoticed is compiled in the call as ever",
+            "eager runs calls while kernels are compiled, checked and timed in the background (docs/background.md); graphs that cannot be run "
+            "twice unnoticed are compiled in the call",
         ),
     )
     tensorrt_constants_percent: int = dataclasses.field(
@@ -298,8 +300,8 @@ class Config:
         metadata=_setting(
             _whole(0, 100),
             "0 to 100",
-            "how much of the weights that they read the TensorRT engines of a graph may hold a second time, as constants, where that is "
-            "faster; beyond it the regions that gain least per byte take their weights as inputs (docs/gpu.md)",
+            "share of a graph's weights that its TensorRT engines may hold a second time, as constants, where that is faster; beyond it the "
+            "regions that gain least per byte take their weights as inputs (docs/gpu.md)",
         ),
     )
     cuda_driver: str = dataclasses.field(
@@ -307,7 +309,7 @@ class Config:
         metadata=_setting(
             _library,
             "a path, or a name that the loader finds",
-            "NVIDIA's driver library, by which kernels are launched on GPUs; a process uses one",
+            "NVIDIA's driver library, which launches kernels on GPUs; a process uses one library",
         ),
     )
     cuda_graphs: bool = dataclasses.field(
@@ -315,8 +317,8 @@ class Config:
         metadata=_setting(
             _boolean,
             "0, 1",
-            "launch kernels that follow one another on a GPU together, as a CUDA graph, from a plan's second call on; results are new tensors "
-            "in every call all the same, and inputs may lie anywhere",
+            "launch consecutive kernels on a GPU together, as a CUDA graph, from a plan's second call on; results are still new tensors in "
+            "every call, and inputs may lie at any address",
         ),
     )
     log: str = dataclasses.field(
@@ -331,7 +333,7 @@ class Config:
     """Names of the fields that the environment or options set: a mode does not override those."""
 
     def __post_init__(self) -> None:
-        """Bring every field to its type, as if an option had given it. Raises ConfigError for an illegal value."""
+        """Parse every field as an option's value would be. Raises ConfigError for an illegal value."""
         for field in setting_fields():
             value = getattr(self, field.name)
             if value is not field.default:
@@ -339,14 +341,14 @@ class Config:
 
     @property
     def weight_form(self) -> WeightForm:
-        """Form in which weights of 8 and 4 bits are kept."""
+        """Form of 8-bit and 4-bit weights."""
         return WeightForm(self.weight_group_size, self.weight_zero_points, self.activation_bits)
 
     @staticmethod
     def from_env(environ: Mapping[str, str]) -> Config:
-        """The settings that `environ` (usually `os.environ`) gives; an empty variable counts as absent.
+        """The settings of the environment variables in `environ` (usually `os.environ`). An empty variable counts as absent.
 
-        An unknown `HYBRID_*` variable, which may be another program's, gives one WARNING in a process. Raises ConfigError for an illegal value.
+        An unknown `HYBRID_*` variable, which may be another program's, logs one WARNING in a process. Raises ConfigError for an illegal value.
         """
         by_variable = {PREFIX + field.name.upper(): field for field in setting_fields()}
         for name in sorted(name for name in environ if name.startswith(PREFIX) and name not in by_variable):
@@ -355,10 +357,10 @@ class Config:
         return Config(cache_dir=_default_cache_dir(environ))._updated(given, shown=lambda field: PREFIX + field.upper())
 
     def with_options(self, options: Mapping[str, object] | None, mode: str | None) -> Config:
-        """These settings with what `torch.compile(..., options=, mode=)` hands to a backend applied.
+        """These settings with the `options` and `mode` of `torch.compile` applied.
 
-        Options override everything; a mode sets only fields that nothing set explicitly. torch leaves out
-        `mode` when it is "default" and `options` when empty. Raises ConfigError for unknown names and illegal values.
+        Options override everything. A mode sets only fields that were not set explicitly. PyTorch passes None for
+        the mode "default" and for empty options. Raises ConfigError for unknown names and illegal values.
         """
         config = self
         if options is not None and not isinstance(options, Mapping):
@@ -372,9 +374,9 @@ class Config:
         return config._updated(dict(options or {}), shown=lambda field: f'options["{field}"]')
 
     def select(self, known: Sequence[str]) -> tuple[str, ...]:
-        """Names of the engines to use, of those `known`, in order of preference. Eager cannot be off, and is last.
+        """Names of the engines to use, out of `known`, in order of preference. Eager cannot be disabled, and is last.
 
-        Raises ConfigError where `engines` or `disable_engines` name an engine that does not exist.
+        Raises ConfigError if `engines` or `disable_engines` names an unknown engine.
         """
         for setting, names in (("engines", self.engines), ("disable_engines", self.disable_engines)):
             for name in names:
@@ -405,7 +407,7 @@ def _parsed(field: dataclasses.Field[object], raw: object, shown: str) -> object
 
 
 def _unknown_option(name: str, known: Sequence[str]) -> str:
-    from torch_hybrid_backend.torch_private import inductor_options  # here alone: only messages need it
+    from torch_hybrid_backend.torch_private import inductor_options  # imported here because only this message needs it
 
     options = f"The options of the hybrid backend are: {', '.join(known)}"
     if name.replace("-", "_") in inductor_options():
@@ -413,7 +415,7 @@ def _unknown_option(name: str, known: Sequence[str]) -> str:
     return f"unknown option {name!r}. {did_you_mean(name, known)}{options}"
 
 
-# What `mode=` presets. Those with CUDA graphs are those in which torch.compile's own backend uses them.
+# Fields that `mode=` presets. CUDA graphs are on in the modes in which Inductor uses them.
 MODES: Mapping[str, Mapping[str, object]] = {
     "default": {},
     "reduce-overhead": {"cuda_graphs": True},
@@ -425,9 +427,9 @@ MODES: Mapping[str, Mapping[str, object]] = {
 @functools.cache
 def _warn_of_unknown(name: str, known: tuple[str, ...]) -> None:
     """Warn of a name once in a process."""
-    # Compared without the prefix, which makes all of them alike.
+    # Compared without the prefix, which would make all names similar.
     near = nearest(name.removeprefix(PREFIX), [each.removeprefix(PREFIX) for each in known])
-    hint = f"did you mean {PREFIX}{near}?" if near else f"those of the hybrid backend are: {', '.join(sorted(known))}"
+    hint = f"did you mean {PREFIX}{near}?" if near else f"the settings are: {', '.join(sorted(known))}"
     _log.warning("the environment variable %s is ignored: there is no such setting; %s", name, hint)
 
 
@@ -437,12 +439,12 @@ def setting_fields() -> tuple[dataclasses.Field[object], ...]:
 
 
 def shows_progress(environ: Mapping[str, str] | None = None) -> bool:
-    """True unless the environment, by default the process's, switches progress off (`HYBRID_PROGRESS=0`)."""
+    """True unless `environ`, by default the process's environment, switches progress off (`HYBRID_PROGRESS=0`)."""
     return Config.from_env(os.environ if environ is None else environ).progress
 
 
 def apply_log_level(config: Config) -> None:
-    """Set the package logger to `config.log`, and give it a handler where the program has none that would show it."""
+    """Set the level of the package's logger to `config.log`. Add a handler if the program has none that would show its records."""
     if not config.log:
         return
     logger = logging.getLogger("torch_hybrid_backend")
