@@ -94,7 +94,7 @@ def test_the_rule_finds_what_it_forbids() -> None:
 # First words that are neither a verb nor the noun that is returned.
 _NO_BEGINNING = frozenset("as how if it of one such that they what when where whether which who whose why".split())
 # Docstrings that still begin so, by folder. Numbers only fall: who mends some lowers the number.
-_STILL = {"benchmarks": 74, "examples": 0, "tests": 879, "tools": 0, "torch_hybrid_backend": 263}
+_STILL = {"benchmarks": 74, "examples": 0, "tests": 846, "tools": 0, "torch_hybrid_backend": 263}
 
 
 def _first_words(tree: ast.AST) -> Iterator[str]:

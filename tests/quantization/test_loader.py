@@ -1,4 +1,4 @@
-"""What loaders yield, as calls of a model."""
+"""Items of loaders, as calls of a model."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_forms(item: Any, expected: tuple[Any, Any]) -> None:
 
 
 def test_two_arguments_and_loaders_of_torch() -> None:
-    """Where forward demands two arguments a pair is those; a DataLoader's pairs are an input and its label."""
+    """A pair is two arguments where forward demands two; a DataLoader's pairs are an input and its label."""
     Loader([(torch.ones(2, 3), torch.ones(3, 4))], Two())
     model = Recorder()
     loader = Loader(DataLoader(TensorDataset(torch.ones(6, 3), torch.zeros(6)), batch_size=2), model)
@@ -121,7 +121,7 @@ def test_a_later_item_that_forward_does_not_take_is_told_by_its_number(item: Any
     "error", [QuantizationError("NaN"), KeyboardInterrupt(), MemoryError(), ZeroDivisionError("a collector's")]
 )
 def test_errors_that_are_not_of_an_item_pass(error: BaseException) -> None:
-    """What is found while calibrating, interrupts, a lack of memory, and what the model alone does not raise stay what they are."""
+    """Findings while calibrating, interrupts, a lack of memory, and what the model alone does not raise stay what they are."""
 
     def fail(_: torch.Tensor) -> None:
         raise error
@@ -132,7 +132,7 @@ def test_errors_that_are_not_of_an_item_pass(error: BaseException) -> None:
 
 
 def test_a_lack_of_memory_at_the_first_item_passes() -> None:
-    """It is no question of the form."""
+    """The form of the item is not to blame."""
 
     class Greedy(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -172,7 +172,7 @@ class Shorter:
 
 @pytest.mark.parametrize("items", [lambda: Once(1), lambda: Once(3), lambda: OnceInside(3), Shorter])
 def test_passes_of_other_lengths_are_refused(items: Callable[[], Any]) -> None:
-    """Where a later pass has another number of items, ranges would be of other data or of none: the model does not stay float in silence."""
+    """Ranges would be of other data or of none where a later pass has another number of items: the model does not stay float in silence."""
     with pytest.raises(
         QuantizationError, match=r"yields \d items in a later pass .*Pass a list of its items, or a DataLoader"
     ):
