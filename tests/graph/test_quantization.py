@@ -1,4 +1,4 @@
-"""The steps of quantising, on tensors: errors are those of 8 bits, and integers are those of the formula."""
+"""The steps of quantizing, on tensors: errors are those of 8 bits, and integers are those of the formula."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ def test_weights_of_depthwise_convolutions_have_8_bits() -> None:
 
 
 def test_activations_saturate_at_their_range() -> None:
-    """Values within the range are off by half a step at most; those beyond become its end. Never negative: 255 steps, else 127 on either
-    side."""
+    """Values in the range are off by half a step at most; values beyond become the end of the range.
+
+    Values that are never negative have 255 steps, others 127 on either side.
+    """
     x = torch.linspace(-3, 9, 4001)
     unsigned, signed = steps.tensor(steps.call, x, 0.0, 6.0), steps.tensor(steps.call, x, -2.0, 1.0)
     assert _within_half_a_step(unsigned, x.clamp(0, 6), 6 / 255)
@@ -52,5 +54,9 @@ def test_scales_found_now(dtype: torch.dtype) -> None:
     ):
         assert made.dtype == dtype
         assert _within_half_a_step(made, x, largest * (1 / 127 + 2 * rounding))
-    made = steps.tensor_now(steps.call, x.relu(), non_negative=True)
-    assert _within_half_a_step(made, x.relu(), x.amax() * (1 / 255 + 2 * rounding))
+    positive = x.relu()
+    for made, largest in (
+        (steps.tensor_now(steps.call, positive, non_negative=True), positive.amax()),
+        (steps.rows_now(steps.call, positive, non_negative=True), positive.amax(-1, keepdim=True)),
+    ):
+        assert _within_half_a_step(made, positive, largest * (1 / 255 + 2 * rounding))

@@ -71,7 +71,7 @@ def test_ranges_of_another_model_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_damaged_files_are_refused(tmp_path: Path, change: Callable[[str], str]) -> None:
-    """A damaged file is refused by one error, which names the file and what to do, whatever is wrong with it."""
+    """The same error names the file and what to do, whatever is wrong with the file."""
     path = tmp_path / "r.json"
     _saved(path)
     path.write_text(change(path.read_text()))
@@ -109,8 +109,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_left_in_float_as_seen_from_the_model() -> None:
-    """Layers left in float are those of every quantised module in a model, with its path; sites that are quantised would be float for their
-    operands alone."""
+    """Every quantized module in a model tells its layers, with its path; sites that are quantized would be float for their operands alone."""
     quantized = quantize(_model().eval(), calibration="none", exclude=("2",))
     quantized.ranges = replace(
         quantized.ranges, in_float={**quantized.ranges.in_float, "": "accuracy", "#2": "uncalibrated"}

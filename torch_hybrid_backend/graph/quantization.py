@@ -1,4 +1,4 @@
-"""Quantisation of layers: the operators, written once for graphs and for tensors.
+"""Quantization of layers: the operators, written once for graphs and for tensors.
 
 `apply(operator, *arguments)` is what a step does: calls the operator, or inserts a node for it. Weights are of int8, symmetric, with a scale
 for each output channel; activations are of int8, symmetric, or of uint8 where they are never negative. So every zero point is 0: zeros of
@@ -29,7 +29,7 @@ UNSIGNED = (0, 255, torch.uint8)
 # Without -128: the range is symmetric.
 WEIGHTS = (-127, 127, torch.int8)
 WEIGHTS_OF_7_BITS = (*SEVEN_BITS, torch.int8)
-# Of what is zero everywhere, or nearly: its scale stays a normal number whose reciprocal is one.
+# The scale of tensors that are zero everywhere, or nearly: a normal number, and its reciprocal is one too.
 _LEAST_SCALE = 1e-30
 
 
@@ -54,7 +54,7 @@ def weight(apply: Apply, w: Any, axis: int, bits: int) -> Any:
     is_depthwise = value.shape[1 - axis] == 1
     bounds = WEIGHTS_OF_7_BITS if bits == 7 and not is_depthwise else WEIGHTS
     scales = _scales(apply, value.dtype, apply(aten.amax.default, apply(aten.abs.default, w), others), bounds[1])
-    # A fill of a known size: kernels see that it is zeros. (None would do for dequantising, but not for inductor.)
+    # A fill of a known size: kernels see that it is zeros. (None would do for dequantizing, but not for inductor.)
     zeros = apply(aten.full.default, [value.shape[axis]], 0, dtype=torch.int64, device=value.device)
     narrow = apply(quantized.quantize_per_channel.default, w, scales, zeros, axis, *bounds)
     wide = apply(quantized.dequantize_per_channel.default, narrow, scales, zeros, axis, *bounds)
@@ -62,7 +62,7 @@ def weight(apply: Apply, w: Any, axis: int, bits: int) -> Any:
 
 
 def tensor(apply: Apply, x: Any, low: float, high: float) -> Any:
-    """An activation with values from low to high, by a calibration, quantised and dequantised; what lies beyond saturates."""
+    """An activation with values from low to high, by a calibration, quantized and dequantized; what lies beyond saturates."""
     bounds = UNSIGNED if low >= 0 else SIGNED
     scale = max(high, -low) / bounds[1] or 1.0
     narrow = apply(quantized.quantize_per_tensor.default, x, scale, 0, *bounds)
@@ -70,7 +70,7 @@ def tensor(apply: Apply, x: Any, low: float, high: float) -> Any:
 
 
 def tensor_now(apply: Apply, x: Any, *, non_negative: bool = False) -> Any:
-    """An activation quantised by the largest magnitude in it, and dequantised."""
+    """An activation quantized by the largest magnitude in it, and dequantized."""
     bounds = UNSIGNED if non_negative else SIGNED
     dtype = _tensor(x).dtype
     magnitude = x if non_negative else apply(aten.abs.default, x)
@@ -81,7 +81,7 @@ def tensor_now(apply: Apply, x: Any, *, non_negative: bool = False) -> Any:
 
 
 def rows_now(apply: Apply, x: Any, *, non_negative: bool = False) -> Any:
-    """An activation of which each row, along the last dimension, is quantised by the largest magnitude in it, and dequantised."""
+    """An activation of which each row, along the last dimension, is quantized by the largest magnitude in it, and dequantized."""
     bounds = UNSIGNED if non_negative else SIGNED
     dtype = _tensor(x).dtype
     magnitude = x if non_negative else apply(aten.abs.default, x)

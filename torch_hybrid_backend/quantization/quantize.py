@@ -58,20 +58,20 @@ def quantize(
 ) -> QuantizedModule:
     """Returns a module with the model's signature, for inference, whose layers quantize their inputs and weights to 8 bits.
 
-    In eager it quantises and dequantises, so that its accuracy can be judged without a compiler; `torch.compile(..., backend="hybrid")` makes
+    In eager it quantizes and dequantizes, so that its accuracy can be judged without a compiler; `torch.compile(..., backend="hybrid")` makes
     integer products of it. Its parameters and buffers are the model's own: an optimizer's step or `load_state_dict` on the model is seen.
-    Weights are quantised per output channel, symmetrically; activations per tensor, to uint8 where calibration saw nothing negative.
+    Weights are quantized per output channel, symmetrically; activations per tensor, to uint8 where calibration saw nothing negative.
 
     model: in eval mode; float32, bfloat16 or float16. It is left as it is.
     loader: calibration data, some hundred inputs. Its items are a tensor, a tuple of arguments, a dict of keyword arguments, or an
         (input, label) pair of these. Not needed for `calibration="none"`, nor with `ranges`.
     calibration: "entropy" (the range that loses least information, of those whose squared error is at most that of all that was seen),
-        "naive" (all that was seen), "none" (scales are found in every call: per tensor for convolutions, per row for linear layers; to uint8
-        behind operators that yield nothing negative; of modules alone, unless a loader shows other calls), or a `Collector`.
+        "naive" (all that was seen), "none" (scales are found in every call: per tensor for convolutions, per row for linear layers; always to
+        int8; of modules alone, unless a loader shows other calls), or a `Collector`.
     exclude: names of modules (as in `named_modules()`, patterns as in `fnmatch`) that stay in floating point, with all that is in them.
     exclude_kinds: kinds of layers that do: "conv", "linear", "matmul" (products of two activations), "attention" (queries, keys and values of
         `scaled_dot_product_attention`, and its softmax in float32), "add" (sums of a convolution's result and what comes from before it),
-        "pool" (average poolings of what a convolution reads too); the last three are quantised where calibration finds ranges.
+        "pool" (average poolings of what a convolution reads too); the last three are quantized where calibration finds ranges.
     smooth: between 0 and 1: by how much the differences between the channels of linear layers' inputs move into their weights; 0.5 is usual
         for transformers. The product stays the same but for rounding (Xiao et al., "SmoothQuant", ICML 2023). A layer whose result is
         further off so, on the loader's data, keeps its channels as they are. Of several numbers each layer takes the best; layers that
@@ -93,7 +93,7 @@ def quantize(
     check_metric(metric, "quantize")
     if model.training:
         raise QuantizationError(
-            "the model is in training mode, a quantised one is for inference: call model.eval() first"
+            "the model is in training mode, a quantized one is for inference: call model.eval() first"
         )
     excluded = _excluded(model, exclude)
     if unknown := set(exclude_kinds) - set(KINDS):
@@ -176,13 +176,12 @@ class QuantizedModule(nn.Module):
 
     @property
     def ranges(self) -> Ranges:
-        """Quantisation of each call of a layer, and the layers that stay in floating point, and why."""
+        """Quantization of each call of a layer, and the layers that stay in floating point, and why."""
         return self._ranges
 
     @ranges.setter
     def ranges(self, ranges: Ranges) -> None:
         self._ranges = ranges
-        self._finds_scales = any(site.ranges is None for site in ranges.sites.values())
         self._changes += 1
         for name in set(self._smoothing.values()):
             delattr(self, name)
@@ -218,7 +217,7 @@ class QuantizedModule(nn.Module):
     def train(self, mode: bool = True) -> QuantizedModule:
         """Raises QuantizationError for training mode: rounding has no gradient."""
         if mode:
-            raise QuantizationError("a quantised module is for inference: train the original, whose weights it shares")
+            raise QuantizationError("a quantized module is for inference: train the original, whose weights it shares")
         super().train(False)
         return self
 
@@ -226,14 +225,14 @@ class QuantizedModule(nn.Module):
         """The model's forward, without gradients."""
         # Dynamo guards a number that is looked at, where torch 2.11's does not guard the classes that `follow` makes.
         assert self._changes > 0
-        with torch.no_grad(), CallSites(self._visit, signs=self._finds_scales):
+        with torch.no_grad(), CallSites(self._visit):
             return self.model(*args, **kwargs)
 
     def run_with(self, visit: Visit, *, all_beside: bool = False) -> Callable[..., Any]:
         """The module with every call of a layer left to `visit`, as `CallSites` describes it."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with torch.no_grad(), CallSites(visit, all_beside=all_beside, signs=self._finds_scales):
+            with torch.no_grad(), CallSites(visit, all_beside=all_beside):
                 return self.model(*args, **kwargs)
 
         return run
@@ -244,18 +243,15 @@ class QuantizedModule(nn.Module):
         return self.quantized(call)
 
     def quantized(self, call: LayerCall) -> Any:
-        """A call of a layer that something is known of, with its operands quantised and dequantised."""
+        """A call of a layer that something is known of, with its operands quantized and dequantized."""
         assert call.known is not None
         kind, ranges, _, weight_bits = call.known
         if kind in _WHERE_CALIBRATED:
             pairs = zip(call.operands, ranges or (), strict=True)
             return call.compute(*(x if pair is None else tensor(of_tensors, x, *pair) for x, pair in pairs))
         x, w = self.smoothed(call)
-        if ranges is not None:
-            narrow_x = tensor(of_tensors, x, *ranges[0])
-        else:
-            now = tensor_now if kind == "conv" else rows_now
-            narrow_x = now(of_tensors, x, non_negative=call.never_negative)
+        now = tensor_now if kind == "conv" else rows_now
+        narrow_x = now(of_tensors, x) if ranges is None else tensor(of_tensors, x, *ranges[0])
         if call.axis is not None:
             narrow_w = weight(of_tensors, w, call.axis, weight_bits)
         else:
@@ -350,7 +346,7 @@ def _calibrated(
         x, *_ = operands
         if kind in BESIDE:
             own = residuals.sources(name, *operands)
-            # What is quantised in one call and not in another, or otherwise, stays as it is.
+            # What is quantized in one call and not in another, or otherwise, stays as it is.
             sources[name] = own if sources.get(name, own) == own else (None,) * len(own)
             beside[name] = kind
             return call.compute(*operands)
@@ -379,7 +375,7 @@ def _calibrated(
     in_float = {name: why for name, why in in_float.items() if name not in seen}  # a site may have several calls
     linear = [name for group in channels.groups for name in group]
     smoothed = [channels.smoothed(seen, strength) for strength in strengths]
-    # The ways of quantising linear layers: as the first says, or one of the others.
+    # The ways of quantizing linear layers: as the first says, or one of the others.
     others = [*smoothed[1:], {name: seen[name] for name in linear}] if linear else []
     seen |= smoothed[0] if smoothed else {}
     for name in [name for name, own in sources.items() if name not in seen and any(own)]:

@@ -25,7 +25,7 @@ _WHY: Mapping[str, Refused] = {
         ("uncalibrated", "none of the calibration data has reached it"),
         ("unsupported", "quantize does not take its operands"),
         ("slower", "in floating point it goes before the resampling of what it reads, which is less work"),
-        ("accuracy", "quantised, the metric drops by more than max_drop"),
+        ("accuracy", "quantized, the metric drops by more than max_drop"),
     )
 }
 KEPT_IN_FLOAT = tuple(_WHY)
@@ -34,7 +34,7 @@ WEIGHT_BITS = (7, 8)
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Quantisation of one call of a layer.
+    """Quantization of one call of a layer.
 
     `ranges`: the lowest and the highest value of its activations: one pair, or two where both operands are activations, three of an attention.
     One of an addition may be None, as the operand stays as it is. None where scales are found in every call. `smoothing`: for each input
@@ -109,7 +109,7 @@ class Ranges:
 
 
 def left_in_float(model: nn.Module) -> dict[str, Refused]:
-    """Reasons why layers of a model's quantised modules stay in floating point, by their sites as seen from the model."""
+    """Reasons why layers of a model's quantized modules stay in floating point, by their sites as seen from the model."""
     found: dict[str, Refused] = {}
     for path, module in model.named_modules():
         ranges = getattr(module, "ranges", None)
