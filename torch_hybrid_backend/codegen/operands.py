@@ -11,9 +11,9 @@ import torch
 from torch_hybrid_backend.core.program import Packing
 from torch_hybrid_backend.loops.graph import LoopGraph
 from torch_hybrid_backend.loops.index import LoopVar, contiguous_strides, linear
-from torch_hybrid_backend.loops.integer_products import NARROW, bounded
 from torch_hybrid_backend.loops.ir import Buffer, Load, LoopOp, Map, MapOp, Value, domain_vars
 from torch_hybrid_backend.loops.layout import Strided
+from torch_hybrid_backend.loops.quantized import NARROW, bounded
 from torch_hybrid_backend.sizes.size import Dim, Size, known_at_most
 
 

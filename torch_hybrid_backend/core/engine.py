@@ -220,6 +220,10 @@ class Engine(Protocol):
         """Called before a graph of so many operators is traced that was never compiled before; it must not wait."""
         ...
 
+    def keeps_packed(self, weights: torch.fx.Node) -> bool:
+        """True if its kernels read weights packed that the node looks up in a codebook, for products; others are made ahead of calls."""
+        ...
+
     def supports(self, node: torch.fx.Node) -> Verdict:
         """Supported if the engine takes one ATen node, judged by its target, arguments and `meta["val"]`."""
         ...
@@ -289,8 +293,8 @@ class CompiledRegionBase(ABC):
 class EngineBase(ABC):
     """An engine for the CPU that can run anywhere, keeps no operator whole and takes every region of what it supports.
 
-    It is not asked about random numbers. Its timings are not kept between processes: it has no version. It is not trusted with deadlines: it
-    compiles in a thread of its own.
+    It is not asked about random numbers, and reads no codebooks. Its timings are not kept between processes: it has no version. It is not
+    trusted with deadlines: it compiles in a thread of its own.
     """
 
     name: str
@@ -313,6 +317,9 @@ class EngineBase(ABC):
 
     def prepare(self, operators: int) -> None:  # noqa: B027
         """There is nothing to get ready."""
+
+    def keeps_packed(self, weights: torch.fx.Node) -> bool:
+        return False
 
     @abstractmethod
     def supports(self, node: torch.fx.Node) -> Verdict: ...

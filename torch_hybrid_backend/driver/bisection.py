@@ -93,27 +93,27 @@ def bisect(program: Callable[..., Any], *args: Any, **kwargs: Any) -> compiler_b
 
 def _agrees(program: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """True if the program compiled does what it does in eager."""
-    expected = _results(program, args, kwargs, lambda own: own)
+    expected = _results(program, args, kwargs, lambda program: program)
     reset_dynamo()
     try:
-        found = _results(program, args, kwargs, torch.compile)
+        results = _results(program, args, kwargs, torch.compile)
     except failures(Exception):  # whatever compiled programs raise: this one does not in eager
         return False
-    return bool(same(expected, found, tol=_TOLERANCE, equal_nan=True, log_error=_log.info))
+    return bool(same(expected, results, tol=_TOLERANCE, equal_nan=True, log_error=_log.info))
 
 
 def _results(
     program: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], made: Callable[..., Callable[..., Any]]
 ) -> list[torch.Tensor]:
     """The tensors among the outputs of `made(program)`, called once, and in grad mode the gradients of their sum."""
-    own, args, kwargs = copy.deepcopy((program, args, kwargs))
+    program, args, kwargs = copy.deepcopy((program, args, kwargs))
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        outputs = [each for each in tree_leaves(made(own)(*args, **kwargs)) if isinstance(each, torch.Tensor)]
+        outputs = [each for each in tree_leaves(made(program)(*args, **kwargs)) if isinstance(each, torch.Tensor)]
     sums = [output.abs().sum() for output in outputs if output.requires_grad]
     gradients: list[torch.Tensor] = []
     if sums:
-        parameters = own.parameters() if isinstance(own, torch.nn.Module) else ()
+        parameters = program.parameters() if isinstance(program, torch.nn.Module) else ()
         leaves = [each for each in (*parameters, *tree_leaves((args, kwargs))) if _is_trained(each)]
         torch.stack(sums).sum().backward()  # type: ignore[no-untyped-call]
         gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
@@ -184,6 +184,9 @@ class _Bisected:
 
     def reads(self, spec: TensorSpec) -> TensorSpec:
         return self._engine.reads(spec)
+
+    def keeps_packed(self, weights: Node) -> bool:
+        return self._engine.keeps_packed(weights)
 
     def supports(self, node: Node) -> Verdict:
         verdict = self._engine.supports(node)

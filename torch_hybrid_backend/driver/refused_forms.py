@@ -43,8 +43,10 @@ def refused_operator(graph_module: torch.fx.GraphModule) -> str | None:
     if not forms:
         return None
     with unset_fake_temporarily(), torch.no_grad(), torch.random.fork_rng(devices=[]):
-        found = ((node, _refusal(node)) for node in forms.values())
-        return next((f"{source_line(node) or node.name}: {error}" for node, error in found if error is not None), None)
+        refusals = ((node, _refusal(node)) for node in forms.values())
+        return next(
+            (f"{source_line(node) or node.name}: {error}" for node, error in refusals if error is not None), None
+        )
 
 
 def _changes_others(node: Node) -> bool:

@@ -20,8 +20,8 @@ import torch
 import torch.fx
 from torch.fx import Node
 
+from torch_hybrid_backend.graph.quantized import QUANTIZED
 from torch_hybrid_backend.graph.source import module_stack, with_module_stack
-from torch_hybrid_backend.graph.values import QUANTIZED
 from torch_hybrid_backend.torch_private import (
     FakeTensor,
     FakeTensorMode,

@@ -5,7 +5,7 @@ Each node's value stays lazy (a `Map`, inlined into its readers) or gets memory 
 - a computed value gets memory when several operators read it, when it would be recomputed for every element of a larger tensor
   (broadcast, pooling window), when its expression has grown long, or when it is the epilogue of a convolution that a concatenation reads:
   the convolution writes as much either way, and the concatenation is left a copy;
-- what is quantised gets memory, and what is dequantised does not, whoever reads it, where a backend multiplies integers: a byte is read for
+- what is quantized gets memory, and what is dequantized does not, whoever reads it, where a backend multiplies integers: a byte is read for
   less than a float is;
 - an anchor's epilogue gets memory where it takes less than the sums that would be read otherwise: by a reduction, or by an operator whose
   result another anchor stores;
@@ -28,7 +28,7 @@ from torch_hybrid_backend.core.tensor_spec import dim
 from torch_hybrid_backend.loops.attention_scores import is_cheap_mask
 from torch_hybrid_backend.loops.cache_updates import is_cache_update
 from torch_hybrid_backend.loops.index import Index, LoopVar, contiguous_strides, linear
-from torch_hybrid_backend.loops.integer_products import integer_product, is_dequantised, is_quantised, long_integers
+from torch_hybrid_backend.loops.integer_products import integer_product
 from torch_hybrid_backend.loops.ir import (
     AttentionGradientOp,
     AttentionOp,
@@ -36,6 +36,7 @@ from torch_hybrid_backend.loops.ir import (
     Const,
     ConvOp,
     Expr,
+    IntegerMatMulOp,
     Load,
     LoopOp,
     Map,
@@ -49,11 +50,17 @@ from torch_hybrid_backend.loops.ir import (
     domain_vars,
     loads_of,
 )
-from torch_hybrid_backend.loops.lookups import is_looked_up
 from torch_hybrid_backend.loops.lowering import Context, lower_node
 from torch_hybrid_backend.loops.lowerings.attention import MASKED_ATTENTION
 from torch_hybrid_backend.loops.ops import call
 from torch_hybrid_backend.loops.policy import FusionPolicy
+from torch_hybrid_backend.loops.quantized import (
+    is_dequantized,
+    is_from_codebook,
+    is_quantized,
+    long_integers,
+    quantized_operand,
+)
 from torch_hybrid_backend.loops.random_numbers import Generator
 from torch_hybrid_backend.sizes.size import Dim, Size, product, size_hint
 
@@ -186,7 +193,7 @@ class _Lowerer:
             self._origins.setdefault(results[-1], node.name)
             taken.add(results[-1])
         flags = self._flags()
-        ops = in_order(self._ops, [*results, *flags])
+        ops = tuple(map(self._with_quantized, in_order(self._ops, [*results, *flags])))
         generator = self._generator if self._generator.draws else None
         return LoopGraph(
             tuple(inputs),
@@ -198,6 +205,17 @@ class _Lowerer:
             flags,
             tuple(self._ctx.relied_on),
         )
+
+    def _with_quantized(self, op: LoopOp) -> LoopOp:
+        """The operation with its right operand as integers, where that is quantized. All values that get memory have it by now."""
+        if (
+            not isinstance(op, MatMulOp)
+            or isinstance(op, IntegerMatMulOp)
+            or not self._policy.abilities.integer_products
+        ):
+            return op
+        quantized = quantized_operand(op.b)
+        return op if quantized is None else replace(op, quantized=quantized)
 
     def _flags(self) -> tuple[Buffer, ...]:
         """Flags of the refusals, one for all of one domain. Each is a kernel of its own, so that fusion of the values does not change."""
@@ -219,7 +237,7 @@ class _Lowerer:
 
     def _output(self, value: Value, taken: set[Buffer]) -> Buffer:
         """The value in memory of its own: AOTAutograd forbids an output that shares storage with an input or another output."""
-        # What is dequantised is written for the caller alone.
+        # What is dequantized is written for the caller alone.
         if isinstance(value, Map) and value.base is None and not self._is_read_as_integers(value):
             value = self._realize(value)
         if isinstance(value, Buffer) and value not in taken:
@@ -284,11 +302,11 @@ class _Lowerer:
 
     def _is_read_as_integers(self, value: Value) -> bool:
         """True if integer products may read a value through its definition. The value then gets no memory, which would hold floats."""
-        return self._policy.abilities.integer_products and is_dequantised(value)
+        return self._policy.abilities.integer_products and is_dequantized(value)
 
     def _matrix(self, value: Value) -> Value:
-        """The right operand of a matmul: as `_operand`, or a constant of 8 or 4 bits, dequantised or looked up, as it is."""
-        is_narrow = self._policy.abilities.integer_products and (is_dequantised(value) or is_looked_up(value))
+        """The right operand of a matmul: as `_operand`, or a constant of 8 or 4 bits, dequantized or from a codebook, as it is."""
+        is_narrow = self._policy.abilities.integer_products and (is_dequantized(value) or is_from_codebook(value))
         if is_narrow and all(buffer.constant for buffer in buffers_of(value)):
             return value
         return self._operand(value)
@@ -302,8 +320,8 @@ class _Lowerer:
         return self._queried(value)
 
     def _queried(self, value: Value) -> Value:
-        """An operand of attention: dequantised integers stay a definition, any other value gets memory."""
-        if self._policy.abilities.integer_products and is_dequantised(value):
+        """An operand of attention: dequantized integers stay a definition, any other value gets memory."""
+        if self._policy.abilities.integer_products and is_dequantized(value):
             return value
         return self._operand(value)
 
@@ -352,13 +370,13 @@ class _Lowerer:
             return
         expr = value.at(domain_vars(value.shape))
         if self._policy.abilities.integer_products:
-            if is_quantised(expr):
+            if is_quantized(expr):
                 self._realize(value)
                 return
             if (integers := long_integers(value)) is not None:
                 self._realize(integers)
             padded = value.zero_padded and value.zero_padded[0]  # as a convolution reads it
-            if is_dequantised(value) or (padded and is_dequantised(padded)):
+            if is_dequantized(value) or (padded and is_dequantized(padded)):
                 return
         calls = count_calls(expr)
         if (

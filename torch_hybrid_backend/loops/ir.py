@@ -336,15 +336,38 @@ class ScatterOp(LoopOp):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class QuantizedOperand:
+    """A constant right operand of a product, (1, K, N), as integers: (integers - zero_points) * scales, or table[integers].
+
+    `integers`: of 8 bits, between `bounds`. `scales` and `zero_points`: one for `group` neighbours along k, (1, K / group, N), or one number
+    for all. `table`: a codebook, float32; scales are then 1 and zero points 0.
+    """
+
+    integers: Value
+    bounds: tuple[int, int]
+    scales: Value | float
+    zero_points: Value | float
+    group: int
+    table: Buffer | None = None
+
+    @property
+    def bits(self) -> int:
+        """The number of bits, 8 or 4, that hold an integer."""
+        return 4 if self.bounds[1] - self.bounds[0] < 16 else 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class MatMulOp(LoopOp):
     """out[b, m, n] = sum over k of a[b, m, k] * b[b, k, n]. `a` is (B, M, K), `b` is (B, K, N) or (1, K, N).
 
-    a_bits: to how many bits elements of `a` may be rounded (`core.precision.ROW_BITS`); 32: not at all.
+    `a_bits`: the number of bits that elements of `a` may be rounded to (`core.precision.ROW_BITS`); 32: they are not. `quantized`: `b` as
+    integers, if it is constant and quantized and kernels multiply integers (`loops.quantized.quantized_operand`).
     """
 
     a: Value
     b: Value
     a_bits: int = field(default=32, kw_only=True)
+    quantized: QuantizedOperand | None = field(default=None, kw_only=True)
 
     def reads(self) -> list[Buffer]:
         return _unique(buffers_of(self.a) + buffers_of(self.b))

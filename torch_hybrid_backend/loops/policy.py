@@ -17,9 +17,9 @@ class Abilities:
     `any_convolution`: convolutions of volumes, and transposed ones whose windows do not tile the result.
     `attention_gradients`: attention writes its log-sum-exp where that is read, and its gradients are kernels.
     `joined_moments`: a mean and the squared deviations from it are found in one reading of a row, where a correction would take a second one.
-    `integer_products`: products of quantised operands are products of integers (`loops.ir.IntegerMatMulOp`, `IntegerConvOp`),
-    and a constant right operand of a matrix product that is dequantised or looked up is read as the expression that it is, as are dequantised
-    queries, keys and values of attention.
+    `integer_products`: products of quantized operands are products of integers (`loops.ir.IntegerMatMulOp`, `IntegerConvOp`),
+    and a constant right operand of a matrix product that is dequantized, or from a codebook, is read as the expression that it is. So are
+    dequantized queries, keys and values of attention.
     `flags`: kernels tell of values that PyTorch's operators refuse (`loops.lowering.Context.refuse`), and the call ends after them.
     `random_blocks`: for kernels that draw random numbers (`loops.random_numbers`), how many blocks of 256 threads PyTorch's own have at most; 0
     where there are none.

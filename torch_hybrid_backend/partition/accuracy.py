@@ -34,8 +34,9 @@ from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.errors import OperatorRefusedError, failures, is_out_of_memory
 from torch_hybrid_backend.generators import Replay
 from torch_hybrid_backend.graph.eager_graph import TracedRun
+from torch_hybrid_backend.graph.quantized import PRODUCTS, is_quantized, is_quantizing
 from torch_hybrid_backend.graph.schema import draws, draws_numbers, is_item, is_view
-from torch_hybrid_backend.graph.values import PRODUCTS, is_quantized, is_quantizing, outputs_of, storage_root
+from torch_hybrid_backend.graph.values import outputs_of, storage_root
 from torch_hybrid_backend.machine import EXACT_PRECISIONS, float32_precision
 from torch_hybrid_backend.partition.blocks import blocks, largest, mean_square
 from torch_hybrid_backend.sizes.size import size_hint

@@ -10,8 +10,9 @@ import torch.fx
 
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.graph.eager_graph import TracedRun
+from torch_hybrid_backend.graph.quantized import is_dequantized
 from torch_hybrid_backend.graph.schema import is_pure, is_view
-from torch_hybrid_backend.graph.values import has_mutation, is_dequantized, returned_roots
+from torch_hybrid_backend.graph.values import has_mutation, returned_roots
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.rewrite import ORIGIN_KEYS
 from torch_hybrid_backend.torch_private import OpOverload, unset_fake_temporarily
@@ -57,7 +58,7 @@ def fold_constants(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
 
 
 def input_free(gm: torch.fx.GraphModule, ctx: PassContext) -> dict[torch.fx.Node, None]:
-    """Nodes that depend on no placeholder, are pure, static, small and on the CPU, and no dequantised values; in graph order."""
+    """Nodes that depend on no placeholder, are pure, static, small and on the CPU, and no dequantized values; in graph order."""
     constant: dict[torch.fx.Node, None] = {}
     for node in gm.graph.nodes:
         value = node.meta.get("val")
@@ -66,7 +67,7 @@ def input_free(gm: torch.fx.GraphModule, ctx: PassContext) -> dict[torch.fx.Node
         else:
             foldable = (
                 is_deterministic(node)
-                and not is_dequantized(node)
+                and not is_dequantized(node, ctx.keeps_packed)
                 and all(argument in constant for argument in node.all_input_nodes)
                 and all(_can_be_read(tensor, ctx.fold_limit_bytes) for tensor in _tensors(value))
             )

@@ -15,7 +15,7 @@ import torch
 import torch.fx
 
 from torch_hybrid_backend.graph.schema import is_random
-from torch_hybrid_backend.graph.values import constant_nodes, has_mutation, returned_roots
+from torch_hybrid_backend.graph.values import has_mutation, returned_roots
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.cpu.merge_siblings import feeds_epilogue, move_before, values_with
 from torch_hybrid_backend.passes.rewrite import insert
@@ -55,7 +55,7 @@ def merge_convolutions(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
     """
     if has_mutation(gm) or not ctx.constants:
         return False
-    constant = constant_nodes(gm, ctx.constants)
+    constant = ctx.constant_nodes(gm)
     returned = returned_roots(gm)
     siblings: dict[tuple[object, ...], list[_Branch]] = {}
     for node in gm.graph.find_nodes(op="call_function", target=aten.convolution.default):

@@ -19,7 +19,7 @@ import torch.fx
 
 from torch_hybrid_backend.errors import failures
 from torch_hybrid_backend.graph.schema import is_view
-from torch_hybrid_backend.graph.values import constant_nodes, has_mutation, returned_roots
+from torch_hybrid_backend.graph.values import has_mutation, returned_roots
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.rewrite import insert, same_spec
 from torch_hybrid_backend.torch_private import FakeTensorMode, OpOverload, detect_fake_mode
@@ -48,7 +48,7 @@ def merge_siblings(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
     """
     if has_mutation(gm) or not ctx.constants:
         return False
-    constant = constant_nodes(gm, ctx.constants)
+    constant = ctx.constant_nodes(gm)
     returned = returned_roots(gm)
     siblings: dict[tuple[object, ...], list[Node]] = {}
     for node in gm.graph.nodes:

@@ -16,8 +16,9 @@ import torch.fx
 from torch.fx import Node
 
 from torch_hybrid_backend.core.verdict import Reason, Refused
+from torch_hybrid_backend.graph.quantized import is_dequantized
 from torch_hybrid_backend.graph.schema import is_item, is_view
-from torch_hybrid_backend.graph.values import constant_nodes, has_mutation, is_dequantized, storage_root
+from torch_hybrid_backend.graph.values import has_mutation, storage_root
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.rewrite import insert, same_dim
 
@@ -69,7 +70,7 @@ def quantize_layers(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
     """
     if ctx.precision not in _PRECISIONS or has_mutation(gm):
         return False
-    constant = constant_nodes(gm, ctx.constants)
+    constant = ctx.constant_nodes(gm)
     left: dict[str, Refused] = {}
     made: dict[Any, Node] = {}  # of activations and weights that several layers read
     changed = False

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from torch_hybrid_backend.graph.values import constant_nodes, has_mutation
+from torch_hybrid_backend.graph.values import has_mutation
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.rewrite import insert, same_spec
 from torch_hybrid_backend.torch_private import OpOverload
@@ -46,7 +46,7 @@ def resample_last(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
     """
     if has_mutation(gm) or not ctx.constants:
         return False
-    constant = constant_nodes(gm, ctx.constants)
+    constant = ctx.constant_nodes(gm)
     found = gm.graph.find_nodes(op="call_function", target=aten.convolution.default)
     changed = [_rewrite(gm, node) for node in found if ctx.may_rewrite(node) and _is_candidate(node, constant)]
     return any(changed)

@@ -17,7 +17,7 @@ import torch
 import torch.fx
 from torch.fx import Node
 
-from torch_hybrid_backend.graph.values import constant_nodes, has_mutation
+from torch_hybrid_backend.graph.values import has_mutation
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.rewrite import insert, replace_by_new
 from torch_hybrid_backend.torch_private import quantized_operators, unset_fake_temporarily
@@ -39,7 +39,7 @@ def unpack_int4(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
     if form is None:
         return False
     quantized_operators()  # the operators exist from here on
-    constant, changed = constant_nodes(gm, ctx.constants), False
+    constant, changed = ctx.constant_nodes(gm), False
     for node in products:
         x, packed, _, moves = node.args
         n = packed.meta["val"].shape[0]

@@ -14,12 +14,12 @@ from torch_hybrid_backend.core.precision import AS_WRITTEN, DEFAULT_TOLERANCES
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.graph.devices import device_of
 from torch_hybrid_backend.graph.precision import computes, converted_to, is_cast, precision_of
+from torch_hybrid_backend.graph.quantized import is_quantizing
 from torch_hybrid_backend.graph.source import module_call, source_line
-from torch_hybrid_backend.graph.values import QUANTIZED, constant_nodes, has_mutation
+from torch_hybrid_backend.graph.values import has_mutation
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.precision.half import DTYPES
 from torch_hybrid_backend.passes.precision.lists import is_layer, is_on
-from torch_hybrid_backend.torch_private import OpOverload
 
 aten = torch.ops.aten
 
@@ -43,8 +43,7 @@ def mark_sites(gm: torch.fx.GraphModule) -> None:
 
 def quantised_by_itself(gm: torch.fx.GraphModule, ctx: PassContext) -> Conversion | None:
     """The counts for a graph that quantises layers as it was written, and the layers that it does not quantise; None for one that has none."""
-    targets = [node.target for node in gm.graph.nodes]
-    if not any(isinstance(target, OpOverload) and target.namespace == QUANTIZED for target in targets):
+    if not any(is_quantizing(node.target) for node in gm.graph.nodes):
         return None
     left = {node.name: _not_quantised(node) for node in gm.graph.nodes if is_layer(node)}
     return conversion(gm, replace(ctx, as_written=left))
@@ -61,7 +60,7 @@ def conversion(gm: torch.fx.GraphModule, ctx: PassContext, tolerance: float | No
 
     tolerance: None for the precision's own.
     """
-    constant = constant_nodes(gm, ctx.constants)
+    constant = ctx.constant_nodes(gm)
     casts = [node for node in gm.graph.nodes if is_cast(node)]
     computing = [node for node in gm.graph.nodes if node not in constant and computes(node)]
     converted = Counter(name for name in map(converted_to, computing) if name is not None)

@@ -20,7 +20,7 @@ from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.errors import failures
 from torch_hybrid_backend.graph.precision import converted_to
 from torch_hybrid_backend.graph.schema import has_effects, is_item
-from torch_hybrid_backend.graph.values import constant_nodes, has_mutation
+from torch_hybrid_backend.graph.values import has_mutation
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.precision.lists import is_layer, read_as_written, reads_form
 from torch_hybrid_backend.passes.precision.paint import paint
@@ -42,7 +42,7 @@ def half(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
     if dtype is None or has_mutation(gm):
         return False
     # What is expanded is cast before: a loop reads it as often as it likes.
-    constant = {node for node in constant_nodes(gm, ctx.constants) if node.target is not aten.expand.default}
+    constant = {node for node in ctx.constant_nodes(gm) if node.target is not aten.expand.default}
     as_written = {node: ctx.as_written[node.name] for node in gm.graph.nodes if node.name in ctx.as_written}
     # One that is merely slow does no harm to what reads it.
     refused = {node: why for node, why in as_written.items() if why.code is Reason.SLOWER}

@@ -1,4 +1,4 @@
-"""Right operands that are dequantized weights, and how they are packed."""
+"""Quantized weights that kernels take, and how they are packed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import torch
 import torch.ao.quantization.fx._decomposed
 
 from tests.codegen.regions_for_tests import region_of
+from tests.partition.engines_for_tests import trace
 from torch_hybrid_backend.codegen.assemble import RegionKernels, assemble
 from torch_hybrid_backend.core.precision import ROW_BITS
 from torch_hybrid_backend.engines.cpu.backend import TvmBackend
 from torch_hybrid_backend.engines.cpu.kernels import CpuMatMulKernel
 from torch_hybrid_backend.engines.cpu.operands.packing import pack_b, pack_nibbles
+from torch_hybrid_backend.engines.cpu.operands.quantized import keeps_codebook
 from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.engines.cpu.weights import Panels, Quantized, Weight
 from torch_hybrid_backend.loops.kernels import MapKernel
@@ -40,7 +42,7 @@ def _argument(name: str) -> int:
 
 
 def by_channel(x: torch.Tensor, q: torch.Tensor, scales: torch.Tensor, *zeros: torch.Tensor) -> torch.Tensor:
-    """x @ the transpose of q (N, K), dequantised with a scale for each row."""
+    """x @ the transpose of q (N, K), dequantized with a scale for each row."""
     bounds = (0, 255) if q.dtype == torch.uint8 else (-128, 127)
     w = quantized.dequantize_per_channel(q, scales, zeros[0] if zeros else None, 0, *bounds, q.dtype)
     return torch.mm(x, w.t())
@@ -109,7 +111,7 @@ def test_nibbles(dtype: torch.dtype) -> None:
 
 
 def test_weights_laid_out_by_column() -> None:
-    """A (K, N) weight, quantised as its transpose, is a product of the dequantised matrix as it is."""
+    """A (K, N) weight, quantized as its transpose, is a product of the dequantized matrix as it is."""
 
     def columns(x: torch.Tensor, q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         return torch.mm(x, quantized.dequantize_per_channel(q, scales, None, 1, -128, 127, torch.int8))
@@ -256,7 +258,7 @@ def test_scales_are_packed_in_their_type(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("case", ["run time", "narrow", "batched", "a scale for each element"])
-def test_others_are_dequantised_in_every_call(case: str) -> None:
+def test_others_are_dequantized_in_every_call(case: str) -> None:
     """A weight that changes from call to call, or is too small, or of another form is right all the same."""
     x, q, scales = torch.randn(5, K), torch.ones(N, K, dtype=torch.int8), torch.rand(N)
     function: Function = by_channel
@@ -280,3 +282,29 @@ def test_others_are_dequantised_in_every_call(case: str) -> None:
     found = assembled(function, x, q, scales, changing=changing)
     assert any(isinstance(weight, Panels) for weight in weights(found))
     assert any(isinstance(kernel, MapKernel) for kernel in found.kernels)
+
+
+@pytest.mark.parametrize(
+    ("values", "rows", "depth", "expected"),
+    [
+        (16, 128, 160, True),
+        (2, 128, 160, True),
+        (17, 128, 160, False),
+        (1, 128, 160, False),
+        (16, 128, 164, False),
+        (16, 64, 160, False),
+    ],
+)
+def test_codebooks_that_are_kept(values: int, rows: int, depth: int, expected: bool) -> None:
+    """Codebooks of 2 to 16 values, for sums of whole words of 4 bits and weights that take time to read; others are made ahead."""
+
+    def function(x: torch.Tensor, table: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        return x @ table.index_select(0, q.int()).view(rows, depth).t()
+
+    graph = trace(
+        function, torch.rand(3, depth), torch.rand(values), torch.zeros(rows * depth, dtype=torch.uint8)
+    ).graph
+    (weights,) = graph.find_nodes(op="call_function", target=torch.ops.aten.index_select.default)
+    assert keeps_codebook(weights) == expected
+    weights.args[0].meta["val"] = weights.args[0].meta["val"].double()
+    assert not keeps_codebook(weights)

@@ -30,9 +30,9 @@ from torch_hybrid_backend.engines.cpu.variants.amx import tile_convolutions, til
 from torch_hybrid_backend.engines.cpu.variants.attention import low_precision_attention
 from torch_hybrid_backend.engines.cpu.variants.onednn import onednn_convolution, onednn_linear
 from torch_hybrid_backend.engines.cpu.weights import InPlace, Panels, Quantized, Taps, Weight, Winograd
-from torch_hybrid_backend.loops.integer_products import NARROW
 from torch_hybrid_backend.loops.ir import Buffer, compute_dtype
 from torch_hybrid_backend.loops.kernels import AttentionKernel, Kernel
+from torch_hybrid_backend.loops.quantized import NARROW
 from torch_hybrid_backend.sizes.size import Dim, known_int
 
 Ways = Callable[..., Sequence[Variant]]

@@ -26,10 +26,10 @@ from torch_hybrid_backend.engines.cpu.kernels import Bf16AttentionKernel, Int8At
 from torch_hybrid_backend.engines.cpu.operands.amx_formats import FORMATS, PANEL
 from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.loops.fusion import replace_loads
-from torch_hybrid_backend.loops.integer_products import affine
 from torch_hybrid_backend.loops.ir import Const, Expr, Load, is_rounded
 from torch_hybrid_backend.loops.kernels import AttentionKernel, as_kind, kernel_sizes
 from torch_hybrid_backend.loops.ops import cast, const, mul, sub
+from torch_hybrid_backend.loops.quantized import affine
 from torch_hybrid_backend.machine import EXACT_PRECISIONS, float32_precision
 from torch_hybrid_backend.sizes.size import known_int, size_hint
 

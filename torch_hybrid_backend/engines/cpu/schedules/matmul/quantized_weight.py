@@ -18,7 +18,7 @@ from torch_hybrid_backend.engines.cpu.tir.storage import widen
 from torch_hybrid_backend.engines.cpu.tir.x86 import looked_up
 from torch_hybrid_backend.engines.cpu.weights import Quantized
 from torch_hybrid_backend.loops.index import Index
-from torch_hybrid_backend.loops.lookups import MOST_VALUES
+from torch_hybrid_backend.loops.quantized import MOST_VALUES
 from torch_hybrid_backend.sizes.size import known_int
 
 _TOP = tir.const(-(1 << 28), "int32")  # the mask of a word's last nibble
