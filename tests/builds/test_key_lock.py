@@ -11,15 +11,15 @@ from torch_hybrid_backend.builds.key_lock import KeyLock
 def test_one_has_it(tmp_path: Path) -> None:
     """Until it lets go of it; then nothing is left of it, and the next may have it. Another path's is another's."""
     path = tmp_path / "engines" / "key" / ".lock"
-    first = KeyLock.taken(path)
+    first = KeyLock.try_acquire(path)
     assert first is not None
-    assert KeyLock.taken(path) is None
-    other = KeyLock.taken(path.parent.parent / "other" / ".lock")
+    assert KeyLock.try_acquire(path) is None
+    other = KeyLock.try_acquire(path.parent.parent / "other" / ".lock")
     assert other is not None
     first.release()
     first.release()
     assert not path.parent.exists()
-    second = KeyLock.taken(path)
+    second = KeyLock.try_acquire(path)
     assert second is not None
     (path.parent / "entry").touch()
     second.release()
@@ -30,14 +30,14 @@ def test_one_has_it(tmp_path: Path) -> None:
 def test_a_file_that_was_removed_locks_nobody_out(tmp_path: Path) -> None:
     """A process that had opened the file of a holder that left gets the lock of the file that is there now, or none."""
     path = tmp_path / "engines" / "key" / ".lock"
-    first = KeyLock.taken(path)
+    first = KeyLock.try_acquire(path)
     assert first is not None
     path.unlink()  # as by somebody who clears the directory
-    second = KeyLock.taken(path)
+    second = KeyLock.try_acquire(path)
     assert second is not None
-    assert KeyLock.taken(path) is None
+    assert KeyLock.try_acquire(path) is None
     first.release()
-    assert KeyLock.taken(path) is None  # it is still the second one's
+    assert KeyLock.try_acquire(path) is None  # it is still the second one's
     second.release()
     assert not path.exists()
 
@@ -45,7 +45,7 @@ def test_a_file_that_was_removed_locks_nobody_out(tmp_path: Path) -> None:
 def test_a_forked_child_has_not_got_it(tmp_path: Path) -> None:
     """A forked child cannot let go of its parent's lock, and does not keep it for its parent."""
     path = tmp_path / "engines" / "key" / ".lock"
-    lock = KeyLock.taken(path)
+    lock = KeyLock.try_acquire(path)
     assert lock is not None
     go_on, tell = os.pipe()
     child = os.fork()
@@ -53,11 +53,11 @@ def test_a_forked_child_has_not_got_it(tmp_path: Path) -> None:
         lock.release()
         os.read(go_on, 1)
         os._exit(0 if path.exists() else 1)
-    assert KeyLock.taken(path) is None
+    assert KeyLock.try_acquire(path) is None
     os.write(tell, b"\0")
     assert os.waitpid(child, 0)[1] == 0
     lock.release()
-    again = KeyLock.taken(path)
+    again = KeyLock.try_acquire(path)
     assert again is not None
     again.release()
 
@@ -66,6 +66,6 @@ def test_where_there_are_no_locks(tmp_path: Path) -> None:
     """A directory that cannot be written locks nobody out: each builds for itself."""
     (tmp_path / "engines").write_text("in the way")
     for _ in range(2):
-        lock = KeyLock.taken(tmp_path / "engines" / "key" / ".lock")
+        lock = KeyLock.try_acquire(tmp_path / "engines" / "key" / ".lock")
         assert lock is not None
         lock.release()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 
-from torch_hybrid_backend.builds.main import Asked
+from torch_hybrid_backend.builds.main import GoingOn
 from torch_hybrid_backend.processes.frames import split_frame
 
 
@@ -14,18 +14,18 @@ def test_going_on() -> None:
     orders, closing = os.pipe()
     told, answers = os.pipe()
     now = [0.0]
-    asked = Asked(orders, answers, lambda: now[0])
+    going_on = GoingOn(orders, answers, lambda: now[0])
     try:
-        assert asked(-1)
-        assert asked(0.1)  # too soon to be told
+        assert going_on(-1)
+        assert going_on(0.1)  # too soon to be told
         now[0] += 0.2
-        assert asked(0.5)
+        assert going_on(0.5)
         now[0] += 0.2
-        assert asked(2)
+        assert going_on(2)
         os.close(closing)
         now[0] += 0.2
-        assert not asked(0.9)
-        assert not asked(0.9)
+        assert not going_on(0.9)
+        assert not going_on(0.9)
         received, found = bytearray(os.read(told, 4096)), []
         while (payload := split_frame(received)) is not None:
             found.append(json.loads(payload))

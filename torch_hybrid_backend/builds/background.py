@@ -134,13 +134,13 @@ _lock = ForkLock()
 def build_thread() -> BuildThread:
     """The build thread of this process; a forked child has its own."""
     global _of_process  # noqa: PLW0603
-    found = _of_process
-    if found is None or found.pid != os.getpid():
+    thread = _of_process
+    if thread is None or thread.pid != os.getpid():
         with _lock:
             if _of_process is None or _of_process.pid != os.getpid():
                 _of_process = BuildThread()
-            found = _of_process
-    return found
+            thread = _of_process
+    return thread
 
 
 def wait_for_builds(timeout_s: float | None = None) -> bool:
@@ -207,14 +207,14 @@ class InBackground:
             raise self._error
         if not self._waits(*inputs):
             return self._planned(*inputs)
-        kept = [list(value) if isinstance(value, list) else value for value in inputs]  # lists may be cleared
+        held = [list(value) if isinstance(value, list) else value for value in inputs]  # lists may be cleared
         outputs = self._eager(*inputs)
         if self._job is None or self._job.pid != os.getpid():
             with self._lock:
                 # Another thread may have submitted it, or the build thread have done it; what was submitted before a fork was the parent's.
                 is_under_way = self._job is not None and self._job.pid == os.getpid()
-                if not is_under_way and self._settled is None and self._error is None and self._waits(*kept):
-                    self._submit(kept)
+                if not is_under_way and self._settled is None and self._error is None and self._waits(*held):
+                    self._submit(held)
         return outputs
 
     def _submit(self, inputs: Sequence[Any]) -> None:
@@ -287,7 +287,7 @@ def as_here(values: Sequence[Any]) -> Callable[[], contextlib.AbstractContextMan
     autocast = [
         (device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
     ]
-    given = [torch.cuda.current_stream(device).record_event() for device in _cuda_devices(values)]
+    recorded = [torch.cuda.current_stream(device).record_event() for device in _cuda_devices(values)]
 
     @contextlib.contextmanager
     def entered() -> Iterator[None]:
@@ -295,11 +295,11 @@ def as_here(values: Sequence[Any]) -> Callable[[], contextlib.AbstractContextMan
             stack.enter_context(own_generator(state))
             for device, dtype in autocast:
                 stack.enter_context(torch.autocast(device, dtype=dtype))
-            for event in given:
-                own = torch.cuda.Stream(event.device)  # type: ignore[no-untyped-call]
-                own.wait_event(event)
-                stack.callback(own.synchronize)
-                stack.enter_context(torch.cuda.stream(own))
+            for event in recorded:
+                stream = torch.cuda.Stream(event.device)  # type: ignore[no-untyped-call]
+                stream.wait_event(event)
+                stack.callback(stream.synchronize)
+                stack.enter_context(torch.cuda.stream(stream))
             yield
 
     return entered

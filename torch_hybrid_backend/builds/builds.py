@@ -1,20 +1,20 @@
-"""Builds that take minutes and cannot be interrupted in a thread: each in a process of its own, which can be told to stop, and killed.
+"""Builds that take minutes and cannot be interrupted in a thread. Each runs in a process of its own, which can be asked to stop, and killed.
 
     builds = Builds(store, "engines")
     build = builds.start(key, "package.module:function", request, deadline_s=600)
     build.done, build.progress              # without waiting
-    build.result(timeout=5)                 # the bytes; or what stopped the build; or TimeoutError: it is still at work
+    build.result(timeout=5)                 # the bytes; raises the build's error, or TimeoutError if the build is still running
     build.when_done(callback)
     build.cancel()
 
-In the child, `function(request: bytes, going_on: Callable[[float], bool]) -> bytes` runs. It calls `going_on(fraction done)` as
-often as it can, and ends soon when that says no: at the deadline, or when nobody wants the result any more. One that does not is killed after
-`grace_s` seconds.
+The child runs `function(request: bytes, going_on: Callable[[float], bool]) -> bytes`. The function calls `going_on(fraction done)` as often as
+it can. `going_on` returns false at the deadline, or when all users have cancelled the build. Then the function should end soon; after `grace_s`
+seconds the child is killed.
 
-Result bytes are kept in the store, under the kind and the key; a key names everything that they depend on: versions and the device too. A
-build that failed is remembered under it for a day (`failures`). Corrupt entries are built anew; so are those that turn out to be of no use,
-by `rebuild`. Of several processes that share a store one builds a key (`key_lock`): the others wait for what comes of it, within their
-deadlines, and take over where it ends without a result. Unix only.
+Result bytes are kept in the store, under the kind and the key. A key names everything that the result depends on, versions and the device
+included. A failed build is remembered under its key for a day (`failures`). Corrupt entries are built anew, and so are useless entries with
+`rebuild`. Of several processes that share a store, one builds a key (`key_lock`). The others wait for its result within their deadlines, and
+one of them takes over if there is none. Unix only.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from torch_hybrid_backend.storage.temporary_folder import TemporaryFolder
 
 _log = logging.getLogger(__name__)
 
-_SELF_LIMIT_S = 5.0  # so long after its parent would have killed it a process ends itself
+_SELF_LIMIT_S = 5.0  # a child ends itself this long after its parent would have killed it
 _LAST_S = 5.0
-_LOOK_EVERY_S = 0.1  # whether another process is done with what is waited for
-_CLOSE_S = 5.0  # killed processes end at once; what waits for them may take a moment
+_LOOK_EVERY_S = 0.1  # interval of checks for the result of another process
+_CLOSE_S = 5.0  # killed processes end at once; the threads that wait for them may take a moment
 
 
 class Build:
-    """An asker's hold of a build. Several hold one where they asked for one key. Thread-safe."""
+    """A user's handle of a build. Users that start the same key share one build. Thread-safe."""
 
     def __init__(self, task: _Task, builds: Builds) -> None:
         self._task = task
@@ -61,24 +61,24 @@ class Build:
 
     @property
     def key(self) -> str:
-        """Key that it was started with."""
+        """The key with which the build was started."""
         return self._task.key
 
     @property
     def done(self) -> bool:
-        """True if `result` would not wait."""
+        """True if `result` returns, or raises, without waiting."""
         return self._task.finished.is_set()
 
     @property
     def progress(self) -> float:
-        """The fraction that is done, by the builder's own account."""
+        """The fraction that is done, as the builder reported."""
         return self._task.progress
 
     def result(self, timeout: float | None = None) -> bytes:
-        """Bytes of what was built, waiting for at most `timeout` seconds (None: until the deadline and the grace after it).
+        """The result's bytes. Waits for at most `timeout` seconds (None: until the deadline and the grace after it).
 
-        Raises TimeoutError where it is not done by then; BuildCancelledError where everybody who asked has cancelled, or this process ends;
-        DeadlineError, CompilerCrashError (the process died) or CompileError where the build failed, now or within the last day.
+        Raises TimeoutError if the build is not done by then; BuildCancelledError if all users have cancelled it, or this process ends;
+        DeadlineError, CompilerCrashError (the child died) or CompileError if the build failed, now or within the last day.
         """
         if self._task.pid != os.getpid():
             raise BuildCancelledError(f"the build of {self.key} belongs to the process that this one was forked from")
@@ -91,11 +91,11 @@ class Build:
         return outcome
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """Call it once when the build is done, in a thread of the builds; at once where it is done already. It must not wait."""
+        """Call `call` once when the build is done, in a thread of the builds; at once if the build is done already. `call` must not block."""
         self._task.when_done(call)
 
     def cancel(self) -> None:
-        """This asker wants it no more; where none is left it is stopped."""
+        """Give up this handle. The build is stopped when all users have given up theirs."""
         if self._is_held and self._task.pid == os.getpid():
             self._is_held = False
             self._task.let_go()
@@ -116,8 +116,8 @@ class Builds:
         grace_s: float = 10.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """kind: of the results in the store. at_once: processes; builders that time what they build disturb one another. grace_s: how long a
-        builder that was told to stop may take. clock: seconds since 1970, for failures that are remembered."""
+        """kind: of the results in the store. at_once: the number of processes; builders that time kernels disturb one another. grace_s: seconds
+        that a builder may take to stop. clock: seconds since 1970, for remembered failures."""
         self._store = store
         self._kind = kind
         self._at_once = at_once
@@ -127,12 +127,12 @@ class Builds:
         self._lock = threading.Lock()
 
     def start(self, key: str, entry: str, request: bytes, deadline_s: float, *, rebuild: bool = False) -> Build:
-        """Start building, without waiting; or take up the build of this key that is under way, or what the store knows of it: its result, or
-        its failure. The deadline counts from when its process starts, as builds wait for one another, or from when it would but for another
-        process that builds the same.
+        """Start a build without waiting. If the key is being built, that build is returned; if the store has its result or failure, a build
+        that is done.
 
-        entry: "package.module:function", which the child imports. rebuild: whatever the store has. Raises CompileError for an entry that is no
-        such text, CacheError for a key that cannot name an entry of the store.
+        The deadline counts from the start of the child, as builds queue, or from the time when another process was found to build the same key.
+        entry: "package.module:function", which the child imports. rebuild: ignore the store's result or failure. Raises CompileError for an
+        entry of another form, CacheError for a key that cannot name an entry of the store.
         """
         module, separator, name = entry.partition(":")
         if not (separator and module.replace(".", "").isidentifier() and name.isidentifier()):
@@ -143,30 +143,29 @@ class Builds:
         return Build(self._queue().start(_Task(key, entry, request, deadline_s)), self)
 
     def reject(self, key: str, error: CompileError) -> None:
-        """Reject what was built under the key: it goes from the store, and later builds of it fail with `error`, as
-        long as failures are remembered."""
+        """Remove the result of a key from the store. Later builds of the key fail with `error`, as long as failures are remembered."""
         self._store.remove(self._kind, key)
         self._failures.put(self._kind, key, error)
 
     def process_ids(self) -> list[int]:
-        """The builder processes there are, for diagnosis."""
+        """The ids of the running child processes, for diagnosis."""
         return self._queue().process_ids()
 
     def close(self) -> None:
-        """Kill what runs: nobody wants any of it. New builds can be started."""
+        """Kill all running builds. New builds can be started afterwards."""
         self._queue().close()
 
     def _queue(self) -> _Queue:
         with self._lock:
-            found = self._of_process
-            if found is None or found.pid != os.getpid():
-                self._of_process = found = _Queue(self._store, self._kind, self._failures, self._at_once, self._grace_s)
-                weakref.finalize(self, found.close)
-            return found
+            queue = self._of_process
+            if queue is None or queue.pid != os.getpid():
+                self._of_process = queue = _Queue(self._store, self._kind, self._failures, self._at_once, self._grace_s)
+                weakref.finalize(self, queue.close)
+            return queue
 
 
 class _Task:
-    """A build: who wants it, and its outcome."""
+    """A build with its number of users and its outcome."""
 
     def __init__(self, key: str, entry: str, request: bytes, deadline_s: float) -> None:
         self.key = key
@@ -176,11 +175,11 @@ class _Task:
         self.pid = os.getpid()
         self.progress = 0.0
         self.outcome: bytes | CompileError | None = None
-        # When it is over, by `time.monotonic`, where it has begun or waits for another process.
+        # The deadline by `time.monotonic`, once the build has begun or waits for another process.
         self.until: float | None = None
         self.has_waited = False
         self.finished = threading.Event()
-        # Written to when nobody wants it any more: the thread that waits for the process wakes.
+        # Written to when all users have cancelled: this wakes the thread that waits for the child.
         self.wake, self._waker = os.pipe()
         self._lock = threading.Lock()
         self._holders = 0
@@ -192,7 +191,7 @@ class _Task:
         return not self._is_stopped
 
     def hold(self) -> bool:
-        """Count one more asker. False if the build was stopped, as nobody wanted it."""
+        """Count one more user. False if the build was stopped, because all users had cancelled it."""
         with self._lock:
             if self._is_stopped:
                 return False
@@ -207,7 +206,7 @@ class _Task:
             self.stop()
 
     def stop(self) -> None:
-        """Nobody wants it any more, whoever holds it."""
+        """Stop the build for all its users."""
         with self._lock:
             if not self.finished.is_set():
                 self._is_stopped = True
@@ -234,12 +233,12 @@ class _Task:
         for call in calls:
             try:
                 call()
-            except failures(Exception):  # a stranger's, in the builds' thread: the others are told all the same
+            except failures(Exception):  # an error of the callback must not keep the other callbacks from being called
                 _log.exception("what was to be called after the build of %s failed", self.key)
 
 
 class _Queue:
-    """The builds of one process: those at work, each with a thread that waits for its child, and those that wait for them."""
+    """The builds of one process: running builds, each with a thread that waits for its child, and queued builds."""
 
     def __init__(self, store: Store, kind: str, failures: Failures, at_once: int, grace_s: float) -> None:
         self.pid = os.getpid()
@@ -255,7 +254,7 @@ class _Queue:
         self._is_closed = False
 
     def start(self, task: _Task) -> _Task:
-        """The task that is held in place of `task`: one of its key that is under way, or itself, done where its outcome is known."""
+        """The running task of the same key, or `task` itself, which is done if its outcome is known."""
         known = self._known(task)
         with self._lock:
             under_way = self._tasks.get(task.key)
@@ -269,7 +268,7 @@ class _Queue:
                 self._waiting.append(task)
                 self._lock.notify()
                 if len(self._threads) < self._at_once:
-                    # It dies with the interpreter, which need not wait for it: `close` ends its child.
+                    # A daemon thread: the interpreter does not wait for it, and `close` ends its child.
                     thread = threading.Thread(target=self._work, name=f"hybrid-builds-{self._kind}", daemon=True)
                     self._threads[thread] = None
                     thread.start()
@@ -283,7 +282,7 @@ class _Queue:
 
     def close(self) -> None:
         if self.pid != os.getpid():
-            return  # a forked child: they are its parent's
+            return  # a forked child: the builds are its parent's
         with self._lock:
             self._is_closed = True
             tasks, threads = list(self._tasks.values()), list(self._threads)
@@ -298,9 +297,9 @@ class _Queue:
         while (task := self._next(thread)) is not None:
             try:
                 outcome = self._outcome(task, thread)
-            except failures(Exception) as error:  # a full disk, say: nobody may wait for ever
+            except failures(Exception) as error:  # a full disk, say: users must not wait for ever
                 outcome = CompileError(f"{task.key} cannot be built: {type(error).__name__}: {error}")
-            if outcome is None:  # another process builds it: the others' turn
+            if outcome is None:  # another process builds it: continue with other tasks
                 with self._lock:
                     self._waiting.append(task)
                     if all(each.has_waited for each in self._waiting):
@@ -319,7 +318,7 @@ class _Queue:
             return None
 
     def _known(self, task: _Task) -> bytes | CompileError | None:
-        """Bytes or error that the store has of the build."""
+        """The build's result or error in the store; None if there is neither."""
         result = self._store.get(self._kind, task.key)
         if result is not None:
             return result
@@ -327,10 +326,10 @@ class _Queue:
         return failure.as_exception() if failure is not None else None
 
     def _outcome(self, task: _Task, thread: threading.Thread) -> bytes | CompileError | None:
-        """Outcome of the build, here or in another process; None while one is at it."""
+        """The outcome of the build, in this process or another; None while another process is building."""
         if not task.is_wanted:
             return _cancelled(task)
-        lock = KeyLock.taken(self._store.lock_path(self._kind, task.key))
+        lock = KeyLock.try_acquire(self._store.lock_path(self._kind, task.key))
         now = time.monotonic()
         if task.until is None:
             task.until = now + task.deadline_s
@@ -372,7 +371,7 @@ class _Queue:
         return stopped
 
     def _watched(self, task: _Task, child: Child) -> CompileError | None:
-        """Wait for the child's end; None where its result is there."""
+        """Wait for the child's end. Returns the error; None if there is a result."""
         assert task.until is not None
         until = task.until
         is_told = False
@@ -406,7 +405,7 @@ class _Queue:
         if not task.is_wanted:
             return _cancelled(task)
         why = f"{task.key} was not built within {task.deadline_s:.3g} s; {how}"
-        # One that waited before it began did not have all the time that there was.
+        # A build that waited before it began did not have all of its time.
         return DeadlineError(why, had_s=0.0 if task.has_waited else child.processor_s())
 
     def _keep(self, task: _Task, result: bytes) -> None:

@@ -1,9 +1,8 @@
-"""Compilations that failed, remembered for a day: a process started next does not spend ten minutes on the same failure. Engines that opaque
-builders make, and kernels.
+"""Failed builds of engines and kernels, remembered for a day, so that the next process does not spend ten minutes on the same failure.
 
-What is remembered lies in the store, under the build's kind and key. A key says all that the result depends on, versions and device
-included, so another version is tried at once; what missed its deadline is tried again with a later one. Only what lies in the build itself is
-remembered: not what came from outside (`CompileError.recurs`), nor a missed deadline where others had the processors meanwhile.
+Failures lie in the store, under the build's kind and key. A key names all that the result depends on, versions and device included, so another
+version is tried at once. A build that missed its deadline is tried again with a later deadline. Only failures that would recur are remembered:
+none with an outside cause (`CompileError.recurs`), and no missed deadline while other programs used the processors.
 `hybrid cache` shows failures, and `hybrid cache --forget-failures` forgets them.
 """
 
@@ -31,7 +30,8 @@ _log = logging.getLogger(__name__)
 
 KIND = "failed-builds"
 REMEMBERED_S = 24 * 3600.0
-# What missed its deadline is too slow, rather than one of many or on a busy machine, if a processor worked for it for so much of its time.
+# The share of its time for which a processor worked on a build. From this share on, a build that missed its deadline is too slow; below it,
+# other work may have delayed the build.
 _SLOW_SHARE = 0.5
 _TYPES: dict[str, type[CompileError]] = {
     kind.__name__: kind for kind in (AccuracyError, CompileError, CompilerCrashError, DeadlineError)
@@ -40,8 +40,8 @@ _TYPES: dict[str, type[CompileError]] = {
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A build that failed. `at`: when, in seconds since 1970; `error`: its class, one of AccuracyError, CompileError, CompilerCrashError and
-    DeadlineError; `limit_s`: the deadline that it had, in seconds."""
+    """A build that failed. `at`: its time, in seconds since 1970. `error`: its class, one of AccuracyError, CompileError, CompilerCrashError
+    and DeadlineError. `limit_s`: its deadline, in seconds."""
 
     kind: str
     key: str
@@ -51,7 +51,7 @@ class Failure:
     limit_s: float
 
     def as_exception(self) -> CompileError:
-        """The error that the build raised, once more."""
+        """The error that the build raised."""
         return _TYPES.get(self.error, CompileError)(
             f"{self.message} (at {time.strftime('%Y-%m-%d %H:%M', time.localtime(self.at))}; tried again a day later, or after `hybrid cache "
             "--forget-failures`)"
@@ -59,25 +59,31 @@ class Failure:
 
 
 class Failures:
-    """The failures in a store. `clock` gives seconds since 1970; a test gives its own."""
+    """The failures in a store. `clock`: seconds since 1970; tests pass their own."""
 
     def __init__(self, store: Store, clock: Callable[[], float] = time.time) -> None:
         self._store = store
         self._clock = clock
 
     def get(self, kind: str, key: str, limit_s: float = 0.0) -> Failure | None:
-        """The failure that is remembered of a build that may take `limit_s` seconds; one that is a day old, or of a day to come, is forgotten.
-        One that missed its deadline says nothing where there is more time than it had. 0: whatever there is."""
+        """The remembered failure of a build that may take `limit_s` seconds; None if there is none. 0: any time.
+
+        A missed deadline counts only if `limit_s` is not longer than that deadline. A failure that is a day old, or in the future, is
+        removed."""
         entry = _entry(kind, key)
-        found = _parsed(self._store.get(KIND, entry))
-        if found is None or (found.kind, found.key) != (kind, key) or not 0 <= self._clock() - found.at < REMEMBERED_S:
+        failure = _parsed(self._store.get(KIND, entry))
+        if (
+            failure is None
+            or (failure.kind, failure.key) != (kind, key)
+            or not 0 <= self._clock() - failure.at < REMEMBERED_S
+        ):
             self._store.remove(KIND, entry)
             return None
-        return None if found.error == DeadlineError.__name__ and limit_s > found.limit_s else found
+        return None if failure.error == DeadlineError.__name__ and limit_s > failure.limit_s else failure
 
     def put(self, kind: str, key: str, error: CompileError, limit_s: float = math.inf) -> None:
-        """Remember that the build, which might have taken `limit_s` seconds, failed with `error`, where that would recur. A store that cannot
-        be written costs a later process its time: that is logged."""
+        """Remember that a build, whose deadline was `limit_s` seconds, failed with `error`, if the error would recur. A store that cannot
+        be written is logged, not raised."""
         had_s = error.had_s if isinstance(error, DeadlineError) else None
         if not error.recurs or (had_s is not None and had_s < _SLOW_SHARE * limit_s):
             return
@@ -97,17 +103,17 @@ class Failures:
             _log.info("a failed build is not remembered: %s", cannot)
 
     def remove(self, kind: str, key: str) -> None:
-        """Forget one, where there is one."""
+        """Forget the failure of a build, if there is one."""
         self._store.remove(KIND, _entry(kind, key))
 
     def all(self) -> list[Failure]:
-        """Those that are remembered, the latest first."""
-        found = (_parsed(self._store.get(KIND, entry)) for entry in self._store.keys(KIND))
-        alive = [one for one in found if one is not None and 0 <= self._clock() - one.at < REMEMBERED_S]
+        """The remembered failures, the latest first."""
+        kept = (_parsed(self._store.get(KIND, entry)) for entry in self._store.keys(KIND))
+        alive = [one for one in kept if one is not None and 0 <= self._clock() - one.at < REMEMBERED_S]
         return sorted(alive, key=lambda failure: -failure.at)
 
     def forget(self) -> None:
-        """Forget them all."""
+        """Forget all failures."""
         for entry in self._store.keys(KIND):
             self._store.remove(KIND, entry)
 

@@ -1,11 +1,11 @@
-"""A lock that one process at a time has: what two would build, one builds, and the other takes its result.
+"""Lock between processes, so that only one of them builds a key, and the others take its result.
 
-    lock = KeyLock.taken(path)      # None: another process has it, or another asker in this one
+    lock = KeyLock.try_acquire(path)      # None: another process has it, or another asker in this one
     ...
     lock.release()
 
-The kernel keeps it (flock(2)): where its holder dies it is free at once. The file is removed on release, so a file that is locked may be one
-that the path does not lead to any more: who locks it looks. Unix only.
+The operating system keeps the lock (flock(2)), and frees it at once if its holder dies. The file is removed on release, so a process may lock a
+file that is no longer at the path: it checks this after locking. Unix only.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch_hybrid_backend.errors import failures, ignored
 _log = logging.getLogger(__name__)
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-_TRIES = 8  # a holder that leaves takes the file, and the folder where it is empty, with it
+_TRIES = 8  # a holder that releases the lock removes the file, and the folder if it is empty
 
 
 class KeyLock:
-    """A lock that this process has; one on nothing where the file system has no locks. Owns the open file."""
+    """A lock that this process holds. Owns the open file; without a file if the file system has no locks."""
 
     def __init__(self, path: Path, descriptor: int | None) -> None:
         self._path = path
@@ -33,8 +33,8 @@ class KeyLock:
         _held.add(self)
 
     @staticmethod
-    def taken(path: Path) -> KeyLock | None:
-        """The lock at `path`, whose folder is made where it is absent, without waiting; None where another has it."""
+    def try_acquire(path: Path) -> KeyLock | None:
+        """Acquire the lock at `path` without waiting; None if another holds it. Missing folders are created."""
         for _ in range(_TRIES):
             try:
                 for folder in (path.parent.parent, path.parent):
@@ -58,20 +58,22 @@ class KeyLock:
         return None
 
     def release(self) -> None:
-        """Let others have it."""
+        """Release the lock."""
         if self._descriptor is None:
             return
         with ignored(OSError):
-            if _is_at(self._descriptor, self._path):  # else it is another's, after somebody has removed this one
+            if _is_at(
+                self._descriptor, self._path
+            ):  # otherwise the file was removed, and the one at the path is another's
                 self._path.unlink()
-        with ignored(OSError):  # for all who have the file open: a child that is just being forked, too
+        with ignored(OSError):  # unlocks it for all who have the file open, such as a child that is just being forked
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         self.forget()
-        with ignored(OSError):  # there is an entry
+        with ignored(OSError):  # the folder is not empty
             self._path.parent.rmdir()
 
     def forget(self) -> None:
-        """Close the file: where this is a forked child, its parent has the lock still."""
+        """Close the file. In a forked child the parent still holds the lock."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
@@ -95,7 +97,7 @@ _held: weakref.WeakSet[KeyLock] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    """A descriptor of a locked file keeps the lock, and a child would for as long as it lives."""
+    """Close inherited lock files: an open descriptor would keep the lock for as long as the child lives."""
     for lock in list(_held):
         lock.forget()
 

@@ -1,11 +1,12 @@
-"""The builder process: one request in, one result out, both as files of a folder that belongs to the build.
+"""The builder process: it reads one request and writes one result, both as files in a folder of the build.
 
-`builds` starts it and is the only one to speak to it. It answers in JSON, so that nothing a crashing builder writes is ever unpickled:
+Only `builds` starts builder processes and talks to them. A builder process answers in JSON, so that nothing that a crashing builder writes is
+unpickled:
 
-    {"progress": 0.25}                                                          now and then
-    {"error": null} or {"error": {"type": ..., "message": ..., "traceback": ...}}      at the end; the result is there, or what stopped it
+    {"progress": 0.25}                                                                 now and then
+    {"error": null} or {"error": {"type": ..., "message": ..., "traceback": ...}}      at the end
 
-The end of its input tells it to stop.
+The process stops at the end of its input.
 """
 
 from __future__ import annotations
@@ -22,31 +23,32 @@ from torch_hybrid_backend.processes.inside import answer, begin, described, time
 REQUEST, RESULT = "request", "result"
 _REPORT_EVERY_S = 0.1
 
-# What a builder is: request, and `going_on(fraction done)`, which says whether to go on -> result.
+# A builder: takes the request and `going_on(fraction done)`, which returns false to stop the build. Returns the result.
 Function = Callable[[bytes, Callable[[float], bool]], bytes]
 
 
 def main(lifeline: int, entry: str, folder: str, limit_s: str) -> None:
-    """Call the function `entry` ("package.module:function") with the request in `folder`, and put its result there. The process ends itself
-    after `limit_s` seconds, in case nobody is left to end it."""
+    """Call the function `entry` ("package.module:function") with the request in `folder`, and write its result there.
+
+    The process ends itself after `limit_s` seconds, in case its parent has died."""
     orders, answers = begin(lifeline)
-    asked = Asked(orders, answers)
+    going_on = GoingOn(orders, answers)
     try:
         with time_limit(float(limit_s)):
             module, _, name = entry.partition(":")
             function: Function = getattr(importlib.import_module(module), name)
-            result = function(Path(folder, REQUEST).read_bytes(), asked)
+            result = function(Path(folder, REQUEST).read_bytes(), going_on)
             if not isinstance(result, bytes):
                 raise CompileError(f"{entry} returned an object of type {type(result).__name__}; it must be bytes")
             Path(folder, RESULT).write_bytes(result)
-    except failures(Exception) as error:  # whatever a builder raises: it is the answer
+    except failures(Exception) as error:  # any error of a builder is the answer
         answer(answers, {"error": described(error)})
         return
     answer(answers, {"error": None})
 
 
-class Asked:
-    """Question of a builder, now and then, whether to go on. The answer tells the parent how far the builder is, at most every 0.1 s."""
+class GoingOn:
+    """The `going_on` of a builder. A call also reports the builder's progress to the parent, at most every 0.1 s."""
 
     def __init__(self, orders: int, answers: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._orders = orders
@@ -55,8 +57,8 @@ class Asked:
         self._next_report = -float("inf")
 
     def __call__(self, done: float) -> bool:
-        """done: the fraction that is done, between 0 and 1. Once it is False it stays so."""
-        if select.select([self._orders], [], [], 0)[0]:  # nothing is ever sent: this is the end
+        """Return False if the build must stop, from then on in every call. done: the fraction that is done, between 0 and 1."""
+        if select.select([self._orders], [], [], 0)[0]:  # nothing is ever sent: the parent has closed the input
             return False
         now = self._clock()
         if now >= self._next_report:

@@ -1,4 +1,4 @@
-"""A region whose bytes a build makes, as engines return it."""
+"""Region that an engine returns while a build makes its bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch_hybrid_backend.core.plan import Attempt
 
 
 class BuildingRegion:
-    """A `PendingRegion` that becomes what `load` makes of a build's bytes; what `load` raises is the region's failure."""
+    """A `PendingRegion` whose result is `load` of a build's bytes. An exception of `load` is the region's failure."""
 
     def __init__(
         self, build: Build, load: Callable[[bytes], CompiledRegion], attempts: tuple[Attempt, ...] = ()

@@ -48,9 +48,9 @@ class HostTimer:
         self.now = clock
 
     def round(self, calls: Sequence[Call]) -> list[int]:
-        return [self._taken(call) for call in calls]
+        return [self._duration(call) for call in calls]
 
-    def _taken(self, call: Call) -> int:
+    def _duration(self, call: Call) -> int:
         before = self.now()
         call()
         return self.now() - before
@@ -207,15 +207,17 @@ def sample(
 
     while rounds < max(needed, max_rounds) and goes_on():
         check()
-        for taken, nanoseconds in zip(samples, timer.round(callables), strict=True):
-            taken.append(nanoseconds)
+        for durations, nanoseconds in zip(samples, timer.round(callables), strict=True):
+            durations.append(nanoseconds)
         rounds += 1
     return samples
 
 
 def _is_clear(samples: Sequence[Sequence[int]], ratio: float) -> bool:
     fastest = min(samples, key=min)
-    return len(samples) > 1 and all(min(taken) >= ratio * max(fastest) for taken in samples if taken is not fastest)
+    return len(samples) > 1 and all(
+        min(durations) >= ratio * max(fastest) for durations in samples if durations is not fastest
+    )
 
 
 def _decided(samples: Sequence[Sequence[int]]) -> bool:
@@ -225,7 +227,7 @@ def _decided(samples: Sequence[Sequence[int]]) -> bool:
     """
     if len(samples) < 2:
         return True
-    timings = [_timing(taken) for taken in samples]
+    timings = [_timing(durations) for durations in samples]
     first, second = sorted(timings, key=lambda timing: timing.low_us)[:2]
     if first.rounds == 1:
         return second.low_us >= 1.5 * first.low_us

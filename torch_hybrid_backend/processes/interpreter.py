@@ -36,13 +36,13 @@ def interpreter() -> str | None:
 
 
 def _candidates() -> Iterator[str]:
-    told = os.fsdecode(
+    spawned = os.fsdecode(
         multiprocessing.spawn.get_executable() or ""
     )  # what `multiprocessing.set_executable` was given, else sys.executable
-    own = [sys.executable or "", told, getattr(sys, "_base_executable", None) or ""]
+    executables = [sys.executable or "", spawned, getattr(sys, "_base_executable", None) or ""]
     # A program that was made by PyInstaller, say, is no interpreter, whatever it is called.
     is_frozen = getattr(sys, "frozen", False)
-    yield from (path for path in own if path and not (is_frozen and path == sys.executable))
+    yield from (path for path in executables if path and not (is_frozen and path == sys.executable))
     for prefix in (sys.exec_prefix, sys.prefix, sys.base_exec_prefix, sys.base_prefix):
         for name in ("python{}.{}".format(*sys.version_info), "python{}".format(*sys.version_info), "python"):
             yield str(Path(prefix, "bin", name))
@@ -59,7 +59,7 @@ def _is_like_this_one(path: str) -> bool:
         pass
     try:
         command = [path, "-I", "-S", "-c", _ASKED]
-        asked = subprocess.run(
+        probe = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_PATIENCE_S, check=False
         )
     except subprocess.TimeoutExpired:
@@ -68,4 +68,4 @@ def _is_like_this_one(path: str) -> bool:
         if error.errno in _NO_PROGRAM:
             return False
         raise
-    return asked.stdout.strip() == _ANSWER
+    return probe.stdout.strip() == _ANSWER

@@ -77,8 +77,8 @@ def _times(values: Mapping[str, Any], drawn: Mapping[str, Any]) -> dict[str, str
 
 def _namespaces(modules: Sequence[ModuleCall]) -> Mapping[str, str]:
     """Layers of Model Explorer in which each module's operators lie: "encoder/layers.0/attention"."""
-    found: dict[str, str] = {}
+    groups: dict[str, str] = {}
     for call in modules:  # a module comes after those that call it
-        own = call.path.removeprefix(f"{call.parent}.") if call.parent else call.path
-        found[call.path] = "/".join(filter(None, [found.get(call.parent, ""), own]))
-    return found
+        name = call.path.removeprefix(f"{call.parent}.") if call.parent else call.path
+        groups[call.path] = "/".join(filter(None, [groups.get(call.parent, ""), name]))
+    return groups

@@ -51,8 +51,8 @@ def shares(plan: Plan) -> tuple[Share, ...]:
         operators[node.engine] += 1
         flops[node.engine] += node.flops
     total = flops.total()
-    found = [Share(e, operators[e], flops[e], flops[e] / total if total else None) for e in operators]
-    return tuple(sorted(found, key=lambda share: (-share.flops, -share.operators, share.engine)))
+    unsorted = [Share(e, operators[e], flops[e], flops[e] / total if total else None) for e in operators]
+    return tuple(sorted(unsorted, key=lambda share: (-share.flops, -share.operators, share.engine)))
 
 
 def refused_operators(plan: Plan) -> tuple[RefusedOperators, ...]:
@@ -114,9 +114,9 @@ def conversion_in_words(plan: Plan) -> tuple[str, ...]:
     if made is None:
         return ()
     (first, count), *others = made.converted or ((made.precision, 0),)
-    found = [f"{count}/{made.operators} operators to {first}", *(f"{n} to {name}" for name, n in others)]
+    converted = [f"{count}/{made.operators} operators to {first}", *(f"{n} to {name}" for name, n in others)]
     casts = f"{counted(made.casts, 'cast')} ({made.weight_casts} of weights, made once)"
-    lines = [f"converted {', '.join(found)}, using {casts}"]
+    lines = [f"converted {', '.join(converted)}, using {casts}"]
     if made.error is not None:
         lines.append(
             f"outputs differ from those as written by {made.error:.2g} (relative root mean square), {made.tolerance:.2g} is allowed"
@@ -138,8 +138,8 @@ def _listed(names: Sequence[str]) -> str:
 
 def precision_in_words(decision: RegionDecision) -> str:
     """For example "bfloat16 and float32, off by 0.003"."""
-    found = " and ".join(decision.precision)
-    return found if decision.precision_error is None else f"{found}, off by {decision.precision_error:.2g}"
+    precisions = " and ".join(decision.precision)
+    return precisions if decision.precision_error is None else f"{precisions}, off by {decision.precision_error:.2g}"
 
 
 def kernels_in_words(decision: RegionDecision) -> str:
@@ -217,7 +217,7 @@ def kind_in_words(plan: Plan) -> str:
 def title(plan: Plan) -> str:
     """Model, shapes and use of the graph, for example "ResNet (inference, 1x3x224x224 float32)"."""
     kind = kind_in_words(plan)
-    given = [value.spec for value in plan.inputs if not value.is_constant and value.spec is not None]
-    shapes = [tensor_in_words(spec.shape, spec.dtype) for spec in given[:_NAMED_INPUTS]]
-    more = [f"{len(given) - _NAMED_INPUTS} more inputs"] if len(given) > _NAMED_INPUTS else []
+    inputs = [value.spec for value in plan.inputs if not value.is_constant and value.spec is not None]
+    shapes = [tensor_in_words(spec.shape, spec.dtype) for spec in inputs[:_NAMED_INPUTS]]
+    more = [f"{len(inputs) - _NAMED_INPUTS} more inputs"] if len(inputs) > _NAMED_INPUTS else []
     return f"{plan.graph} ({', '.join([kind, *shapes, *more])})"

@@ -49,10 +49,12 @@ def module_shares(profile: Profile) -> list[tuple[str, float]]:
         times[kernel.modules[0] if kernel.modules else ""] += kernel.microseconds  # type: ignore[assignment]
     depth = 1
     while True:
-        found: Counter[str] = Counter()
+        us_by_module: Counter[str] = Counter()
         for path, us in times.items():
-            found[".".join(path.split(".")[:depth])] += us
-        named = [(path, us / profile.call_us if profile.call_us else 0.0) for path, us in found.most_common() if path]
+            us_by_module[".".join(path.split(".")[:depth])] += us
+        named = [
+            (path, us / profile.call_us if profile.call_us else 0.0) for path, us in us_by_module.most_common() if path
+        ]
         (largest, share), *_ = named or [("", 0.0)]
         if share < _WHOLE_SHARE * sum(each for _, each in named) or not any(
             path.startswith(f"{largest}.") for path in times

@@ -69,5 +69,5 @@ def _power(base: Interval, exponent: int) -> Interval:
 
 
 def _hull(numbers: Iterable[int]) -> Interval:
-    found = list(numbers)
-    return min(found), max(found)
+    all_numbers = list(numbers)
+    return min(all_numbers), max(all_numbers)
