@@ -241,7 +241,6 @@ CANARIES: dict[str, Callable[[], object]] = {
     "clear_fx_tracing_flag": flag_is_cleared,
     "compile_lock": lambda: private.compile_lock.acquire(blocking=False) and (private.compile_lock.release() is None),
     "compiled_autograd": lambda: private.compiled_autograd.in_compiled_autograd_region is False,
-    "compiled_nn": lambda: callable(private.compiled_nn.hardsigmoid) and callable(private.compiled_nn.relu6),
     "compiler_bisector": bisector_is_as_used,
     "conjugate_view": lambda: private.conjugate_view(torch.ones(2, dtype=torch.complex64)).is_conj(),
     "core_aten_decompositions": lambda: torch.ops.aten.addcmul.default in private.core_aten_decompositions(),
@@ -280,9 +279,6 @@ CANARIES: dict[str, Callable[[], object]] = {
     "is_traceable_wrapper_subclass": lambda: not private.is_traceable_wrapper_subclass(torch.zeros(1)),
     "kernel_switches": lambda: all(isinstance(each, bool) for each in private.kernel_switches()),
     "load_inductor": lambda: private.load_inductor() is None,
-    "loaded_symbolic_convert": lambda: (
-        private.loaded_symbolic_convert().InstructionTranslator is private.InstructionTranslator
-    ),
     "make_graph_module": lambda: takes(private.make_graph_module, "root", "graph", "class_name"),
     "mkldnn_layout": lambda: torch.zeros(2, 2).to_mkldnn().layout is private.mkldnn_layout,
     "negative_view": lambda: private.negative_view(torch.ones(2)).is_neg(),

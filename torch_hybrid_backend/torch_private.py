@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -32,7 +31,6 @@ from torch._C import _get_schema as get_schema
 from torch._C import _is_any_autocast_enabled as is_any_autocast_enabled
 from torch._C import _len_torch_dispatch_stack as count_torch_dispatch_modes
 from torch._C import _len_torch_function_stack as count_torch_function_modes
-from torch._C import _nn as compiled_nn
 from torch._C._autograd import _profiler_enabled as profiler_enabled
 from torch._C._functorch import peek_interpreter_stack
 from torch._decomp import (
@@ -141,7 +139,6 @@ __all__ = [
     "clear_fx_tracing_flag",
     "compile_lock",
     "compiled_autograd",
-    "compiled_nn",
     "compiler_bisector",
     "conjugate_view",
     "core_aten_decompositions",
@@ -164,7 +161,6 @@ __all__ = [
     "is_traceable_wrapper_subclass",
     "kernel_switches",
     "load_inductor",
-    "loaded_symbolic_convert",
     "make_graph_module",
     "mkldnn_layout",
     "negative_view",
@@ -205,11 +201,6 @@ if not TYPE_CHECKING:
 def clear_fx_tracing_flag() -> None:
     """Let compiled functions be called while torch.fx traces. The flag is set for all threads."""
     torch.fx._symbolic_trace._is_fx_tracing_flag = False
-
-
-def loaded_symbolic_convert() -> Any:
-    """Dynamo's translator module, or None where nobody has imported Dynamo yet."""
-    return sys.modules.get("torch._dynamo.symbolic_convert")
 
 
 def graph_breaks_logger() -> logging.Logger:
