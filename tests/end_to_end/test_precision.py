@@ -12,7 +12,7 @@ import torch_hybrid_backend
 from torch_hybrid_backend import backend, machine
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.precision import DEFAULT_TOLERANCES
-from torch_hybrid_backend.driver import precision_speed_check
+from torch_hybrid_backend.driver import graph_compilation, precision_speed_check
 from torch_hybrid_backend.engines.cpu.backend import TvmBackend
 from torch_hybrid_backend.graph import quantization
 from torch_hybrid_backend.partition.deviation import relative_error
@@ -104,7 +104,7 @@ def test_a_model_compiles_in(precision: str, monkeypatch: pytest.MonkeyPatch, ca
     """With whatever instructions this machine has: results are near float32's, and either operators are converted and every layer that is not
     has a code, or one warning says what is lacking."""
     monkeypatch.setattr(backend, "lacking_instructions", machine.lacking_instructions)
-    backend._warn_once.cache_clear()
+    graph_compilation.warn_once.cache_clear()
     torch.manual_seed(0)
     model, x, options = _Patches().eval(), torch.randn(2, 3, 32, 32), {"precision": precision}
     with torch.no_grad():
