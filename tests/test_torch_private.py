@@ -199,7 +199,6 @@ def has_output_types() -> bool:
 CANARIES: dict[str, Callable[[], object]] = {
     "BackendCompilerFailed": lambda: issubclass(private.BackendCompilerFailed, Exception),
     "ConstantSource": lambda: private.ConstantSource("s0") == private.ConstantSource("s0"),
-    "DYNAMO": lambda: private.compile_lock and private.OptimizedModule.__module__.startswith(private.DYNAMO),
     "DataDependentOutputException": lambda: issubclass(private.DataDependentOutputException, RuntimeError),
     "DisableTorchFunction": lambda: not isinstance(during_function_mode(_without_function), list),
     "DispatchKey": lambda: (
@@ -389,7 +388,6 @@ ATTRIBUTES: dict[str, Callable[[], object]] = {
     "_has_symbolic_sizes_strides": lambda: with_fakes(lambda x: x._has_symbolic_sizes_strides is False),
     "_opname": lambda: ADD._opname == "add",
     "_overloadname": lambda: ADD._overloadname == "Tensor",
-    "_qualified_op_name": lambda: torch.ops.aten.add._qualified_op_name == "aten::add",
     "_schema": lambda: ADD._schema.name == "aten::add" and len(ADD._schema.arguments) == 3,
     "_version": lambda: torch.zeros(1).add_(1)._version == 1,
 }

@@ -76,7 +76,6 @@ if TYPE_CHECKING:
     from torch.utils._sympy.value_ranges import ValueRanges
 
 # What the names of modules begin with: of Dynamo's functions, and of functions that are made for function transforms.
-DYNAMO = "torch._dynamo."
 FUNCTORCH = ("torch._functorch", "torch._C._functorch")
 
 # Names that are imported when they are first asked for -> where from: a module, or an attribute of one.
@@ -107,7 +106,6 @@ _LATER = {
 }
 
 __all__ = [
-    "DYNAMO",
     "FUNCTORCH",
     "BackendCompilerFailed",
     "ConstantSource",
