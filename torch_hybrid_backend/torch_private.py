@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from torch.ao.quantization.fx import _decomposed as quantized_decomposed
     from torch.utils._sympy.value_ranges import ValueRanges
 
-# What the names of modules begin with: of Dynamo's functions, and of functions that are made for function transforms.
+# Beginnings of the names of modules whose functions are made for function transforms.
 FUNCTORCH = ("torch._functorch", "torch._C._functorch")
 
 # Names that are imported when they are first asked for -> where from: a module, or an attribute of one.
