@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rates = [f"{found.gbytes[level][p]:.1f}" for level in found.gbytes for p in PATTERNS]
         print(f"| {found.threads} | {' | '.join([*(f'{rate:.0f}' for rate in operations), *rates])} |")
     for instruction in PRODUCTS.keys() - peaks[0].products.keys():
-        print(f"{instruction}: not measured, for this machine lacks {PRODUCTS[instruction][0]} or forbids it")
+        print(f"{instruction}: not measured, for this machine lacks it or forbids it")
     machine.write_record(arguments.out, unit="GB/s", peaks=[asdict(found) for found in peaks])
     return 0
 

@@ -1,20 +1,18 @@
-"""The function that `torch.compile` calls: settings, plans, and what is priced whole. End to end it is tested by tests/end_to_end/."""
+"""The door that `torch.compile` calls: settings, plans and warnings. End to end it is tested by tests/end_to_end/."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 import torch_hybrid_backend
-from tests.partition.engines_for_tests import trace
 from torch_hybrid_backend import backend
 from torch_hybrid_backend.config import Config
-from torch_hybrid_backend.core.captured import CapturedGraph
 from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.core.verdict import Reason
+from torch_hybrid_backend.driver import graph_compilation
 from torch_hybrid_backend.errors import ConfigError
 
 
@@ -24,7 +22,7 @@ def eager_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HYBRID_ENGINES", "eager")
     monkeypatch.setenv("HYBRID_CACHE_DIR", str(tmp_path))
     torch.compiler.reset()
-    backend._warn_once.cache_clear()  # as in a new process
+    graph_compilation.warn_once.cache_clear()  # as in a new process
 
 
 def _graph() -> torch.fx.GraphModule:
@@ -112,7 +110,7 @@ def test_a_model_of_several_graphs_warns_once(
     for precision in ("bf16", "fp16"):
         torch.compiler.reset()
         torch.compile(model, backend="hybrid", options={"precision": precision})(torch.randn(4, 4), w)
-    warnings = [record.getMessage() for record in caplog.records if record.name == backend.__name__]
+    warnings = [record.getMessage() for record in caplog.records if record.name == graph_compilation.__name__]
     said = "is for inference" if trains else "no instructions for"
     assert len(warnings) == 2
     assert all(
@@ -178,37 +176,3 @@ def test_the_plan_is_handed_over_once_for_each_compilation() -> None:
     with torch.no_grad():
         compiled(x)
     assert [plan.kind for plan in told] == ["inference"]
-
-
-@pytest.mark.parametrize(
-    ("change", "priced"),
-    [
-        (lambda captured, config: (captured, config), True),
-        (lambda captured, _: (captured, Config(placement="estimate")), False),
-        (lambda captured, _: (captured, Config(verify="always")), False),
-        (lambda captured, config: (CapturedGraph(captured.graph_module, "forward", frozenset(), False), config), False),
-        (
-            lambda captured, config: (CapturedGraph(captured.graph_module, "inference", frozenset(), True), config),
-            False,
-        ),
-        (lambda _, config: (_captured(lambda x: (x.sin() + torch.rand_like(x),)), config), False),
-    ],
-    ids=[
-        "inference",
-        "nothing is timed",
-        "all is compared anyway",
-        "training",
-        "it writes to inputs",
-        "it draws numbers",
-    ],
-)
-def test_what_is_priced_whole(
-    change: Callable[[CapturedGraph, Config], tuple[CapturedGraph, Config]], priced: bool
-) -> None:
-    """Only calls that can be repeated unnoticed, and where something is timed at all."""
-    captured, config = change(_captured(lambda x: (x.sin() + 1,)), Config())
-    assert backend._is_priced_whole(captured, config) is priced
-
-
-def _captured(function: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]) -> CapturedGraph:
-    return CapturedGraph(trace(function, torch.randn(4)), "inference", frozenset(), False)

@@ -32,6 +32,7 @@ _UTILITIES = {
 # Room -> the other rooms it may import. The wiring (driver, backend, cli and the package itself) may import all.
 ALLOWED: dict[str, set[str]] = {
     "_version": set(),
+    "torch_private": set(),
     "errors": set(),
     "arguments": {"errors"},
     "sizes": {"errors"},
@@ -64,14 +65,14 @@ ALLOWED: dict[str, set[str]] = {
     },
     "compression": {"arguments", "errors", "runtime"},
     "capture": {"core", "sizes", "graph", *_UTILITIES},
-    "graph": {"core", "sizes", "errors", "machine"},
+    "graph": {"core", "sizes", "errors"},
     "passes": {"core", "sizes", "errors", "graph"},
     "partition": {"core", "sizes", "graph", *_UTILITIES},
     "loops": {"core", "sizes", "errors"},
     "codegen": {"core", "sizes", "loops", *_UTILITIES},
     "engines": {"core", "sizes", "graph", "loops", "codegen", *_UTILITIES},
     "runtime": {"core", "sizes", "graph", *_UTILITIES},
-    "quantization": {"arguments", "config", "core", "errors", "graph", "progress"},
+    "quantization": {"arguments", "config", "core", "errors", "graph", "machine", "progress"},
 }
 WIRING = {"__init__", "backend", "cli", "driver"}
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -145,7 +146,7 @@ def test_rooms_import_only_what_they_may(path: Path) -> None:
     room = room_of(path)
     if room in WIRING:
         return
-    legal = ALLOWED[room] | {room}
+    legal = ALLOWED[room] | {room, "torch_private"}
     broken = {".".join(parts) for parts in imports_of(path) if parts[0] not in legal}
     assert not broken, f"{_named(path)} imports {sorted(broken)}; {room} may import {sorted(legal)}"
 
@@ -249,6 +250,38 @@ def test_what_is_suppressed_is_narrow() -> None:
     assert not found
 
 
+def _names_of_torch(tree: ast.AST) -> Iterator[str]:
+    """Names below `torch` in a module: imported, read as attributes, or written as texts on their own."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Attribute):
+            yield ast.unparse(node)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def _is_private_of_torch(name: str) -> bool:
+    parts = name.rstrip(".").split(".")
+    is_name = parts[0] == "torch" and all(part.isidentifier() for part in parts)
+    return is_name and parts[1:2] != ["ops"] and any(re.match(r"_(?!_)", part) for part in parts)
+
+
+@pytest.mark.parametrize("path", [p for p in MODULES if p.name != "torch_private.py"], ids=_named)
+def test_one_module_names_what_is_private_of_torch(path: Path) -> None:
+    """Names with an underscore, operators apart: `torch_private` has them all, and a canary for each."""
+    assert not sorted(set(filter(_is_private_of_torch, _names_of_torch(ast.parse(path.read_text())))))
+
+
+def test_the_rule_tells_private_names() -> None:
+    """Operators and special names of Python are not private."""
+    private = ["torch._C._get_schema", "torch.utils._pytree", "torch._dynamo.", "torch._conj"]
+    public = ["torch.ops.aten._to_copy", "torch.__version__", "torch.fx.Graph", "torch._x says", "torchao._x", "_conj"]
+    assert [*filter(_is_private_of_torch, private + public)] == private
+
+
 def test_tvm_is_imported_by_tir_and_target_only() -> None:
     """`import tvm` takes two seconds, and its interface changes with each release: schedules write `engines/cpu/tir/expressions.py`."""
     importers = {
@@ -260,6 +293,46 @@ def test_tvm_is_imported_by_tir_and_target_only() -> None:
     }
     folder = "torch_hybrid_backend/engines/cpu"
     assert not {name for name in importers if not name.startswith((f"{folder}/tir/", f"{folder}/target.py"))}
+
+
+_FEATURE = re.compile(r"(avx|amx[-_]|sse|asimd|neon|sve|.*vnni)", re.IGNORECASE)
+
+
+def _literals(tree: ast.AST) -> Iterator[ast.Constant]:
+    """String literals of a module but its docstrings."""
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield node
+
+
+def test_instruction_sets_are_named_in_one_table() -> None:
+    """Properties of `engines/cpu/isa.py` tell what kernels may use, `machine.py` what a process may use; `engines/cpu/tir/x86.py` emits LLVM's
+    intrinsics of x86."""
+    tables = {"torch_hybrid_backend/engines/cpu/isa.py", "torch_hybrid_backend/machine.py"}
+    named, emitting = set(), set()
+    for path in MODULES:
+        texts = [str(literal.value) for literal in _literals(ast.parse(path.read_text()))]
+        if any(_FEATURE.match(text) for text in texts):
+            named.add(_named(path))
+        if any("llvm.x86." in text for text in texts):
+            emitting.add(_named(path))
+    assert named == tables
+    assert emitting == {"torch_hybrid_backend/engines/cpu/tir/x86.py"}
+
+
+def test_no_way_of_computing_is_dropped_by_a_number_of_lanes() -> None:
+    """An instruction set refuses it by a property that has a name: `lanes < 8` tells nobody what is missing."""
+    found = [
+        f"{_named(path)}, line {node.lineno}"
+        for path in (PACKAGE / "engines/cpu").rglob("*.py")
+        if path.name != "isa.py"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Compare)
+        and any(isinstance(side, ast.Attribute) and side.attr == "lanes" for side in (node.left, *node.comparators))
+        and any(isinstance(side, ast.Constant) and side.value in (4, 8, 16) for side in (node.left, *node.comparators))
+    ]
+    assert not found
 
 
 def test_torch_tensorrt_is_imported_by_its_adapter_only() -> None:

@@ -14,7 +14,13 @@ import torch
 
 from torch_hybrid_backend import machine
 from torch_hybrid_backend.core.device import CPU, Device
-from torch_hybrid_backend.machine import bits_of_weights, cpuinfo, fingerprint, lacking_instructions, processor_quota
+from torch_hybrid_backend.machine import (
+    cpuinfo,
+    default_weight_bits,
+    fingerprint,
+    lacking_instructions,
+    processor_quota,
+)
 
 
 def _with_cpuinfo(root: Path, text: str) -> None:
@@ -160,7 +166,7 @@ def test_tiles_that_the_system_refuses_are_no_instructions(
     _with_cpuinfo(tmp_path, f"flags : {flags}")
     assert bool(lacking_instructions("bf16", tmp_path)) is not bf16
     assert bool(lacking_instructions("fp16", tmp_path)) is not fp16
-    assert bits_of_weights(tmp_path) == 8
+    assert default_weight_bits(tmp_path) == 8
 
 
 @pytest.mark.parametrize(
@@ -197,15 +203,15 @@ def test_instructions_of_integers(
         ("", "DEFAULT", 8),
     ],
 )
-def test_bits_of_weights(
+def test_default_weight_bits(
     flags: str, capability: str, bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """7 where products of bytes add two of them up in 16 bits, with what PyTorch uses of the processor; 8 wherever that would gain nothing."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(machine, "may_use_tiles", lambda: True)
     _with_cpuinfo(tmp_path, f"flags : {flags}")
-    assert bits_of_weights(tmp_path) == bits
-    assert bits_of_weights(tmp_path / "nowhere") == 8
+    assert default_weight_bits(tmp_path) == bits
+    assert default_weight_bits(tmp_path / "nowhere") == 8
 
 
 def test_pytorch_held_to_avx2_has_no_wider_instructions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

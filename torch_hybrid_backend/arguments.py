@@ -42,7 +42,7 @@ def check_metric(metric: object, function: str) -> None:
 
 def is_compiled(model: object) -> bool:
     """True if `torch.compile` returned it."""
-    from torch._dynamo.eval_frame import OptimizedModule  # takes a second to import
+    from torch_hybrid_backend.torch_private import OptimizedModule  # takes a second to import
 
     return isinstance(model, OptimizedModule) or hasattr(model, "_torchdynamo_orig_callable")
 

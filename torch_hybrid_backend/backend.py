@@ -1,4 +1,4 @@
-"""The backend: what `torch.compile` calls. With `hybrid_graph` and `stages` it wires all rooms together. Read it first.
+"""The backend: what `torch.compile` calls. It is the door of `driver`, which wires all rooms together. Read it first.
 
 torch.compile(model, backend="hybrid")
   -> capture      Dynamo's graph -> functional ATen graphs
@@ -23,42 +23,34 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch._dynamo import config as dynamo_config
-from torch._dynamo.exc import FailOnRecompileLimitHit, ShortenTraceback, TorchRuntimeError
 
 from torch_hybrid_backend.arguments import check_model, described, is_compiled, uncompiled
-from torch_hybrid_backend.builds.background import InBackground, copies_of, wait_for_builds
-from torch_hybrid_backend.capture.aot import capture
-from torch_hybrid_backend.capture.cache.aot_cache import AotCache
+from torch_hybrid_backend.builds.background import InBackground, wait_for_builds
 from torch_hybrid_backend.capture.graph_breaks import telling_graph_breaks
 from torch_hybrid_backend.capture.model_name import model_name
 from torch_hybrid_backend.config import Config, apply_log_level
-from torch_hybrid_backend.core.captured import CapturedGraph
-from torch_hybrid_backend.core.deadline import Deadline
-from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.plan import GraphBreak, Plan, Unconverted
 from torch_hybrid_backend.core.precision import AS_WRITTEN, PRECISIONS
 from torch_hybrid_backend.core.verdict import Reason, Refused
-from torch_hybrid_backend.driver.bisection import applied_in_capture, is_running
-from torch_hybrid_backend.driver.errors_as_written import as_written, raising_as_written
+from torch_hybrid_backend.driver.errors_as_written import as_written
 from torch_hybrid_backend.driver.garbage import collector_paused
-from torch_hybrid_backend.driver.hybrid_graph import HybridGraph, OnPlan, OnRegions, pricing_of
-from torch_hybrid_backend.driver.prepared import copy_of, hindrance
-from torch_hybrid_backend.driver.profiling import PlannedGraph, Timeable, WholeGraph, profile_calls, warm_up
+from torch_hybrid_backend.driver.graph_compilation import GraphCompilation, Listeners, warn_once
+from torch_hybrid_backend.driver.hybrid_graph import OnPlan, OnRegions
+from torch_hybrid_backend.driver.profiling import Timeable, profile_calls, warm_up
 from torch_hybrid_backend.driver.ready import Ready
 from torch_hybrid_backend.driver.refused_forms import refused_operator
 from torch_hybrid_backend.driver.session import Session, open_session
 from torch_hybrid_backend.errors import ArgumentError, ConfigError, delivered
-from torch_hybrid_backend.graph.devices import is_on_host
-from torch_hybrid_backend.graph.eager_graph import EagerGraph, with_right_text
-from torch_hybrid_backend.graph.values import holds_collectives, is_repeatable
 from torch_hybrid_backend.machine import lacking_instructions
-from torch_hybrid_backend.partition.seen_graphs import SeenGraphs, graph_key
-from torch_hybrid_backend.partition.whole_call import PricedCall
-from torch_hybrid_backend.progress import Progress
 from torch_hybrid_backend.quantization.ranges import left_in_float
 from torch_hybrid_backend.report import Explanation, about_call
+from torch_hybrid_backend.torch_private import (
+    FailOnRecompileLimitHit,
+    ShortenTraceback,
+    TorchRuntimeError,
+    dynamo_config,
+)
 
 log = logging.getLogger(__name__)
 
@@ -91,10 +83,10 @@ def _errors_unwrapped() -> Iterator[None]:
     except ConfigError as error:
         raise _UnwrappedConfigError(error.with_traceback(None)) from None
     except Exception as error:
-        found = delivered(error)
-        if found is None:
+        own_error = delivered(error)
+        if own_error is None:
             raise
-        raise _Unwrapped(found) from found
+        raise _Unwrapped(own_error) from own_error
 
 
 @_errors_unwrapped()
@@ -140,151 +132,10 @@ def compile_graph(
         return as_written(gm)
     ready = Ready(model_name(), config)
     with ready.working():
-        return _compile_graph(gm, example_inputs, config, ready, on_plan, on_regions, on_background, on_graph)
-
-
-def _compile_graph(
-    gm: torch.fx.GraphModule,
-    example_inputs: Sequence[Any],
-    config: Config,
-    ready: Ready,
-    on_plan: OnPlan | None,
-    on_regions: OnRegions | None,
-    on_background: Callable[[InBackground], None] | None,
-    on_graph: Callable[[Timeable], None],
-) -> Callable[..., Any]:
-    config = with_instructions(config)
-    shared = open_session(config)
-    deadline = Deadline(config.compile_deadline_s)
-    devices = {CPU, *(Device.of(value.device) for value in example_inputs if isinstance(value, torch.Tensor))}
-    key = graph_key(
-        gm,
-        example_inputs,
-        f"{config.precision} {config.weight_form} {[shared.versions(device) for device in sorted(devices, key=str)]}",
-    )
-    in_eager = with_right_text(gm)
-    calls: list[tuple[PricedCall, bool]] = []  # with whether it is built off the call
-    runs_twice: list[bool] = []
-
-    @collector_paused()  # a backward graph may be compiled later, when backward is called
-    def compile_captured(captured: CapturedGraph) -> Callable[[list[Any]], list[Any]]:
-        if captured.kind == "forward" and config.precision != AS_WRITTEN:
-            _warn_once(f"precision={config.precision} is for inference: graphs for training are computed as written")
-        why_not = _not_off_the_call(captured) if config.background else ""
-        if why_not:
-            log.warning("a graph is compiled in its call, not in the background: %s", why_not)
-        in_background = config.background and not why_not
-        if captured.kind != "backward":
-            runs_twice.append(hindrance(captured.graph_module) is None)
-        own = Ready(ready.title, config) if captured.kind == "backward" else ready
-        take_plan = own.telling(on_plan)
-        make = functools.partial(
-            HybridGraph,
-            captured,
-            shared,
-            config,
-            name=ready.title,
-            deadline=deadline,
-            on_regions=on_regions,
-            meanwhile=meanwhile if in_background else None,
-            working=own.working,
-            on_graph=lambda graph: on_graph(PlannedGraph(graph)),
-        )
-        if not _is_priced_whole(captured, config):
-            if not in_background:
-                return make(on_plan=take_plan)
-            written = EagerGraph(copy_of(captured.graph_module))  # before passes change it
-            return meanwhile(f"a {captured.kind} graph", written, make(on_plan=take_plan))
-        sizes = [k for k, value in enumerate(example_inputs) if isinstance(value, int | torch.SymInt)]
-        # Only calls on the host are priced whole.
-        pricing = functools.partial(pricing_of, shared, config, deadline, CPU)
-        nodes = None if config.verify == "off" else as_written(gm)
-        call = PricedCall(in_eager.forward, nodes, key, sizes, config.measure_budget_s, pricing, take_plan, own.working)
-        calls.append((call, in_background))
-        on_graph(WholeGraph(call, in_eager))
-        return make(on_plan=call.take_plan)
-
-    def meanwhile(title: str, eager: EagerGraph, graph: HybridGraph) -> Callable[[list[Any]], list[Any]]:
-        return off_the_call(
-            title, _without_grad(eager), graph, lambda _: not graph.is_ready, lambda inputs: [graph.copied(inputs)]
-        )
-
-    def off_the_call(
-        title: str,
-        eager: Callable[..., Any],
-        planned: Callable[..., Any],
-        waits: Callable[..., bool],
-        copied: Callable[..., Sequence[Any]],
-        *,
-        once: bool = True,
-    ) -> Callable[..., Any]:
-        made = InBackground(title, eager, planned, waits, copied, once=once, strict=config.strict)
-        if on_background is not None:
-            on_background(made)
-        return made.call
-
-    def compiled_whole() -> Callable[..., Any]:
-        with Progress("tracing"):
-            planned = capture(gm, example_inputs, compile_captured, keep_ops, kept, applied_in_capture())
-        if all(runs_twice):
-            planned = raising_as_written(planned, gm)
-        if not calls:
-            return planned
-        priced, in_background = calls[0]
-        call = priced.around(planned)
-        if not in_background:
-            return call
-        return off_the_call(
-            "a graph",
-            in_eager.forward,
-            call,
-            priced.waits,
-            lambda *inputs: copies_of(inputs, _is_static),
-            once=not any(isinstance(value, int | torch.SymInt) for value in example_inputs),
-        )
-
-    keep_ops = frozenset[torch._ops.OpOverload]().union(*(engine.keep_ops for engine in shared.engines))
-    kept = AotCache(shared.services.store) if config.cache and not is_running() else None
-    known = SeenGraphs(shared.services.store)
-    if key in known:
-        return compiled_whole()
-    shared.prepare(len(gm.graph.nodes))  # what engines need to compile starts while AOTAutograd traces
-    compiled = compiled_whole()
-    known.add(key)
-    return compiled
-
-
-def _not_off_the_call(captured: CapturedGraph) -> str:
-    """The reason why a graph cannot be tried on copies of its inputs while calls go on; "" where it can."""
-    module = captured.graph_module
-    if is_running():
-        return "PyTorch's compiler bisector runs"
-    if holds_collectives(module):
-        return "it works with other processes, and all of them have to do the same in each call"
-    if (node := hindrance(module)) is not None:
-        return f"it calls {node.target}, which may do more than compute: it cannot be run twice unnoticed"
-    if not is_on_host(captured.graph_module):
-        return "it runs on a GPU, where building beside calls was never tried"
-    return ""
-
-
-def _without_grad(graph: EagerGraph) -> Callable[[list[Any]], list[Any]]:
-    def run(inputs: list[Any]) -> list[Any]:
-        with torch.no_grad():
-            return graph(inputs)
-
-    return run
-
-
-def _is_static(_position: int, value: object) -> bool:
-    """True if Dynamo takes a tensor for one that keeps its memory: a parameter or a buffer."""
-    return isinstance(value, torch.nn.Parameter) or getattr(value, "_dynamo_static_input_type", None) is not None
-
-
-@functools.cache
-def _warn_once(text: str) -> None:
-    """A WARNING once in a process: it is the same for all graphs of a program."""
-    log.warning("%s", text)
+        config = with_instructions(config)
+        listeners = Listeners(on_plan, on_regions, on_background, on_graph)
+        compilation = GraphCompilation(gm, example_inputs, config, open_session(config), ready, listeners)
+        return compilation.compiled(example_inputs)
 
 
 # What needs instructions -> precision -> the one to be used without them.
@@ -313,20 +164,11 @@ def with_instructions(config: Config) -> Config:
     fast = [
         name for name in PRECISIONS if name != AS_WRITTEN and all(not lacking_instructions(p) for p in _parts(name))
     ]
-    _warn_once(
+    warn_once(
         f"this machine has no instructions for {' and '.join(lacks)}: with precision={config.precision} graphs are computed {instead}; "
         f"use one of {', '.join(fast)}, which run fast here"
     )
     return dataclasses.replace(config, precision=precision)
-
-
-def _is_priced_whole(captured: CapturedGraph, config: Config) -> bool:
-    """True if whole calls of the graph can be timed, and are to be: not where nothing is timed, or all is compared with eager anyway."""
-    if captured.kind != "inference" or captured.writes_inputs or is_running():
-        return False
-    if config.placement == "estimate" or config.verify == "always":
-        return False
-    return is_on_host(captured.graph_module) and is_repeatable(captured.graph_module)
 
 
 def explain(
@@ -456,9 +298,9 @@ class _Told:
         self._plans.clear()
         self._call_us = profile_calls(call, tuple(self._graphs), session)
 
-    def take_graph_break(self, found: GraphBreak) -> None:
+    def take_graph_break(self, graph_break: GraphBreak) -> None:
         """Take a graph break that Dynamo met, maybe not for the first time."""
-        self._graph_breaks[found] = None
+        self._graph_breaks[graph_break] = None
 
     def of(self, model: object, about: Mapping[str, str]) -> Explanation:
         """The plans so far, with what a quantised model knows of its layers."""

@@ -407,10 +407,10 @@ def _parsed(field: dataclasses.Field[object], raw: object, shown: str) -> object
 
 
 def _unknown_option(name: str, known: Sequence[str]) -> str:
-    import torch._inductor  # imported here because only this message needs it
+    from torch_hybrid_backend.torch_private import inductor_options  # imported here because only this message needs it
 
     options = f"The options of the hybrid backend are: {', '.join(known)}"
-    if name.replace("-", "_") in torch._inductor.list_options():
+    if name.replace("-", "_") in inductor_options():
         return f"{name!r} is an option of torch.compile's own backend, inductor, which the hybrid backend does not take. {options}"
     return f"unknown option {name!r}. {did_you_mean(name, known)}{options}"
 

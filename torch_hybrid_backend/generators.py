@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.errors import HybridError
+from torch_hybrid_backend.torch_private import HigherOrderOperator, OpOverload, TorchDispatchMode
 
 _T = TypeVar("_T")
 # Two calls shall not take the same numbers. PyTorch's own lock of a generator cannot be held from Python: an operator that draws in another
@@ -117,7 +117,7 @@ class _Apart(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if isinstance(func, torch._ops.HigherOrderOperator):
+        if isinstance(func, HigherOrderOperator):
             return func(*(self._within(a) if isinstance(a, torch.nn.Module) else a for a in args), **kwargs)
         run = _taking_generator(func)
         if run is None or kwargs.get("generator") is not None:
@@ -145,7 +145,7 @@ _OVERLOADS = {
 def _taking_generator(target: object) -> Callable[..., Any] | None:
     """The function of an operator's arguments, and of the keyword `generator`, that computes what the operator does; None where the operator
     draws nothing, or from the default generator alone."""
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
+    if not isinstance(target, OpOverload) or target.namespace not in ("aten", "prims"):
         return None
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return None

@@ -11,7 +11,7 @@ import importlib
 import math
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -190,15 +190,21 @@ def processor() -> str:
         return platform.processor()
 
 
-# Instructions by which kernels multiply in a precision, as Linux names them: x86's, and Arm's, where only PyTorch's kernels do. One of them
-# is enough. AVX512-FP16 is not among them: its sums would be of float16 too, and no kernel of ours multiplies by it (ADR 90).
-_INSTRUCTIONS: Mapping[str, tuple[str, ...]] = {
-    "bf16": ("avx512_bf16", "amx_bf16", "bf16"),
-    "fp16": ("amx_bf16", "amx_fp16", "asimdhp"),
-    "int8": ("avx2",),
+# An instruction set, as Linux names it -> the precisions that kernels multiply in by it: x86's, and Arm's, where only PyTorch's kernels do.
+# AVX512-FP16 is not among them: its sums would be of float16 too, and no kernel of ours multiplies by it (ADR 90). _WHOLE_BYTES: 8 bits by
+# 8 bits without saturating.
+_WHOLE_BYTES = "whole bytes"
+_MULTIPLIES: Mapping[str, tuple[str, ...]] = {
+    "avx2": ("int8",),
+    "avx_vnni": (_WHOLE_BYTES,),
+    "avx512_vnni": (_WHOLE_BYTES,),
+    "avx512_bf16": ("bf16",),
+    "amx_bf16": ("bf16", "fp16"),
+    "amx_fp16": ("fp16",),
+    "amx_int8": (_WHOLE_BYTES,),
+    "bf16": ("bf16",),
+    "asimdhp": ("fp16",),
 }
-# Those that multiply 8 bits by 8 bits without saturating.
-_WHOLE_BYTES = ("avx512_vnni", "avx_vnni", "amx_int8")
 
 
 def lacking_instructions(precision: str, root: Path = Path("/")) -> tuple[str, ...]:
@@ -206,23 +212,28 @@ def lacking_instructions(precision: str, root: Path = Path("/")) -> tuple[str, .
     nothing."""
     import torch
 
-    needed = _INSTRUCTIONS[precision]
     if precision == "int8" and torch.backends.cpu.get_cpu_capability().startswith("AVX"):
         return ()  # also where the system tells no flags
-    return () if _has_any(needed, root) else needed
+    return () if _multiplies(precision, root) else _instructions(precision)
 
 
-def bits_of_weights(root: Path = Path("/")) -> int:
-    """Bits of the integer weights of layers on the host: 8, or 7 where it has AVX2 and neither VNNI nor AMX. x86's older product of
-    bytes adds two of them up in 16 bits, which saturate with 8 bits on either side."""
-    return 7 if "avx2" in _flags(root) and not _has_any(_WHOLE_BYTES, root) else 8
+def default_weight_bits(root: Path = Path("/")) -> int:
+    """Bits of the quantized weights that the host multiplies fastest: 7 where it has AVX2 and neither VNNI nor AMX, else 8.
+
+    x86's older product of bytes (`vpmaddubsw`) adds two products in 16 bits. With 8 bits on either side their sum saturates.
+    """
+    return 7 if _multiplies("int8", root) and not _multiplies(_WHOLE_BYTES, root) else 8
 
 
-def _has_any(needed: tuple[str, ...], root: Path) -> bool:
-    """True if the host has one of the instructions. Those of AMX do not count where the system refuses its tiles; it is asked only where
+def _instructions(precision: str) -> tuple[str, ...]:
+    return tuple(name for name, precisions in _MULTIPLIES.items() if precision in precisions)
+
+
+def _multiplies(precision: str, root: Path) -> bool:
+    """True if the host has an instruction for a precision. Those of AMX do not count where the system refuses its tiles; it is asked only where
     nothing else is there."""
-    found = _flags(root).intersection(needed)
-    return bool(found) and (not all(name.startswith("amx") for name in found) or may_use_tiles())
+    found = _flags(root).intersection(_instructions(precision))
+    return bool(found) and (not all(map(is_of_tiles, found)) or may_use_tiles())
 
 
 def _flags(root: Path) -> set[str]:
@@ -233,10 +244,19 @@ def _flags(root: Path) -> set[str]:
         fields = cpuinfo(root)
     except failures(OSError):
         fields = {}
-    flags = set((fields.get("flags") or fields.get("features") or "").split())
-    if torch.backends.cpu.get_cpu_capability() == "AVX2":  # PyTorch is held to that, and our kernels with it
-        flags = {flag for flag in flags if not flag.startswith(("avx512", "amx"))}
-    return flags
+    flags = (fields.get("flags") or fields.get("features") or "").split()
+    return set(flags_within(flags, torch.backends.cpu.get_cpu_capability()))
+
+
+def flags_within(flags: Iterable[str], capability: str) -> tuple[str, ...]:
+    """Those of Linux's `flags` that PyTorch uses. PyTorch may be held to AVX2 (`torch.backends.cpu.get_cpu_capability()`), and our kernels
+    with it."""
+    return tuple(flag for flag in flags if capability != "AVX2" or not (flag.startswith("avx512") or is_of_tiles(flag)))
+
+
+def is_of_tiles(flag: str) -> bool:
+    """True if Linux's name of an instruction set is one of AMX's."""
+    return flag.startswith("amx")
 
 
 def cpuinfo(root: Path) -> Mapping[str, str]:

@@ -6,6 +6,7 @@ import pytest
 
 from torch_hybrid_backend.codegen.anchors import Anchor, arguments, neutral_kernel, over
 from torch_hybrid_backend.loops import ops
+from torch_hybrid_backend.loops.attention_scores import SdpaScore
 from torch_hybrid_backend.loops.index import LoopVar, as_index, index_of
 from torch_hybrid_backend.loops.ir import AttentionOp, Buffer, ConvOp, Load, LoopOp, MapOp, MatMulOp
 from torch_hybrid_backend.loops.kernels import Argument, AttentionKernel, ConvKernel, MatMulKernel, Store
@@ -66,7 +67,8 @@ def test_attention(masked: bool) -> None:
     """A mask is one more operand."""
     q, k, v = (buffer(1, 2, 4, 8, name=name) for name in "qkv")
     mask = buffer(1, 2, 4, 4, name="mask") if masked else None
-    op = AttentionOp(buffer(1, 2, 4, 8), q, k, v, mask, 0.25, True)
+    score = SdpaScore(scale=0.25, causal=True, mask=mask)
+    op = AttentionOp(buffer(1, 2, 4, 8), q=q, k=k, v=v, score=score)
     kernel = neutral_kernel(anchor_of(op, q, k, v, *([mask] if mask else [])))
     assert isinstance(kernel, AttentionKernel)
     assert [a.buffer.name for a in kernel.reads] == ["q", "k", "v", *(["mask"] if masked else []), "bias"]
@@ -78,7 +80,7 @@ def test_attention(masked: bool) -> None:
 def test_what_is_no_anchor() -> None:
     """The error names the operation's class."""
     x = buffer(4)
-    with pytest.raises(TypeError, match="a MapOp is no anchor"):
+    with pytest.raises(TypeError, match="a MapOp cannot anchor a kernel"):
         neutral_kernel(anchor_of(MapOp(buffer(4), x), x))
 
 

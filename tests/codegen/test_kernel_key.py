@@ -24,6 +24,7 @@ from torch_hybrid_backend.codegen.kernel_key import canonical_text
 from torch_hybrid_backend.codegen.kernel_key import kernel_key as key_for
 from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.engines.cpu.tir import compiler as tir_compiler
+from torch_hybrid_backend.engines.cpu.weights import Panels
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import Index, LoopVar, Scalar, var
 from torch_hybrid_backend.loops.ir import Buffer, FromIndex, Load
@@ -56,6 +57,8 @@ def other(value: object) -> Any:
             return dataclasses.replace(value, combiner=value.combiner + "x")
         case Buffer():
             return Buffer(value.shape, "float64")
+        case Panels():
+            return dataclasses.replace(value, buffer=other(value.buffer))
         case None:
             return ops.const(1.0, "float32")
         case tuple() if value:

@@ -16,7 +16,7 @@ from torch_hybrid_backend.core.plan import Conversion, Plan
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.driver import precision_accuracy_check
 from torch_hybrid_backend.driver.prepared import Reduced
-from torch_hybrid_backend.driver.stages import Placed
+from torch_hybrid_backend.driver.stages import Assignment
 from torch_hybrid_backend.errors import OperatorRefusedError
 from torch_hybrid_backend.partition.deviation import relative_error
 
@@ -155,7 +155,7 @@ def test_kernels_that_are_off_by_more_than_eager_cost_few_compilations(monkeypat
     errors = {0: 0.5, 1: 0.5, 2: 0.4, 3: 0.2, 4: 0.1, 5: 0.04, 6: 0.02, 7: 0.0}  # of eager, by layers that returned
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(7)))
 
-    def deviation(placed: Placed, reduced: Reduced, _: object) -> precision_accuracy_check._Deviation:
+    def deviation(assignment: Assignment, reduced: Reduced, _: object) -> precision_accuracy_check._Deviation:
         compiled.append(len(reduced.context.as_written))
         return precision_accuracy_check._Deviation(3 * errors[compiled[-1]], {}, (), frozenset())
 

@@ -250,7 +250,9 @@ def test_what_float32_cannot_reach_is_not_compared(whole: _Times, monkeypatch: p
     """Nothing is compiled as written where its products alone would take longer."""
     timed = whole()
     monkeypatch.setattr(precision_speed_check, "_rate", lambda: 1e-6)
-    monkeypatch.setattr(precision_speed_check._Trial, "_compile", lambda *_: pytest.fail("it is compiled as written"))
+    monkeypatch.setattr(
+        precision_speed_check._PrecisionTimings, "_compile", lambda *_: pytest.fail("it is compiled as written")
+    )
     assert _explained(_model(), torch.randn(8, 16)).converted == (("bfloat16", 3),)
     assert timed == []
 

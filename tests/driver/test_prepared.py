@@ -13,6 +13,7 @@ from tests.fake_devices import FakeDevices
 from tests.partition.engines_for_tests import trace
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.captured import CapturedGraph
+from torch_hybrid_backend.driver import prepared as driver_prepared
 from torch_hybrid_backend.driver.prepared import copy_of, hindrance, prepare
 from torch_hybrid_backend.graph.eager_graph import EagerGraph
 
@@ -88,3 +89,16 @@ def test_what_is_known_of_repeating_it(
     captured = CapturedGraph(module, "inference", frozenset(), False)
     made = prepare(captured, "graph", Config(), lambda name, body: EagerGraph(body.graph_module))
     assert (made.is_repeatable, made.is_repeatable_apart, made.has_collectives) == (once, apart, False)
+
+
+@pytest.mark.parametrize("bits", [7, 8])
+def test_int8_weights_have_the_bits_that_suit_the_machine(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver asks the machine at every compilation, and tells the passes."""
+    monkeypatch.setattr(driver_prepared, "default_weight_bits", lambda: bits)
+    module = trace(lambda x, w: (torch.mm(x, w),), torch.rand(40, 64), torch.rand(64, 64))
+    weight = module.graph.find_nodes(op="placeholder")[1].name
+    captured = CapturedGraph(module, "inference", frozenset({weight}), False)
+    made = prepare(captured, "graph", Config(precision="int8"), lambda name, body: EagerGraph(body.graph_module))
+    assert made.reduced is not None
+    (node,) = [n for n in made.reduced.graph.graph.nodes if "dequantize_per_channel" in str(n.target)]
+    assert node.args[5] == {7: 64, 8: 127}[bits]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.partition.engines_for_tests import FakeEngine
+from tests.partition.engines_for_tests import FakeEngine, trace
 from tests.services_for_tests import services
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.device import CPU, Device
@@ -96,6 +96,28 @@ def test_engine_that_cannot_get_ready(caplog: pytest.LogCaptureFixture) -> None:
     (record,) = caplog.records
     assert "unready" in record.message
     assert "no licence" in record.message
+
+
+def test_codebooks_are_kept_packed_where_an_engine_for_their_device_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """Engines of other devices are not asked; an error of a third party's engine is one warning, and such weights are made ahead."""
+
+    class Keeping(FakeEngine):
+        def keeps_packed(self, weights: torch.fx.Node) -> bool:
+            return True
+
+    class Broken(FakeEngine):
+        def keeps_packed(self, weights: torch.fx.Node) -> bool:
+            raise ValueError("no licence")
+
+    keeping, elsewhere = Keeping("keeping"), Keeping("elsewhere")
+    elsewhere.devices = frozenset({"cuda"})
+    graph = trace(lambda table, q: table.index_select(0, q), torch.rand(4), torch.zeros(8, dtype=torch.int64)).graph
+    (weights,) = graph.find_nodes(op="call_function", target=torch.ops.aten.index_select.default)
+    assert Session((keeping,), services()).keeps_packed(weights)
+    assert not Session((FakeEngine("plain"), elsewhere), services()).keeps_packed(weights)
+    with caplog.at_level(logging.WARNING, "torch_hybrid_backend"):
+        assert not Session((Broken("broken"),), services()).keeps_packed(weights)
+    assert "no licence" in caplog.text
 
 
 def test_timings_belong_to_the_engine_and_to_what_runs_its_kernels(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""The stages of a graph: covers priced on the first call's inputs, with engines and a clock of the tests' own."""
+"""The stages of a graph: partitionings priced on the first call's inputs, with engines and a clock of the tests' own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Reason, Refused, Verdict
 from torch_hybrid_backend.driver.prepared import prepare
 from torch_hybrid_backend.driver.session import Session
-from torch_hybrid_backend.driver.stages import Compiled, Placed, _UnlessCaptured, compile_graph, install, place
+from torch_hybrid_backend.driver.stages import (
+    Assignment,
+    Compiled,
+    _UnlessCaptured,
+    build_executable,
+    partition_and_compile,
+    place,
+)
 from torch_hybrid_backend.engines.eager import EagerEngine
 from torch_hybrid_backend.errors import CompileError
 from torch_hybrid_backend.graph.eager_graph import EagerGraph
@@ -126,23 +133,23 @@ class _Wiring:
         module = trace(lambda x: (function(x),), torch.randn(8, 8))
         captured = CapturedGraph(module, "inference", frozenset(), False)
         self._versions = {engine.name: engine.version(Device("cpu")) for engine in engines}
-        return compile_graph(
+        return partition_and_compile(
             prepare(captured, "graph", self.config, lambda *_: None), session, self.config, self._pricing
         )  # type: ignore[arg-type,return-value]
 
     def _pricing(self, device: Device) -> Pricing:
         return Pricing(self._timings, self._versions, device, deadline=Deadline(60.0), timer=HostTimer(self._clock))
 
-    def place(self, compiled: Compiled, function: Callable[..., Any] = _function) -> Placed:
-        """Placed, installed and called again; both calls are right."""
+    def place(self, compiled: Compiled, function: Callable[..., Any] = _function) -> Assignment:
+        """Assign engines, build the executable and call it again; both calls are right."""
         x = torch.randn(8, 8)
-        placed, (first,) = place(compiled, [x], self.config, self._pricing)
+        assignment, (first,) = place(compiled, [x], self.config, self._pricing)
         torch.testing.assert_close(first, function(x))
-        (again,) = placed.python_executor()([x])
+        (again,) = assignment.python_executor()([x])
         torch.testing.assert_close(again, function(x))
-        (installed,) = install(placed, [x], self.config).run([x])
-        torch.testing.assert_close(installed, function(x))
-        return placed
+        (executable,) = build_executable(assignment, [x], self.config).run([x])
+        torch.testing.assert_close(executable, function(x))
+        return assignment
 
 
 @pytest.fixture
@@ -150,43 +157,46 @@ def wiring(clock: _Clock, tmp_path: Path) -> _Wiring:
     return _Wiring(clock, tmp_path)
 
 
-def _regions(placed: Placed) -> list[tuple[str, tuple[str, ...]]]:
+def _regions(assignment: Assignment) -> list[tuple[str, tuple[str, ...]]]:
     """The engines and their operators, segment by segment."""
     return [
-        (placed.decisions[s.region.name].engine if s.region.name in placed.decisions else "eager", s.region.node_names)
-        for s in placed.partition.graph.segments
+        (
+            assignment.decisions[s.region.name].engine if s.region.name in assignment.decisions else "eager",
+            s.region.node_names,
+        )
+        for s in assignment.partition.graph.segments
     ]
 
 
-def test_the_cover_of_the_second_engine_wins(clock: _Clock, wiring: _Wiring) -> None:
+def test_the_partitioning_of_the_second_engine_wins(clock: _Clock, wiring: _Wiring) -> None:
     """The first engine would take what it supports and leave the second one fragments; the second one's own regions cost less."""
     first = _TimedEngine("first", clock, ["mm", "sin", "cos"], {})
     second = _TimedEngine("second", clock, ["sin", "exp", "cos"], {}, other_us=10.0)
-    placed = wiring.place(wiring.compile([first, second]))
-    assert _regions(placed)[:2] == [("first", ("mm",)), ("second", ("sin", "exp", "cos"))]
-    costs = {cost.engine: cost.microseconds for cost in placed.covers}
+    assignment = wiring.place(wiring.compile([first, second]))
+    assert _regions(assignment)[:2] == [("first", ("mm",)), ("second", ("sin", "exp", "cos"))]
+    costs = {cost.engine: cost.microseconds for cost in assignment.partitionings}
     assert costs.keys() == {"first, second", "second, first"}
     assert costs["second, first"] < costs["first, second"]
     # The product, the three others, and eager's two, whose call takes as long as two runs; each of the three segments runs from Python.
     assert costs["second, first"] == pytest.approx(101 + 31 + 2 * 2 * EAGER_US + 3 * CALLBACK_US)
-    assert placed.plan.covers == placed.covers
+    assert assignment.plan.partitionings == assignment.partitionings
 
 
 def test_a_mixture_wins(clock: _Clock, wiring: _Wiring) -> None:
     """The first engine supports all of it, in one region; it costs less where it keeps the product and leaves the rest to the second one."""
     first = _TimedEngine("first", clock, ["mm", "sin", "exp", "cos"], {"mm": 5.0})
     second = _TimedEngine("second", clock, ["sin", "exp", "cos"], {}, other_us=10.0)
-    placed = wiring.place(wiring.compile([first, second]))
-    assert _regions(placed)[:2] == [("first", ("mm",)), ("second", ("sin", "exp", "cos"))]
-    assert [cost.kind for cost in placed.covers] == ["measured", "measured"]
+    assignment = wiring.place(wiring.compile([first, second]))
+    assert _regions(assignment)[:2] == [("first", ("mm",)), ("second", ("sin", "exp", "cos"))]
+    assert [cost.kind for cost in assignment.partitionings] == ["measured", "measured"]
 
 
 def test_the_first_engine_keeps_what_it_does_best(clock: _Clock, wiring: _Wiring) -> None:
-    """The second engine's cover loses where its operators are slow, and where every region costs a call: fewer are better."""
+    """The second engine's partitioning loses where its operators are slow, and where every region costs a call: fewer are better."""
     first = _TimedEngine("first", clock, ["mm", "sin", "exp", "cos"], {}, call_us=50.0, other_us=10.0)
     second = _TimedEngine("second", clock, ["exp"], {"exp": 1.0}, call_us=50.0)
-    placed = wiring.place(wiring.compile([first, second]))
-    assert _regions(placed)[0] == ("first", ("mm", "sin", "exp", "cos"))
+    assignment = wiring.place(wiring.compile([first, second]))
+    assert _regions(assignment)[0] == ("first", ("mm", "sin", "exp", "cos"))
 
 
 @pytest.mark.parametrize(("exp_us", "wins"), [(10.0, False), (60.0, True)])
@@ -197,23 +207,23 @@ def test_an_engine_has_to_gain_more_than_its_boundaries_cost(
     us, counts against what it gains there."""
     inside = _TimedEngine("inside", clock, ["exp"], {"exp": 5.0}, call_us=1.0)
     around = _TimedEngine("around", clock, ["mm", "sin", "exp", "cos"], {"exp": exp_us}, call_us=20.0, other_us=10.0)
-    placed = wiring.place(wiring.compile([inside, around]))
+    assignment = wiring.place(wiring.compile([inside, around]))
     cut = [("around", ("mm", "sin")), ("inside", ("exp",)), ("around", ("cos",))]
-    assert _regions(placed)[:-1] == (cut if wins else [("around", ("mm", "sin", "exp", "cos"))])
+    assert _regions(assignment)[:-1] == (cut if wins else [("around", ("mm", "sin", "exp", "cos"))])
 
 
 def test_common_regions_are_compiled_once(clock: _Clock, wiring: _Wiring) -> None:
-    """A region that several covers have is compiled by each engine once, and priced once."""
+    """A region that several partitionings have is compiled by each engine once, and priced once."""
     first = _TimedEngine("first", clock, ["mm", "sin", "cos"], {})
     second = _TimedEngine("second", clock, ["sin", "exp", "cos"], {})
     compiled = wiring.compile([first, second])
-    assert len(compiled.covers) == 2
+    assert len(compiled.partitionings) == 2
     assert all(len(engine.compiled) == len(set(engine.compiled)) for engine in (first, second))
     assert ("mm",) in first.compiled
 
 
 def test_an_engine_is_asked_once_about_a_common_region(clock: _Clock, wiring: _Wiring) -> None:
-    """The engine may accept or refuse it; a refusal is in each cover's plan."""
+    """The engine may accept or refuse it; a refusal is in each partitioning's plan."""
 
     class Picky(_TimedEngine):
         asked_about: tuple[tuple[str, ...], ...] = ()
@@ -225,7 +235,7 @@ def test_an_engine_is_asked_once_about_a_common_region(clock: _Clock, wiring: _W
     first = Picky("first", clock, ["mm", "sin", "cos"], {})
     second = _TimedEngine("second", clock, ["sin", "exp", "cos"], {})
     compiled = wiring.compile([first, second])
-    assert len(compiled.covers) == 2
+    assert len(compiled.partitionings) == 2
     assert len(first.asked_about) == len(set(first.asked_about))
     assert first.compiled == []
     refusals = [refusal.why for decision in wiring.place(compiled).decisions.values() for refusal in decision.refusals]
@@ -233,7 +243,7 @@ def test_an_engine_is_asked_once_about_a_common_region(clock: _Clock, wiring: _W
 
 
 def test_what_is_found_before_all_is_built_is_not_kept(clock: _Clock, wiring: _Wiring) -> None:
-    """A region that has another form built tells so once; the covers are then priced again by the next process."""
+    """A region that has another form built tells so once; the partitionings are then priced again by the next process."""
 
     class Build:
         done = False
@@ -249,19 +259,19 @@ def test_what_is_found_before_all_is_built_is_not_kept(clock: _Clock, wiring: _W
     first = Building("first", clock, ["mm", "sin", "cos"], {})
     second = _TimedEngine("second", clock, ["sin", "exp", "cos"], {}, other_us=10.0)
     compiled = wiring.compile([first, second])
-    placed = wiring.place(compiled)
-    assert placed.begun
-    assert all(isinstance(each, Build) for each in placed.begun)
-    assert len(wiring.compile([first, second]).covers) == 2
+    assignment = wiring.place(compiled)
+    assert assignment.begun
+    assert all(isinstance(each, Build) for each in assignment.begun)
+    assert len(wiring.compile([first, second]).partitionings) == 2
     assert not wiring.place(compiled).begun
-    assert len(wiring.compile([first, second]).covers) == 1
+    assert len(wiring.compile([first, second]).partitionings) == 1
 
 
 @pytest.mark.parametrize("recurs", [False, True])
 def test_what_is_found_without_a_region_is_kept_where_that_fails_elsewhere_too(
     recurs: bool, clock: _Clock, wiring: _Wiring
 ) -> None:
-    """The covers are priced again by the next process where this one lacked something, a full disk say."""
+    """The partitionings are priced again by the next process where this one lacked something, a full disk say."""
 
     class Failing(_TimedEngine):
         def compile(self, regions: Sequence[Region], deadline: Deadline) -> list[CompiledRegion | Exception]:
@@ -273,26 +283,26 @@ def test_what_is_found_without_a_region_is_kept_where_that_fails_elsewhere_too(
         _TimedEngine("second", clock, ["sin", "exp", "cos"], {}, other_us=10.0),
     ]
     assert wiring.place(wiring.compile(engines)).is_partial is not recurs
-    assert (len(wiring.compile(engines).covers) == 1) is recurs
+    assert (len(wiring.compile(engines).partitionings) == 1) is recurs
 
 
-def test_a_second_process_compiles_the_best_cover_alone(clock: _Clock, wiring: _Wiring) -> None:
-    """The costs of covers are kept: the next compilation compiles the cheapest one only, and says so in its plan."""
+def test_a_second_process_compiles_the_best_partitioning_alone(clock: _Clock, wiring: _Wiring) -> None:
+    """The costs of partitionings are kept: the next compilation compiles the cheapest one only, and says so in its plan."""
     first = _TimedEngine("first", clock, ["mm", "sin", "cos"], {})
     second = _TimedEngine("second", clock, ["sin", "exp", "cos"], {}, other_us=10.0)
     before = wiring.place(wiring.compile([first, second]))
     first.compiled.clear()
     second.compiled.clear()
     compiled = wiring.compile([first, second])
-    assert [cover.cover.order for cover in compiled.covers] == [("second", "first")]
+    assert [each.partitioning.order for each in compiled.partitionings] == [("second", "first")]
     assert first.compiled == [("mm",)]
     after = wiring.place(compiled)
     assert _regions(after) == _regions(before)
-    assert {cost.kind for cost in after.covers} == {"cached"}
+    assert {cost.kind for cost in after.partitionings} == {"cached"}
 
 
 def test_a_graph_with_effects_is_run_once(clock: _Clock, wiring: _Wiring) -> None:
-    """Random numbers would be drawn twice: the cover is the best by estimate, and no other is compiled."""
+    """Random numbers would be drawn twice: the partitioning is the best by estimate, and no other is compiled."""
 
     def noisy(x: torch.Tensor) -> torch.Tensor:
         return torch.rand_like((x @ x).sin().exp().cos()) * 0 + x.sin().exp().cos()
@@ -300,7 +310,7 @@ def test_a_graph_with_effects_is_run_once(clock: _Clock, wiring: _Wiring) -> Non
     first = _TimedEngine("first", clock, ["mm", "sin", "cos"], {})
     second = _TimedEngine("second", clock, ["sin", "exp", "cos"], {})
     compiled = wiring.compile([first, second], noisy)
-    assert len(compiled.covers) == 1
+    assert len(compiled.partitionings) == 1
     torch.manual_seed(0)
     wiring.place(compiled, noisy)
 
@@ -308,10 +318,10 @@ def test_a_graph_with_effects_is_run_once(clock: _Clock, wiring: _Wiring) -> Non
 def test_a_region_that_failed_goes_to_eager_in_a_new_value(clock: _Clock, wiring: _Wiring) -> None:
     """`without` leaves the stage that it was made from as it was: another thread may be running it."""
     wiring.config = Config(measure_budget_s=1e-3)
-    placed = wiring.place(wiring.compile([_TimedEngine("first", clock, ["mm", "sin", "exp", "cos"], {})]))
-    (segment, *_) = placed.partition.graph.segments
-    after = placed.without(segment.region, RuntimeError("out of order"), strict=False)
-    assert placed.decisions[segment.region.name].engine == "first"
+    assignment = wiring.place(wiring.compile([_TimedEngine("first", clock, ["mm", "sin", "exp", "cos"], {})]))
+    (segment, *_) = assignment.partition.graph.segments
+    after = assignment.without(segment.region, RuntimeError("out of order"), strict=False)
+    assert assignment.decisions[segment.region.name].engine == "first"
     assert after.decisions[segment.region.name].engine == "eager"
     assert segment.region.name not in after.compiled
     assert "out of order" in after.decisions[segment.region.name].refusals[-1].why
@@ -321,14 +331,14 @@ def test_eager_runs_what_is_captured(wiring: _Wiring, clock: _Clock, monkeypatch
     """While the caller captures a CUDA graph, eager runs every segment in place of a plan that draws random numbers; constants were folded
     before. Then the plan runs again."""
     engine = _TimedEngine("mine", clock, ["mm", "sin", "exp", "cos"], {})
-    placed = wiring.place(wiring.compile([engine]))
+    assignment = wiring.place(wiring.compile([engine]))
     calls: list[str] = []
 
     def plan(inputs: Sequence[Any]) -> list[Any]:
         calls.append("plan")
         return [inputs[0]]
 
-    eager = placed.eager_executor()
+    eager = assignment.eager_executor()
     x = torch.randn(8, 8)
     eager.bind([x])
     run = _UnlessCaptured(plan, eager)

@@ -12,7 +12,7 @@ import torch_hybrid_backend
 from torch_hybrid_backend import backend, machine
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.precision import DEFAULT_TOLERANCES
-from torch_hybrid_backend.driver import precision_speed_check
+from torch_hybrid_backend.driver import graph_compilation, precision_speed_check
 from torch_hybrid_backend.engines.cpu.backend import TvmBackend
 from torch_hybrid_backend.graph import quantization
 from torch_hybrid_backend.partition.deviation import relative_error
@@ -104,7 +104,7 @@ def test_a_model_compiles_in(precision: str, monkeypatch: pytest.MonkeyPatch, ca
     """With whatever instructions this machine has: results are near float32's, and either operators are converted and every layer that is not
     has a code, or one warning says what is lacking."""
     monkeypatch.setattr(backend, "lacking_instructions", machine.lacking_instructions)
-    backend._warn_once.cache_clear()
+    graph_compilation.warn_once.cache_clear()
     torch.manual_seed(0)
     model, x, options = _Patches().eval(), torch.randn(2, 3, 32, 32), {"precision": precision}
     with torch.no_grad():
@@ -153,13 +153,13 @@ def test_attention_of_any_length() -> None:
             compiled(q, k, v)  # the first call of all is eager's
             got, want, eager = compiled(q, k, v), attention(q.double(), k.double(), v.double()), attention(q, k, v)
         assert (got - want).square().mean() <= 1.2 * (eager - want).square().mean()
-    assert "word_attention" in plan
+    assert "bf16_attention" in plan
 
 
 @pytest.mark.skipif(
     not {"avx512_vnni", "avx_vnni"} & set(TvmBackend().target.features), reason="this processor has no VNNI"
 )
-def test_attention_of_bytes_of_any_length() -> None:
+def test_attention_of_int8_of_any_length() -> None:
     """Queries and keys that are dequantised bytes, of lengths known only at run time: one kernel, with exact products of the integers."""
     torch.manual_seed(0)
     options = {"placement": "estimate"}
@@ -179,4 +179,4 @@ def test_attention_of_bytes_of_any_length() -> None:
             compiled(q, k, v)  # the first call of all is eager's
             got, want = compiled(q, k, v), attention(q, k, v)
         torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-6)
-    assert "byte_attention" in plan
+    assert "int8_attention" in plan

@@ -133,7 +133,7 @@ def test_tvm_serves_the_sizes_that_an_engine_was_not_built_for(tmp_path: Path) -
     assert region.engine == "tensorrt"
     assert region.note.endswith("from 2 to 64, and tvm other sizes")
     assert [check(rows) for rows in (5, 64, 65, 64, 1000, 5, 65)] == [True, True, False, True, False, True, False]
-    run = graph._installed().run
+    run = graph._executable().run
     assert isinstance(run, SymbolicExecutor)
     assert run.plans == 4
     made = {rows: next(plan for sizes, plan in run._plans.items() if rows in sizes) for rows in (5, 64, 65, 1000)}

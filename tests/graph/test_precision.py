@@ -35,7 +35,7 @@ def _last(function: Callable[..., object], *inputs: torch.Tensor) -> torch.fx.No
     ],
 )
 def test_casts_and_computing(function: Callable[..., object], cast: bool, computing: bool) -> None:
-    """Casts between floating-point dtypes and quantisations change precision; views, casts and picking compute nothing."""
+    """Casts between floating-point dtypes and quantizations change precision; views, casts and picking compute nothing."""
     node = next(n for n in reversed(trace(function, torch.rand(4, 4)).graph.nodes) if _is_wanted(n))
     assert (is_cast(node), computes(node)) == (cast, computing)
 
@@ -55,12 +55,17 @@ def test_precision() -> None:
     assert precision_of(_last(lambda x: x.double().sort(), torch.rand(4)).args[0]) == "float64"
 
 
-def test_products_of_dequantised_values() -> None:
-    """Products of dequantized values compute in int8, also where views lie between."""
+def _by_operator(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return quantized.dequantize_per_channel(q, scales, None, 0, -128, 127, torch.int8).t()
 
-    def function(x: torch.Tensor) -> torch.Tensor:
-        wide = quantized.dequantize_per_tensor(x.to(torch.int8), 0.1, 0, -128, 127, torch.int8)
-        return torch.mm(wide.view(4, 4).t(), wide.view(4, 4))
 
-    node = _last(function, torch.rand(16))
+def _written_out(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return (q.float() * scales[:, None]).t()
+
+
+@pytest.mark.parametrize("dequantized", [_by_operator, _written_out])
+def test_layers_with_dequantized_weights(dequantized: Callable[..., torch.Tensor]) -> None:
+    """Products compute in int8 however the graph writes the weight, also where views lie between."""
+    weights = torch.ones(6, 4, dtype=torch.int8), torch.rand(6)
+    node = _last(lambda x, q, scales: torch.mm(x, dequantized(q, scales)), torch.rand(3, 4), *weights)
     assert converted_to(node) == precision_of(node) == "int8"

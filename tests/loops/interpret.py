@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from torch_hybrid_backend.loops.attention_scores import plain_score
 from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar, Mod, Scalar, contiguous_strides, index_of, linear
 from torch_hybrid_backend.loops.ir import (
     ROUND_TARGETS,
@@ -37,7 +36,6 @@ from torch_hybrid_backend.loops.ir import (
     ReduceOp,
     ScanOp,
     ScatterOp,
-    ScoredAttentionOp,
     ScoreFn,
     Value,
     compute_dtype,
@@ -215,13 +213,6 @@ def evaluate(op: LoopOp, env: Environment) -> None:
             settings = (op.stride, op.padding, op.dilation, op.groups, op.transposed)
             result = convolve(_read(x, env), _read(w, env), op.out.shape[2:], *settings)
         case AttentionOp():
-            q, k, v = (_read(value, env) for value in (op.q, op.k, op.v))
-            scores = q @ k.transpose(-1, -2) * op.scale
-            result = attend(scores if op.mask is None else scores + _read(op.mask, env), v, op.causal)
-            if op.log_sum_exp is not None:
-                scores = _scores(plain_score(op.mask, op.scale, op.causal), q, k, env)
-                env[op.log_sum_exp] = _log_sum_exp(scores, op.empty)
-        case ScoredAttentionOp():
             q, k, v = (_read(value, env) for value in (op.q, op.k, op.v))
             scores = _scores(op.score, q, k, env)
             result = attend(scores, v, False, op.nan_rows)

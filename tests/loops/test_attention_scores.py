@@ -10,9 +10,9 @@ import torch
 
 from tests.loops.interpret import Environment, Frame
 from torch_hybrid_backend.loops.attention_scores import (
+    SdpaScore,
     is_free_of,
     masked,
-    plain_score,
     scaled,
     simplified,
     unscaled,
@@ -175,11 +175,11 @@ def test_unscaled() -> None:
     assert unscaled(negative, PRODUCT) == (1.0, negative)
 
 
-def test_plain_score() -> None:
+def test_sdpa_score() -> None:
     """scale, mask, causal: a mask of 0 and -inf becomes a choice."""
     mask = Map((ROWS, KEYS), "float32", lambda i: where(call("lt", from_index(i[1]), from_index(4)), ZERO, NOTHING))
     frame = Frame((ROWS, KEYS), ENV)
-    score = plain_score(mask, 0.25, True)(PRODUCT.at(frame.index), frame.index)
+    score = SdpaScore(scale=0.25, causal=True, mask=mask)(PRODUCT.at(frame.index), frame.index)
     rows, keys = torch.arange(ROWS)[:, None], torch.arange(KEYS)
     want = (ENV[PRODUCT] * 0.25).masked_fill((keys > rows) | (keys >= 4), -math.inf)
     torch.testing.assert_close(frame.expr(score, None), want)

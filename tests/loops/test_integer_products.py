@@ -1,4 +1,4 @@
-"""Quantized operands, and products of them."""
+"""Products of quantized operands, and what they become."""
 
 from __future__ import annotations
 
@@ -8,16 +8,9 @@ import pytest
 
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import Index
-from torch_hybrid_backend.loops.integer_products import (
-    affine,
-    bounded,
-    integer_product,
-    is_dequantised,
-    long_integers,
-)
+from torch_hybrid_backend.loops.integer_products import integer_product
 from torch_hybrid_backend.loops.ir import (
     Buffer,
-    Call,
     Const,
     ConvOp,
     Expr,
@@ -31,9 +24,9 @@ from torch_hybrid_backend.loops.ir import (
     Value,
     domain_vars,
 )
+from torch_hybrid_backend.loops.quantized import bounded, is_dequantized
 
-X, ROWS, DEPTHS = Buffer((4, 8), "uint8"), Buffer((4,), "float32"), Buffer((8,), "float32")
-POINT = domain_vars((4, 8))
+ROWS, DEPTHS = Buffer((4,), "float32"), Buffer((8,), "float32")
 
 
 def as_float(e: Expr) -> Expr:
@@ -44,46 +37,7 @@ def number(value: float) -> Expr:
     return ops.const(value, "float32")
 
 
-@pytest.mark.parametrize(
-    ("expr", "zero", "scales"),
-    [
-        (X.at(POINT), None, 0),
-        (as_float(X.at(POINT)), None, 0),
-        (ops.mul(as_float(X.at(POINT)), number(0.5)), None, 1),
-        (ops.mul(number(0.5), ops.sub(as_float(X.at(POINT)), number(3))), 3, 1),
-        (ops.mul(as_float(ops.sub(ops.cast(X.at(POINT), "int32"), ops.const(3, "int32"))), ROWS.at(POINT[:1])), 3, 1),
-        (ops.mul(ops.mul(as_float(X.at(POINT)), number(2)), ROWS.at(POINT[:1])), None, 2),
-        (ops.round_to(ops.mul(as_float(X.at(POINT)), number(2)), "bfloat16"), None, 1),
-        (ops.mul(ops.sub(as_float(X.at(POINT)), number(0)), number(2)), None, 1),
-    ],
-)
-def test_an_affine_scalar_is_an_integer_moved_and_scaled(expr: Expr, zero: int | None, scales: int) -> None:
-    """In whatever way it is spelled; a zero point of 0 is none."""
-    found = affine(expr)
-    assert found is not None
-    assert isinstance(found.integer, Load)
-    assert found.integer.buffer is X
-    assert (found.zero.value if isinstance(found.zero, Const) else found.zero) == zero
-    assert len(found.scales) == scales
-
-
-@pytest.mark.parametrize(
-    "expr",
-    [
-        ROWS.at(POINT[:1]),
-        ops.sub(as_float(X.at(POINT)), number(0.5)),  # no whole zero point
-        ops.sub(ops.mul(as_float(X.at(POINT)), number(2)), number(3)),  # moved after it was scaled
-        ops.cast(ops.mul(as_float(X.at(POINT)), number(0.5)), "int32"),  # cut off
-        ops.add(as_float(X.at(POINT)), number(1)),
-        ops.cast(X.at(POINT), "bool"),
-    ],
-)
-def test_other_scalars_are_not_affine(expr: Expr) -> None:
-    """A scalar that an integer product could not give exactly stays a product of floats."""
-    assert affine(expr) is None
-
-
-def dequantised(buffer: Buffer, scale: Callable[[tuple[Index, ...]], Expr], zero: float = 0) -> Map:
+def dequantized(buffer: Buffer, scale: Callable[[tuple[Index, ...]], Expr], zero: float = 0) -> Map:
     def at(index: tuple[Index, ...]) -> Expr:
         return ops.mul(ops.sub(as_float(buffer.at(index)), number(zero)), scale(index))
 
@@ -99,11 +53,11 @@ def product_of(a: Value, b: Value) -> tuple[LoopOp, ...] | None:
     return integer_product(MatMulOp(Buffer(shape, "float32"), a, b), realize_nothing)
 
 
-def test_a_matmul_of_quantised_operands_is_one_of_integers() -> None:
+def test_a_matmul_of_quantized_operands_is_one_of_integers() -> None:
     """Its operands are the buffers of integers; scales by row and column come behind it, and so does a zero point."""
     a, b = Buffer((1, 4, 8), "uint8"), Buffer((1, 8, 6), "int8", constant=True)
     rows, columns = Buffer((4,), "float32"), Buffer((6,), "float32", constant=True)
-    found = product_of(dequantised(a, lambda i: rows.at(i[1:2]), 7), dequantised(b, lambda i: columns.at(i[2:])))
+    found = product_of(dequantized(a, lambda i: rows.at(i[1:2]), 7), dequantized(b, lambda i: columns.at(i[2:])))
     assert found is not None
     product, scaled = found
     assert isinstance(product, IntegerMatMulOp)
@@ -125,8 +79,8 @@ def test_clamped_constants_stay_clamped(low: int, high: int) -> None:
         return ops.mul(as_float(inside), number(0.5))
 
     weight = Map(b.shape, "float32", clamped, ((b, lambda index: index),))
-    left = dequantised(a, lambda i: number(0.5))
-    for right, bounds in ((weight, (low, high)), (dequantised(b, lambda i: number(0.5)), (-128, 127))):
+    left = dequantized(a, lambda i: number(0.5))
+    for right, bounds in ((weight, (low, high)), (dequantized(b, lambda i: number(0.5)), (-128, 127))):
         found = product_of(left, right)
         assert found is not None
         product = found[0]
@@ -137,25 +91,15 @@ def test_clamped_constants_stay_clamped(low: int, high: int) -> None:
         assert (product.b is b) == (bounds == (-128, 127))
 
 
-def test_a_clamp_to_no_number_stays() -> None:
-    """The winner of two bounds that leave no number between them depends on their order."""
-    b = Buffer((4,), "int8", constant=True)
-    load = b.at(domain_vars(b.shape))
-    above = ops.call("max", load, ops.const(9, "int8"))
-    never = ops.call("min", above, ops.const(3, "int8"))
-    assert bounded(above) == (load, (9, 127))
-    assert bounded(never) == (above, (-128, 3))
-
-
 def test_scales_along_the_sum_make_no_integer_product() -> None:
-    """Nor does a right operand that nobody quantised; one that is made in the call does."""
+    """Nor does a right operand that nobody quantized; one that is made in the call does."""
     a, b = Buffer((1, 4, 8), "int8"), Buffer((1, 8, 6), "int8", constant=True)
     one = number(0.5)
-    left, right = dequantised(a, lambda i: one), dequantised(b, lambda i: one)
+    left, right = dequantized(a, lambda i: one), dequantized(b, lambda i: one)
     assert product_of(left, right) is not None
-    assert product_of(dequantised(a, lambda i: DEPTHS.at(i[2:])), right) is None
-    assert product_of(left, dequantised(b, lambda i: DEPTHS.at(i[1:2]))) is None
-    assert product_of(left, dequantised(Buffer(b.shape, "int8"), lambda i: one)) is not None
+    assert product_of(dequantized(a, lambda i: DEPTHS.at(i[2:])), right) is None
+    assert product_of(left, dequantized(b, lambda i: DEPTHS.at(i[1:2]))) is None
+    assert product_of(left, dequantized(Buffer(b.shape, "int8"), lambda i: one)) is not None
     assert product_of(left, Buffer(b.shape, "float32", constant=True)) is None
 
 
@@ -164,7 +108,7 @@ def test_a_zero_point_of_the_right_operand_is_taken_off_by_sums_of_rows() -> Non
     convolution's stays."""
     one = number(0.5)
     a, b = Buffer((1, 4, 8), "uint8"), Buffer((1, 8, 6), "uint8")
-    found = product_of(dequantised(a, lambda i: one, 7), dequantised(b, lambda i: one, 3))
+    found = product_of(dequantized(a, lambda i: one, 7), dequantized(b, lambda i: one, 3))
     assert found is not None
     rows, product, scaled = found
     assert isinstance(rows, ReduceOp)
@@ -179,7 +123,7 @@ def test_a_zero_point_of_the_right_operand_is_taken_off_by_sums_of_rows() -> Non
             return ops.mul(ops.sub(as_float(right.at(index)), zero(index[2:])), one)
 
         return (
-            product_of(dequantised(left, lambda i: one), Map(right.shape, "float32", at, ((right, lambda i: i),)))
+            product_of(dequantized(left, lambda i: one), Map(right.shape, "float32", at, ((right, lambda i: i),)))
             is not None
         )
 
@@ -190,7 +134,7 @@ def test_a_zero_point_of_the_right_operand_is_taken_off_by_sums_of_rows() -> Non
     assert not is_one(64, lambda i: as_float(wide.at(i)))
 
     x, w = Buffer((1, 8, 5, 5), "uint8"), Buffer((6, 8, 3, 3), "int8", constant=True)
-    image, weight = dequantised(x, lambda i: one), dequantised(w, lambda i: one, 3)
+    image, weight = dequantized(x, lambda i: one), dequantized(w, lambda i: one, 3)
     op = ConvOp(Buffer((1, 6, 3, 3), "float32"), image, weight, (1, 1), (0, 0), (1, 1), 1)
     assert integer_product(op, realize_nothing) is None
 
@@ -218,7 +162,7 @@ def test_sums_are_as_long_as_int32_holds(dtype: str, zero: int, bounds: tuple[in
             return ops.mul(as_float(e), number(0.5))
 
         right = Map(b.shape, "float32", weight, ((b, lambda index: index),))
-        found = product_of(dequantised(a, lambda i: number(0.5), zero), right)
+        found = product_of(dequantized(a, lambda i: number(0.5), zero), right)
         return None if found is None else found[0]
 
     longest, beyond = of_depth(depth), of_depth(depth + 1)
@@ -239,7 +183,7 @@ def test_sums_with_a_zero_point_that_may_be_large_are_of_float64() -> None:
             return ops.mul(ops.sub(as_float(a.at(index)), as_float(zero(index[1:2]))), number(0.5))
 
         rows = Map(a.shape, "float32", at, ((a, lambda index: index),))
-        found = product_of(rows, dequantised(b, lambda i: number(0.5)))
+        found = product_of(rows, dequantized(b, lambda i: number(0.5)))
         return None if found is None else found[0].out.dtype
 
     def clamped(index: tuple[Index, ...]) -> Expr:
@@ -252,20 +196,20 @@ def test_sums_with_a_zero_point_that_may_be_large_are_of_float64() -> None:
     assert sums(ROWS.at) is None
 
 
-def test_a_convolution_of_quantised_operands_is_one_of_integers() -> None:
+def test_a_convolution_of_quantized_operands_is_one_of_integers() -> None:
     """With the input's zero point, which must be known, and a number that the input may have."""
     x, w = Buffer((1, 8, 5, 5), "uint8"), Buffer((6, 8, 3, 3), "int8", constant=True)
     scales = Buffer((6,), "float32", constant=True)
     out = Buffer((1, 6, 3, 3), "float32")
     places = (1, 1), (0, 0), (1, 1), 1
-    image, weight = dequantised(x, lambda i: number(0.5), 9), dequantised(w, lambda i: scales.at(i[:1]))
+    image, weight = dequantized(x, lambda i: number(0.5), 9), dequantized(w, lambda i: scales.at(i[:1]))
     found = integer_product(ConvOp(out, image, weight, *places), realize_nothing)
     assert found is not None
     product, scaled = found
     assert isinstance(product, IntegerConvOp)
     assert (product.x, product.w, product.zero) == (x, w, 9)
     assert scaled.out is out
-    by_channel = dequantised(x, lambda i: DEPTHS.at(i[1:2]))
+    by_channel = dequantized(x, lambda i: DEPTHS.at(i[1:2]))
     assert integer_product(ConvOp(out, by_channel, weight, *places), realize_nothing) is None
     signed = Buffer(x.shape, "int8")
     for source, zero, is_one in (
@@ -275,11 +219,11 @@ def test_a_convolution_of_quantised_operands_is_one_of_integers() -> None:
         (signed, -128, True),
         (signed, 128, False),
     ):
-        convolution = ConvOp(out, dequantised(source, lambda i: number(0.5), zero), weight, *places)
+        convolution = ConvOp(out, dequantized(source, lambda i: number(0.5), zero), weight, *places)
         assert (integer_product(convolution, realize_nothing) is not None) == is_one
 
 
-def test_a_quantised_value_that_is_computed_is_given_memory() -> None:
+def test_a_quantized_value_that_is_computed_is_given_memory() -> None:
     """The value of 8 bits itself, so that all who read it find the same buffer."""
     source = Buffer((1, 4, 8), "float32")
     narrow = Map((1, 4, 8), "int8", lambda i: ops.cast(source.at(i), "int8"), ((source, lambda i: i),))
@@ -293,65 +237,11 @@ def test_a_quantised_value_that_is_computed_is_given_memory() -> None:
         narrow.realize(made[-1])
         return made[-1]
 
-    op = MatMulOp(Buffer((1, 4, 6), "float32"), wide, dequantised(b, lambda i: number(2)))
+    op = MatMulOp(Buffer((1, 4, 6), "float32"), wide, dequantized(b, lambda i: number(2)))
     found = integer_product(op, realize)
     assert found is not None
     assert isinstance(found[0], MatMulOp)
     assert found[0].a is made[0]
-    assert is_dequantised(wide)
-    assert not is_dequantised(narrow)
-    assert not is_dequantised(source)
-
-
-def test_integers_that_are_long_to_compute_are_found() -> None:
-    """Those of a concatenation of several tensors, which get memory; not those in memory, and not where scaling is the long part."""
-    tensors = [Buffer((4, 8), "uint8") for _ in range(8)]
-
-    def joined(index: tuple[Index, ...]) -> Expr:
-        row, column = index
-        found = tensors[0].at((row, column))
-        for number, tensor in enumerate(tensors[1:], 1):
-            found = ops.where(ops.index_in(column, 0, number), found, tensor.at((row, column)))
-        return found
-
-    def scaled(integers: Value, steps: int = 1) -> Map:
-        def at(index: tuple[Index, ...]) -> Expr:
-            scale = ROWS.at(index[:1])
-            for _ in range(steps):
-                scale = ops.call("max", ops.mul(scale, number(0.5)), number(1))
-            return ops.mul(as_float(integers.at(index)), scale)
-
-        return Map((4, 8), "float32", at, ((integers, lambda index: index),))
-
-    narrow = Map((4, 8), "uint8", joined, tuple((tensor, lambda index: index) for tensor in tensors))
-    assert long_integers(scaled(narrow)) is narrow
-    assert long_integers(scaled(narrow, steps=20)) is None
-    assert long_integers(narrow) is None
-    assert long_integers(scaled(tensors[0])) is None
-
-
-def test_what_is_scaled_by_long_work_is_no_dequantised_value() -> None:
-    """A mask times an activation, say: it is kept where several read it, as any computed value is."""
-    mask, x = Buffer((4, 8), "uint8"), Buffer((4, 8), "float32")
-
-    def masked(calls: int) -> Map:
-        def at(index: tuple[Index, ...]) -> Expr:
-            value = x.at(index)
-            for _ in range(calls):
-                value = ops.call("exp", value)
-            return ops.mul(as_float(mask.at(index)), value)
-
-        return Map((4, 8), "float32", at)
-
-    assert is_dequantised(masked(2))
-    assert not is_dequantised(masked(20))
-
-
-def test_a_zero_point_that_wraps_is_taken_as_it_is() -> None:
-    """A cast between integers changes numbers that do not fit; only the one to a float is looked through."""
-    wide = Buffer((), "int32")
-    wrapped = ops.cast(wide.at(()), "uint8")
-    found = affine(ops.sub(as_float(X.at(POINT)), as_float(wrapped)))
-    assert found is not None
-    assert isinstance(found.zero, Call)
-    assert found.zero.args == (wrapped,)
+    assert is_dequantized(wide)
+    assert not is_dequantized(narrow)
+    assert not is_dequantized(source)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from loops.interpret import check_inverse, evaluate
+from torch_hybrid_backend.loops.attention_scores import SdpaScore
 from torch_hybrid_backend.loops.index import as_index, var
 from torch_hybrid_backend.loops.ir import (
     AttentionOp,
@@ -128,8 +129,8 @@ def test_operations_name_what_they_read_once() -> None:
         (MapOp(out, looked_up), [x, rows]),
         (MatMulOp(out, _doubled(q), q), [q]),
         (ConvOp(out, k, _doubled(q), (1, 1), (0, 0), (1, 1), 1), [k, q]),
-        (AttentionOp(out, q, k, v, None, 1.0, False), [q, k, v]),
-        (AttentionOp(out, q, q, v, mask, 1.0, True), [q, v, mask]),
+        (AttentionOp(out, q=q, k=k, v=v, score=SdpaScore(scale=1.0)), [q, k, v]),
+        (AttentionOp(out, q=q, k=q, v=v, score=SdpaScore(scale=1.0, causal=True, mask=mask)), [q, v, mask]),
         (ReduceOp(out, (2, 2, 2, 2, 2), (4,), "sum", lambda index: mul(v.at(index[:4]), q.at(index[1:]))), [v, q]),
     ]
     for op, expected in ops:

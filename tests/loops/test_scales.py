@@ -28,7 +28,7 @@ def of_column(buffer: Buffer) -> Expr:
     return buffer.at((POINT[1],))
 
 
-def dequantised() -> Expr:
+def dequantized() -> Expr:
     """A sum times both scales, as a batch norm leaves it."""
     scaled = ops.mul(ops.mul(ops.cast(SUMS.at(POINT), "float32"), number(0.03)), of_column(SCALES))
     return ops.add(ops.mul(scaled, of_column(FACTOR)), of_column(SHIFT))
@@ -65,23 +65,23 @@ def operations(e: Expr) -> list[str]:
 @pytest.mark.parametrize(
     ("e", "left"),
     [
-        (dequantised(), ["add", "cast", "mul"]),
-        (ops.mul(relu6(dequantised()), number(40.0)), ["add", "cast", "max", "min", "mul"]),
-        (ops.mul(number(40.0), dequantised()), ["add", "cast", "mul"]),
+        (dequantized(), ["add", "cast", "mul"]),
+        (ops.mul(relu6(dequantized()), number(40.0)), ["add", "cast", "max", "min", "mul"]),
+        (ops.mul(number(40.0), dequantized()), ["add", "cast", "mul"]),
         (
-            ops.mul(ops.call("max", ops.add(dequantised(), residual()), number(0.0)), number(40.0)),
+            ops.mul(ops.call("max", ops.add(dequantized(), residual()), number(0.0)), number(40.0)),
             ["add", "add", "cast", "cast", "max", "mul", "mul"],
         ),
         # A factor that may be negative stays behind a maximum; one of the rows, and another function, are not passed.
-        (ops.mul(relu6(dequantised()), of_column(FACTOR)), ["add", "cast", "max", "min", "mul", "mul"]),
-        (ops.mul(ops.call("max", dequantised(), number(0.0)), number(-2.0)), ["add", "cast", "max", "mul", "mul"]),
+        (ops.mul(relu6(dequantized()), of_column(FACTOR)), ["add", "cast", "max", "min", "mul", "mul"]),
+        (ops.mul(ops.call("max", dequantized(), number(0.0)), number(-2.0)), ["add", "cast", "max", "mul", "mul"]),
         (
             ops.mul(ops.mul(ops.cast(SUMS.at(POINT), "float32"), OF_ROWS.at((POINT[0],))), number(2.0)),
             ["cast", "mul", "mul"],
         ),
-        (ops.mul(ops.call("tanh", dequantised()), number(40.0)), ["add", "cast", "mul", "mul", "tanh"]),
+        (ops.mul(ops.call("tanh", dequantized()), number(40.0)), ["add", "cast", "mul", "mul", "tanh"]),
     ],
-    ids=["batch norm", "requantised", "literal first", "residual", "column", "negative", "rows", "tanh"],
+    ids=["batch norm", "requantized", "literal first", "residual", "column", "negative", "rows", "tanh"],
 )
 def test_factors_are_one(e: Expr, left: list[str]) -> None:
     """For each element one product and one sum is left of a chain, and values are those of float32 but for roundings."""

@@ -14,9 +14,9 @@ from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.engines.cpu.policy import POLICY as PROCESSOR_POLICY
 from torch_hybrid_backend.engines.triton.policy import POLICY
 from torch_hybrid_backend.loops.graph import LoopGraph, lower_region
-from torch_hybrid_backend.loops.ir import IntegerMatMulOp, MapOp, MatMulOp, ReduceOp, ScoredAttentionOp
+from torch_hybrid_backend.loops.ir import AttentionOp, IntegerMatMulOp, MapOp, MatMulOp, ReduceOp
 from torch_hybrid_backend.loops.policy import FusionPolicy
-from torch_hybrid_backend.loops.sdpa_matching import find_attention
+from torch_hybrid_backend.loops.sdpa_matching import match_sdpa
 from torch_hybrid_backend.partition.regions import partition_graph
 
 Q, K, V = torch.randn(2, 4, 5, 8), torch.randn(2, 4, 7, 8), torch.randn(2, 4, 7, 6)
@@ -73,8 +73,8 @@ def test_found(fn: Callable[..., torch.Tensor]) -> None:
     mask[:, 2] = -math.inf if fn is _composite else 0
     inputs = (Q, K, V, mask)[: 4 if fn in (_capped, _composite) else 3]
     graph, taken = _graph(fn, *inputs)
-    graph = find_attention(graph, gathers=True)
-    assert sum(isinstance(op, ScoredAttentionOp) for op in graph.ops) == 1
+    graph = match_sdpa(graph, gathers=True)
+    assert sum(isinstance(op, AttentionOp) for op in graph.ops) == 1
     assert not any(isinstance(op, MatMulOp | ReduceOp) for op in graph.ops)
     assert sum(isinstance(op, MapOp) for op in graph.ops) <= 1 + (fn is _causal)  # its result, and a mask: no operands
     (result,) = _results(graph, taken)
@@ -89,8 +89,8 @@ def test_found_in_half_precision() -> None:
 
     inputs = tuple(x.half() for x in (Q, K, V))
     graph, taken = _graph(fn, *inputs)
-    graph = find_attention(graph, gathers=True)
-    assert [type(op) for op in graph.ops if not isinstance(op, MapOp)] == [ScoredAttentionOp]
+    graph = match_sdpa(graph, gathers=True)
+    assert [type(op) for op in graph.ops if not isinstance(op, MapOp)] == [AttentionOp]
     torch.testing.assert_close(_results(graph, taken)[0], fn(*inputs), rtol=5e-3, atol=5e-3)
 
 
@@ -110,8 +110,8 @@ def test_masks_that_are_looked_up(gathers: bool) -> None:
     inputs = (Q, K, V, torch.randn(11), torch.randint(11, (5, 7)))
     graph, taken = _graph(_looked_up, *inputs)
     table = graph.inputs[[tensor is inputs[3] for tensor in taken].index(True)]
-    graph = find_attention(graph, gathers=gathers)
-    (attention,) = (op for op in graph.ops if isinstance(op, ScoredAttentionOp))
+    graph = match_sdpa(graph, gathers=gathers)
+    (attention,) = (op for op in graph.ops if isinstance(op, AttentionOp))
     assert (table in attention.reads()) == gathers
     assert not any(isinstance(op, MatMulOp | ReduceOp) for op in graph.ops)
     torch.testing.assert_close(_results(graph, taken), _looked_up(*inputs), rtol=1e-5, atol=1e-5)
@@ -146,15 +146,15 @@ def _moved(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 )
 def test_not_found(fn: Callable[..., object]) -> None:
     """Attention is not found where values between are read by others, and where it is no softmax over the keys of these scores."""
-    graph = find_attention(_graph(fn, Q, K, V)[0], gathers=True)
+    graph = match_sdpa(_graph(fn, Q, K, V)[0], gathers=True)
     assert sum(isinstance(op, MatMulOp) for op in graph.ops) == 2
-    assert not any(isinstance(op, ScoredAttentionOp) for op in graph.ops)
+    assert not any(isinstance(op, AttentionOp) for op in graph.ops)
 
 
 def test_wide_heads_are_left() -> None:
     wide = torch.randn(1, 1, 5, 300)
     graph, _ = _graph(_plain, wide, wide, wide)
-    assert not any(isinstance(op, ScoredAttentionOp) for op in find_attention(graph, gathers=True).ops)
+    assert not any(isinstance(op, AttentionOp) for op in match_sdpa(graph, gathers=True).ops)
 
 
 def test_products_of_integers_are_left() -> None:
@@ -165,7 +165,7 @@ def test_products_of_integers_are_left() -> None:
         return torch.softmax(torch._int_mm(rows, weight.t()) * 1e-4, -1) @ v
 
     graph, _ = _graph(fn, rows, weight, torch.randn(32, 6), policy=PROCESSOR_POLICY)
-    found = find_attention(graph, gathers=True)
+    found = match_sdpa(graph, gathers=True)
     (first,) = (op for op in graph.ops if isinstance(op, IntegerMatMulOp))
     assert first in found.ops
-    assert not any(isinstance(op, ScoredAttentionOp) for op in found.ops)
+    assert not any(isinstance(op, AttentionOp) for op in found.ops)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ def fold(hoisted: Hoisted, inputs: list[Any]) -> tuple[Any, ...]:
 
 def hoisted_of(subject) -> Hoisted:
     run_passes(subject.gm, subject.ctx)
-    hoisted = hoist(subject.gm, subject.ctx.constants)
+    hoisted = hoist(subject.gm, subject.ctx.constants, subject.ctx.keeps_packed)
     hoisted.main.graph.lint()
     torch.testing.assert_close(call(hoisted, subject.inputs), subject.before, rtol=1e-5, atol=1e-5, check_stride=True)
     return hoisted
@@ -263,17 +264,19 @@ class Shared(nn.Module):
         return self.linear(x), self.convolution(y)
 
 
-def test_weights_of_products_are_looked_up_where_they_are_read(captured):
-    """Weights of linear layers are kept as indices of 8 bits, which kernels pack in 4; of a convolution's the weight itself."""
+@pytest.mark.parametrize("keeps_packed", [True, False])
+def test_weights_of_products_are_looked_up_where_they_are_read(captured, keeps_packed):
+    """A linear layer's weight is kept as indices of 8 bits where kernels read these packed; else, and of a convolution, as floats."""
     model = Shared().eval()
     subject = captured(model, torch.randn(3, 128), torch.randn(2, 8, 40))
+    subject.ctx = replace(subject.ctx, keeps_packed=lambda weights: keeps_packed)
     hoisted = hoisted_of(subject)
     kept = fold(hoisted, subject.inputs)
     assert sorted((str(value.dtype), value.numel()) for value in kept) == [
         ("torch.float32", 64 * 8 * 32),
-        ("torch.uint8", 128 * 160),
+        ("torch.uint8" if keeps_packed else "torch.float32", 128 * 160),
     ]
-    assert subject.operators(hoisted.main)["index_select.default"] == 1
+    assert subject.operators(hoisted.main)["index_select.default"] == int(keeps_packed)
     torch.testing.assert_close(call(hoisted, subject.inputs), subject.before, rtol=1e-5, atol=1e-5)
 
 
@@ -294,6 +297,7 @@ def test_tables_that_no_kernel_reads_in_place(captured):
             return x @ weight, narrow.exp() * x[:1, :1], self.table[self.bytes.long()[:4]]
 
     subject = captured(Wide().eval(), torch.randn(3, 128))
+    subject.ctx = replace(subject.ctx, keeps_packed=lambda weights: True)
     hoisted = hoisted_of(subject)
     assert "index_select.default" not in subject.operators(hoisted.main)
     torch.testing.assert_close(call(hoisted, subject.inputs), subject.before, rtol=1e-5, atol=1e-5)

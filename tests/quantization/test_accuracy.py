@@ -1,4 +1,4 @@
-"""The error of a quantized module, and the warning that says so."""
+"""Errors of a quantized module, and the warning about them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_outputs_that_are_far_off_are_told_with_the_worst_layer(caplog: pytest.L
 
 @pytest.mark.parametrize("given", [{"smooth": 0.5}, {"exclude": ("far",)}, {"metric": lambda module: 1.0}, {}])
 def test_what_helps_leaves_no_warning(given: dict[str, object], caplog: pytest.LogCaptureFixture) -> None:
-    """No warning is left by what the warning advises, and a model that is near enough has none. A metric is the judge where there is one."""
+    """All that the warning advises leaves no warning; nor is there one where a model is near enough, or a metric is the judge."""
     model, items = _two(3e3 if given else 1.0)
     with caplog.at_level(logging.WARNING, _LOGGER):
         quantize(model, items, calibration="naive", **given)  # type: ignore[arg-type]
@@ -60,7 +60,7 @@ def test_what_helps_leaves_no_warning(given: dict[str, object], caplog: pytest.L
 
 
 def test_the_error_is_that_of_the_worst_output() -> None:
-    """The error is that of tensors of floats in whatever the model returns; what is not finite does not count."""
+    """The error is of tensors of floats in whatever the model returns; what is not finite does not count."""
     model, items = _two(50.0)
     result = quantize(model, items, calibration="naive")
     sums = torch.zeros(2, 2, dtype=torch.float64)
@@ -84,7 +84,7 @@ def test_the_error_is_that_of_the_worst_output() -> None:
 
 
 def test_no_number_is_infinitely_far_off(caplog: pytest.LogCaptureFixture) -> None:
-    """In whichever output of the quantised module it is; the model's outputs are all numbers."""
+    """In whichever output of the quantized module it is; the model's outputs are all numbers."""
 
     class Rooted(Two):
         def forward(self, x: torch.Tensor) -> dict[str, object]:

@@ -75,7 +75,7 @@ def test_weights_of_their_own(bias: bool) -> None:
 
 
 def test_rare_calls_and_bad_ones_are_torchs_own() -> None:
-    """Torch's own code runs for calls with added keys, projected inputs or dropout, and all that torch refuses."""
+    """Keys that are added, keys that were projected already, dropout, and all that torch refuses."""
     plain, x = nn.MultiheadAttention(_WIDTH, _HEADS), torch.randn(5, 2, _WIDTH)
     rare = [
         nn.MultiheadAttention(_WIDTH, _HEADS, add_bias_kv=True),

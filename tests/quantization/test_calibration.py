@@ -91,7 +91,7 @@ def test_outliers_are_cut_off_and_even_values_are_not() -> None:
 
 
 def _rounding_error(values: torch.Tensor, limits: tuple[float, float]) -> float:
-    """The root mean square error of quantising in these limits."""
+    """The root mean square error of quantizing in these limits."""
     steps = (0, 255) if limits[0] >= 0 else (-128, 127)
     scale = limits[1] / steps[1]
     return float((values - (values / scale).round().clamp(*steps) * scale).square().mean().sqrt())
@@ -99,7 +99,7 @@ def _rounding_error(values: torch.Tensor, limits: tuple[float, float]) -> float:
 
 @pytest.mark.parametrize("kind", ["bell", "channel", "long", "rectified"])
 def test_no_cut_costs_more_than_it_saves(kind: str) -> None:
-    """Quantised in the range found, values are off by no more than in the full one, even where a few channels hold most of the energy."""
+    """Quantized in the range found, values are off by no more than in the full one, even where a few channels hold most of the energy."""
     values = torch.randn(1000, 384, generator=torch.Generator().manual_seed(0))
     if kind == "channel":
         values[:, 7] *= 12
@@ -115,7 +115,7 @@ def test_no_cut_costs_more_than_it_saves(kind: str) -> None:
 
 @pytest.mark.parametrize("levels", [15, 31])
 def test_the_least_threshold_is_where_squared_errors_are_equal(levels: int) -> None:
-    """The least threshold is the first whose error, summed value by value, is at most that of the full range."""
+    """The threshold is the first whose error, summed value by value, is at most that of the full range."""
     generator = np.random.default_rng(levels)
     at = np.arange(-200, 201)
     counts = np.round(1e4 * np.exp(-np.abs(at) / 15)) + (generator.random(401) < 0.05)

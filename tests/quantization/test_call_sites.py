@@ -1,4 +1,4 @@
-"""The products of a model, found as it runs."""
+"""Call sites of a model, found while the model runs."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _net() -> Net:
 
 
 def _seen(net: nn.Module, x: torch.Tensor) -> dict[str, Any]:
-    """The sites that visitors are told of, by name."""
+    """Facts that visitors are told of sites, by name."""
     found: dict[str, Any] = {}
 
     def visit(call: LayerCall) -> Any:
@@ -97,7 +97,7 @@ def test_sites_are_named_after_modules() -> None:
 
 
 def test_operands_may_be_replaced() -> None:
-    """The arguments of `compute` stand in for the operands, by position or by keyword."""
+    """Arguments of `compute` stand in for the operands, by position or by keyword."""
     net, x = _net(), torch.randn(3, 2, 9)
     with torch.no_grad(), CallSites(lambda call: call.compute(call.operands[0] * 0, call.operands[1])):
         assert torch.equal(net(x), torch.zeros(21, 4))
@@ -114,7 +114,7 @@ def test_threads_and_errors_leave_no_trace() -> None:
 
 
 def test_dynamo_traces_through() -> None:
-    """Dynamo makes one graph, with what the visits did in it."""
+    """Dynamo makes one graph, with the visitor's operators in it."""
     net, x = _net(), torch.randn(3, 2, 9)
 
     def scaled(value: torch.Tensor) -> torch.Tensor:
@@ -137,8 +137,7 @@ def test_what_is_known_comes_with_the_visit() -> None:
 
 
 def test_additions_that_something_is_known_of() -> None:
-    """Additions with known facts are numbered by themselves and leave other sites' numbers alone; one that writes to its first operand still
-    does."""
+    """Additions are numbered by themselves and leave other sites' numbers alone; one that writes to its first operand still does."""
 
     class Sums(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

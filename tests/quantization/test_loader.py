@@ -121,7 +121,7 @@ def test_a_later_item_that_forward_does_not_take_is_told_by_its_number(item: Any
     "error", [QuantizationError("NaN"), KeyboardInterrupt(), MemoryError(), ZeroDivisionError("a collector's")]
 )
 def test_errors_that_are_not_of_an_item_pass(error: BaseException) -> None:
-    """Errors found while calibrating, interrupts, a lack of memory, and what the model alone does not raise stay what they are."""
+    """Findings while calibrating, interrupts, a lack of memory, and what the model alone does not raise stay what they are."""
 
     def fail(_: torch.Tensor) -> None:
         raise error
@@ -132,7 +132,7 @@ def test_errors_that_are_not_of_an_item_pass(error: BaseException) -> None:
 
 
 def test_a_lack_of_memory_at_the_first_item_passes() -> None:
-    """A lack of memory at the first item is no question of the form."""
+    """The form of the item is not to blame."""
 
     class Greedy(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -172,8 +172,7 @@ class Shorter:
 
 @pytest.mark.parametrize("items", [lambda: Once(1), lambda: Once(3), lambda: OnceInside(3), Shorter])
 def test_passes_of_other_lengths_are_refused(items: Callable[[], Any]) -> None:
-    """A later pass with another number of items is refused: ranges would be of other data or of none: the model does not stay float in
-    silence."""
+    """Ranges would be of other data or of none where a later pass has another number of items: the model does not stay float in silence."""
     with pytest.raises(
         QuantizationError, match=r"yields \d items in a later pass .*Pass a list of its items, or a DataLoader"
     ):

@@ -28,7 +28,7 @@ def _saved(path: Path) -> Ranges:
         "2": Site("linear"),
         "#add1": Site("add", (None, (-0.1, 0.2))),
     }
-    ranges = Ranges(fingerprint(_model()), sites, {"1": "excluded"})
+    ranges = Ranges(fingerprint(_model()), sites, {"1": "excluded"}, weight_bits=7)
     ranges.save(path)
     return ranges
 
@@ -36,6 +36,16 @@ def _saved(path: Path) -> Ranges:
 def test_ranges_come_back(tmp_path: Path) -> None:
     """Bit by bit, for any model of the same structure, whatever its weights."""
     assert _saved(tmp_path / "r.json") == Ranges.load(tmp_path / "r.json", _model())
+
+
+def test_files_that_do_not_tell_bits_of_weights(tmp_path: Path) -> None:
+    """Files of versions that did not write the number: weights have 8 bits."""
+    ranges = _saved(tmp_path / "r.json")
+    head = json.loads((tmp_path / "r.json").read_text())
+    assert head.pop("weight_bits") == 7
+    content = {key: head[key] for key in ("model", "sites", "in_float")}
+    (tmp_path / "r.json").write_text(json.dumps(head | {"sha256": _checksum(content)}))
+    assert Ranges.load(tmp_path / "r.json", _model()) == replace(ranges, weight_bits=8)
 
 
 def test_ranges_of_another_model_are_refused(tmp_path: Path) -> None:
@@ -61,7 +71,7 @@ def test_ranges_of_another_model_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_damaged_files_are_refused(tmp_path: Path, change: Callable[[str], str]) -> None:
-    """A damaged file is refused by one error, which names the file and what to do, whatever is wrong with it."""
+    """The same error names the file and what to do, whatever is wrong with the file."""
     path = tmp_path / "r.json"
     _saved(path)
     path.write_text(change(path.read_text()))
@@ -77,6 +87,8 @@ def test_damaged_files_are_refused(tmp_path: Path, change: Callable[[str], str])
         {"in_float": ["1"]},
         {"sites": {"0": {"kind": "linear", "ranges": [[1.0]], "smoothing": None}}},
         {"sites": {"0": {"kind": "linear", "ranges": [[0, 10**400]], "smoothing": None}}},
+        {"weight_bits": 4},
+        {"weight_bits": None},
     ],
 )
 def test_content_that_means_nothing_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
@@ -97,8 +109,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_left_in_float_as_seen_from_the_model() -> None:
-    """Layers left in float are those of every quantised module in a model, with its path; sites that are quantised would be float for their
-    operands alone."""
+    """Every quantized module in a model tells its layers, with its path; sites that are quantized would be float for their operands alone."""
     quantized = quantize(_model().eval(), calibration="none", exclude=("2",))
     quantized.ranges = replace(
         quantized.ranges, in_float={**quantized.ranges.in_float, "": "accuracy", "#2": "uncalibrated"}

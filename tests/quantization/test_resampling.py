@@ -43,7 +43,7 @@ def _written(large: torch.Tensor, small: torch.Tensor) -> torch.Tensor:
     return torch.cat([large, _up(small)], 1).add_(1.0)
 
 
-def _quantised(model: nn.Module) -> QuantizedModule:
+def _quantized(model: nn.Module) -> QuantizedModule:
     torch.manual_seed(0)
     return quantize(model.eval(), [torch.randn(2, 3, 16, 16) for _ in range(2)])
 
@@ -59,7 +59,7 @@ def _quantised(model: nn.Module) -> QuantizedModule:
 )
 def test_stays_in_float(fusing: Fusing, project: nn.Module) -> None:
     """The projection alone does, `explain` says why, and compiled it runs on the small image."""
-    model = _quantised(Decoder(fusing, project))
+    model = _quantized(Decoder(fusing, project))
     assert model.ranges.in_float == {"project": "slower"}
     assert set(model.ranges.sites) == {"large", "small"}
     x = torch.randn(2, 3, 16, 16)
@@ -74,7 +74,7 @@ def test_stays_in_float(fusing: Fusing, project: nn.Module) -> None:
 
 
 def test_both_sides_know_the_same_growth() -> None:
-    """The convolutions that `quantize` leaves are those that the pass moves."""
+    """`quantize` leaves the layers that the pass moves."""
     assert resampling.MIN_GROWTH == resample_last.MIN_GROWTH
 
 
@@ -93,8 +93,8 @@ def test_both_sides_know_the_same_growth() -> None:
     ],
     ids=["more channels", "stride", "3x3", "groups", "written", "padded", "little", "bicubic", "along lines"],
 )
-def test_is_quantised(fusing: Fusing, project: nn.Module) -> None:
-    """A convolution is quantized that would not go before the resampling, or would gain nothing there."""
-    model = _quantised(Decoder(fusing, project))
+def test_is_quantized(fusing: Fusing, project: nn.Module) -> None:
+    """Layers that would not go before the resampling, or would gain nothing there."""
+    model = _quantized(Decoder(fusing, project))
     assert model.ranges.in_float == {}
     assert "project" in model.ranges.sites

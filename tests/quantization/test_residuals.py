@@ -1,4 +1,4 @@
-"""Sums behind convolutions: which operands are quantised, and in whose range."""
+"""Sums behind convolutions: which operands are quantized, and in whose range."""
 
 from __future__ import annotations
 
@@ -77,9 +77,8 @@ def block() -> tuple[nn.Module, list[torch.Tensor]]:
     return Block().eval(), [torch.randn(2, 3, 6, 7) for _ in range(3)]
 
 
-def test_operands_read_from_memory_are_quantised(block: tuple[nn.Module, list[torch.Tensor]]) -> None:
-    """The operand made first, of two that convolutions make, is quantized in a range of its own; one that a convolution reads in that one's
-    range."""
+def test_operands_read_from_memory_are_quantized(block: tuple[nn.Module, list[torch.Tensor]]) -> None:
+    """The first of two that convolutions make is quantized, in a range of its own; one that a convolution reads in that one's range."""
     model, data = block
     sites = quantize(model, data, "naive").ranges.sites
     made, added = sites["#add1"], sites["#add2"]
@@ -130,8 +129,8 @@ def test_compiled_sums_equal_eager(block: tuple[nn.Module, list[torch.Tensor]]) 
 
 
 @pytest.mark.skipif(not DOT, reason="without dot products integers are widened by kernels of their own")
-def test_no_float_lies_between_quantised_blocks(block: tuple[nn.Module, list[torch.Tensor]]) -> None:
-    """Sums are in the convolutions' kernels: one for each convolution, behind two that quantise the image and copy its words."""
+def test_no_float_lies_between_quantized_blocks(block: tuple[nn.Module, list[torch.Tensor]]) -> None:
+    """Sums are in the convolutions' kernels: one for each convolution, behind two that quantize the image and copy its words."""
     model, data = block
     torch._dynamo.reset()
     with torch.no_grad():
@@ -143,7 +142,7 @@ def test_no_float_lies_between_quantised_blocks(block: tuple[nn.Module, list[tor
 
 
 def kernels_like_eager(quantized: nn.Module, x: torch.Tensor) -> list[str]:
-    """The kernels of a quantised module, whose result is eager's."""
+    """The kernels of a quantized module, whose result is eager's."""
     torch._dynamo.reset()
     with torch.no_grad():
         eager = quantized(x)
@@ -173,8 +172,7 @@ class Activated(nn.Module):
 
 
 def test_sums_behind_activations() -> None:
-    """Sums behind activations read integers, and nothing between the blocks is written in float32: one kernel for each convolution. The result
-    is eager's."""
+    """Kernels read integers, and nothing between the blocks is written in float32: one kernel for each convolution. The result is eager's."""
     torch.manual_seed(0)
     data = [torch.randn(2, 3, 9, 8) for _ in range(2)]
     quantized = quantize(Activated().eval(), data, "naive")
@@ -207,7 +205,7 @@ class Branches(nn.Module):
 
 
 def test_a_pooling_reads_what_convolutions_read() -> None:
-    """In their range. Not what nobody else quantises, what was written to since, what is excluded, nor without calibration."""
+    """In their range. Not what nobody else quantizes, what was written to since, what is excluded, nor without calibration."""
     torch.manual_seed(0)
     data = [torch.randn(2, 3, 9, 8) for _ in range(2)]
     model = Branches().eval()

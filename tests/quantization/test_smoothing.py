@@ -74,8 +74,8 @@ def test_a_group_takes_one_way() -> None:
     assert with_least_error([["q"], ["k"]], ways, errors) == {"q": Site("linear"), "k": ways[1]["k"], "c": Site("conv")}
 
 
-def test_queries_keys_and_values_are_quantised_alike() -> None:
-    """Queries, keys and values have one set of factors, kept once, and one range: kernels scale and quantise what the three read once."""
+def test_queries_keys_and_values_are_quantized_alike() -> None:
+    """The three have one set of factors, kept once, and one range: kernels scale and quantize what the three read once."""
     model, data = _projections()
     quantized = quantize(model, data, calibration="naive", smooth=(0.5, 0.8))
     sites = quantized.ranges.sites
@@ -94,7 +94,7 @@ def test_queries_keys_and_values_are_quantised_alike() -> None:
             )
             for module in (quantized, plain)
         )
-    assert smoothed == unsmoothed > 0  # their input is not quantised for each
+    assert smoothed == unsmoothed > 0  # their input is not quantized for each
     compiled = torch.compile(quantized, backend="hybrid", fullgraph=True)
     expected = model(data[0])
     for _ in range(2):

@@ -101,7 +101,7 @@ def test_a_layer_that_only_later_inputs_reach(precision: str, monkeypatch: pytes
         compiled = torch.compile(function, backend="hybrid", options=options)
         x, weight = torch.randn(64, 64), torch.zeros(64, 64)
         compiled(x, weight)
-        for _ in range(hybrid_graph._JUDGEMENTS * 2):
+        for _ in range(hybrid_graph._MAX_CHECKS * 2):
             compiled(x, weight)
         first = len(compared)
         assert first > 1  # a few later calls were looked at, in vain

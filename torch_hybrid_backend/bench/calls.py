@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from torch_hybrid_backend.errors import ArgumentError
+from torch_hybrid_backend.torch_private import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,11 @@ class Inputs:
 
     def tensors(self) -> list[torch.Tensor]:
         """Every tensor, in the order of the arguments."""
-        return [leaf for leaf in pytree.tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, torch.Tensor)]
+        return [leaf for leaf in tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, torch.Tensor)]
 
     def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
         """The same arguments with every tensor changed."""
-        args, kwargs = pytree.tree_map_only(torch.Tensor, change, (self.args, dict(self.kwargs)))
+        args, kwargs = tree_map_only(torch.Tensor, change, (self.args, dict(self.kwargs)))
         return Inputs(args, kwargs)
 
     def floats(self, dtype: torch.dtype) -> Inputs:
@@ -81,7 +81,7 @@ def tensors(outputs: object) -> list[torch.Tensor]:
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:
-    for leaf in pytree.tree_leaves(value):
+    for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             yield leaf
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
@@ -92,7 +92,7 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
 def of_tensors(model: nn.Module, inputs: Inputs) -> tuple[nn.Module, Inputs]:
     """The model as one that takes tensors by position and returns a tuple of tensors, with its inputs. Other arguments become constants of
     it."""
-    leaves, structure = pytree.tree_flatten((inputs.args, dict(inputs.kwargs)))
+    leaves, structure = tree_flatten((inputs.args, dict(inputs.kwargs)))
     given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     return _OfTensors(model, leaves, structure), Inputs(tuple(given))
 
@@ -100,7 +100,7 @@ def of_tensors(model: nn.Module, inputs: Inputs) -> tuple[nn.Module, Inputs]:
 class _OfTensors(nn.Module):
     """A model called with its arguments as one list of tensors."""
 
-    def __init__(self, model: nn.Module, leaves: Sequence[Any], structure: pytree.TreeSpec) -> None:
+    def __init__(self, model: nn.Module, leaves: Sequence[Any], structure: TreeSpec) -> None:
         super().__init__()
         self.model = model
         self.train(model.training)
@@ -112,7 +112,7 @@ class _OfTensors(nn.Module):
         leaves = list(self._constants)
         for place, value in zip(self._places, given, strict=True):
             leaves[place] = value
-        args, kwargs = pytree.tree_unflatten(leaves, self._structure)
+        args, kwargs = tree_unflatten(leaves, self._structure)
         return tuple(tensors(self.model(*args, **kwargs)))
 
 

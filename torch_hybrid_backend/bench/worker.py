@@ -18,7 +18,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch._dynamo.utils import same
 
 from torch_hybrid_backend.bench import peers
 from torch_hybrid_backend.bench.calls import Inputs, of_tensors, tensors
@@ -28,6 +27,7 @@ from torch_hybrid_backend.measuring.measure import sample
 from torch_hybrid_backend.measuring.other_load import OtherLoad
 from torch_hybrid_backend.partition.deviation import relative_error
 from torch_hybrid_backend.processes import inside
+from torch_hybrid_backend.torch_private import same
 
 _MIB = 1 << 20
 # From here on a result has less to do with eager's than zeros have.

@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.arguments import check_seconds
 from torch_hybrid_backend.cancellation import Cancellation, Cancelled, cancellable
@@ -32,6 +31,7 @@ from torch_hybrid_backend.errors import failures, is_sticky
 from torch_hybrid_backend.generators import own_generator
 from torch_hybrid_backend.measuring.timing_cache import keeping_none
 from torch_hybrid_backend.processes.fork_lock import ForkLock
+from torch_hybrid_backend.torch_private import tree_leaves
 
 _log = logging.getLogger(__name__)
 

@@ -31,10 +31,6 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch._guards import TracingContext, detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_hybrid_backend.capture.cache.aot_cache import AotCache, capture_key
 from torch_hybrid_backend.capture.cache.composed_tensors import taking_apart
@@ -51,6 +47,18 @@ from torch_hybrid_backend.capture.input_names import name_inputs
 from torch_hybrid_backend.core.captured import CapturedGraph, GraphKind
 from torch_hybrid_backend.core.lazy_bits import LazyBits
 from torch_hybrid_backend.processes.fork_lock import ForkLock
+from torch_hybrid_backend.torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    TracingContext,
+    detect_fake_mode,
+    enable_python_dispatcher,
+    functorch_config,
+    is_any_autocast_enabled,
+    is_traceable_wrapper_subclass,
+    without_autocast,
+)
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +70,7 @@ def capture(
     gm: torch.fx.GraphModule,
     example_inputs: Sequence[Any],
     compile_graph: CompileGraph,
-    keep_ops: Iterable[torch._ops.OpOverload],
+    keep_ops: Iterable[OpOverload],
     aot_cache: AotCache | None = None,
     applies: Callable[[str], bool] | None = None,
 ) -> Callable[..., Any]:
@@ -86,7 +94,8 @@ def capture(
             return with_cached
 
     from functorch.compile import default_partition, min_cut_rematerialization_partition
-    from torch._dynamo.backends.common import aot_autograd
+
+    from torch_hybrid_backend.torch_private import aot_autograd
 
     forward_static: set[str] = set()  # filled by the forward graph's compilation, read by the backward graph's
     without_wrapper: list[CompiledGraph] = []  # the graph, if AOTAutograd's wrapper would do nothing but call it
@@ -148,7 +157,7 @@ def capture(
     )
     # Donated buffers would make `backward(retain_graph=True)` an error, which eager allows.
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch._functorch.config.patch(donated_buffer=False))
+        stack.enter_context(functorch_config.patch(donated_buffer=False))
         for fix in (whole_upsampling, plain_sizes_of_groups, strides_of_eager):
             if applied(f"the fix {fix.__name__}"):
                 stack.enter_context(fix())
@@ -232,7 +241,7 @@ def _with_cached(
         return None
     graph_module, static = found
     name_inputs(graph_module, gm)
-    with fake_mode, enable_python_dispatcher(), torch._C._DisableAutocast():  # as AOTAutograd calls compilers
+    with fake_mode, enable_python_dispatcher(), without_autocast():  # as AOTAutograd calls compilers
         boxed = _boxed(graph_module, "inference", static, False, compile_graph)
     return _called_directly(boxed, example_inputs)
 
@@ -248,11 +257,11 @@ def _called_directly(boxed: CompiledGraph, example_inputs: Sequence[Any]) -> Cal
             return boxed(flat(inputs))
 
     def run_as_traced(*inputs: Any) -> Any:
-        with torch._C._DisableAutocast():  # its casts are in the graph: operators must not make others
+        with without_autocast():  # its casts are in the graph: operators must not make others
             return run(*inputs)
 
     # Dynamo guards whether autocast is on.
-    return run_as_traced if torch._C._is_any_autocast_enabled() else run
+    return run_as_traced if is_any_autocast_enabled() else run
 
 
 def _is_plain_subclass(value: object) -> bool:

@@ -21,25 +21,33 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch._decomp import core_aten_decompositions, get_decompositions
-from torch._dispatch.python import enable_python_dispatcher
-from torch._guards import detect_fake_mode
-from torch.ao.quantization.fx import _decomposed
 from torch.fx.experimental.symbolic_shapes import guard_or_false
-from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.capture.fixes.encoder_layers import native_multi_head_attention, transformer_encoder_layer
 from torch_hybrid_backend.capture.fixes.strides import with_strides_of
 from torch_hybrid_backend.graph.schema import is_random
 from torch_hybrid_backend.graph.tracing import traced
+from torch_hybrid_backend.torch_private import (
+    DispatchKey,
+    OperatorBase,
+    OpOverload,
+    OpOverloadPacket,
+    core_aten_decompositions,
+    detect_fake_mode,
+    enable_python_dispatcher,
+    get_decompositions,
+    suggest_memory_format,
+    tree_leaves,
+)
+from torch_hybrid_backend.torch_private import quantized_decomposed as _decomposed
 
-Operator = torch._ops.OperatorBase
+Operator = OperatorBase
 Table = Mapping[Operator, Callable[..., object]]
 
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-UPSAMPLING: tuple[torch._ops.OpOverloadPacket, ...] = (
+UPSAMPLING: tuple[OpOverloadPacket, ...] = (
     aten.upsample_nearest1d,
     aten.upsample_nearest2d,
     aten.upsample_nearest3d,
@@ -54,7 +62,7 @@ UPSAMPLING: tuple[torch._ops.OpOverloadPacket, ...] = (
 
 # Kept whole although core ATen would take them apart. (Operators that core ATen keeps anyway, such as convolution,
 # addmm, gelu or max_pool2d_with_indices, need no mention.)
-KEPT: tuple[torch._ops.OpOverloadPacket, ...] = (
+KEPT: tuple[OpOverloadPacket, ...] = (
     # Pointwise activations: the scalar language lowers each in one expression, with one rounding for half types, and
     # eager has a vectorised kernel for each: whole is better for both.
     aten.silu,
@@ -92,7 +100,7 @@ KEPT: tuple[torch._ops.OpOverloadPacket, ...] = (
 )
 
 # Taken apart although core ATen keeps them.
-EXTRA: tuple[torch._ops.OpOverloadPacket, ...] = (
+EXTRA: tuple[OpOverloadPacket, ...] = (
     # Normalisations: to reductions and pointwise primitives, so that they fuse with what surrounds them. Variance stays
     # `var_mean`, whose two passes (or Welford's update) an engine chooses itself: E[x^2] - E[x]^2 would cancel.
     aten._softmax,
@@ -121,7 +129,7 @@ EXTRA: tuple[torch._ops.OpOverloadPacket, ...] = (
 )
 
 
-def decomposition_table(keep_ops: frozenset[torch._ops.OpOverload]) -> dict[Operator, Callable[..., object]]:
+def decomposition_table(keep_ops: frozenset[OpOverload]) -> dict[Operator, Callable[..., object]]:
     """The table for AOTAutograd. Operators in `keep_ops` are in no case taken apart.
 
     Random operators stay whole, so that a compiled model draws the numbers that eager draws from the same generator
@@ -145,7 +153,7 @@ def asked(
     return {operator: formula_of(operator, formula) for operator, formula in table.items()}
 
 
-def decomposed(node: torch.fx.Node, keep_ops: frozenset[torch._ops.OpOverload]) -> torch.fx.GraphModule | None:
+def decomposed(node: torch.fx.Node, keep_ops: frozenset[OpOverload]) -> torch.fx.GraphModule | None:
     """The graph that capture would have made of an operator, had only `keep_ops` been wanted whole: a graph of its own.
 
     The graph takes the node's input nodes in the order of `node.all_input_nodes` and returns the operator's results; every node carries
@@ -186,7 +194,7 @@ def _full_table() -> Table:
     )
 
 
-def _overloads(packet: torch._ops.OpOverloadPacket) -> list[torch._ops.OpOverload]:
+def _overloads(packet: OpOverloadPacket) -> list[OpOverload]:
     return [getattr(packet, name) for name in packet.overloads()]  # type: ignore[no-untyped-call]
 
 
@@ -200,7 +208,7 @@ def whole_upsampling() -> Iterator[None]:
     They matter to Python-dispatched calls only, and Dynamo compiles under one lock, so no eager call elsewhere sees
     the difference.
     """
-    keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
+    keys = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
     operators = [overload for packet in UPSAMPLING for overload in _overloads(packet)]
     before = [(op, key, op.py_kernels.pop(key)) for op in operators for key in keys if key in op.py_kernels]
     for operator, key, formula in before:
@@ -218,7 +226,7 @@ def whole_upsampling() -> Iterator[None]:
 
 
 def _upsample_by_sizes(
-    upsample: torch._ops.OpOverload,
+    upsample: OpOverload,
     formula: Callable[..., torch.Tensor],
     x: torch.Tensor,
     output_size: Sequence[int] | None,
@@ -309,7 +317,7 @@ def _native_group_norm(
     if bias is not None:
         out = out + bias.reshape(broadcast)
     # Eager keeps channels-last inputs channels-last.
-    out = out.to(x.dtype).contiguous(memory_format=torch._prims_common.suggest_memory_format(x))
+    out = out.to(x.dtype).contiguous(memory_format=suggest_memory_format(x))
     return out, mean.reshape(batch, groups).to(x.dtype), rstd.reshape(batch, groups).to(x.dtype)
 
 
@@ -352,7 +360,7 @@ def _convolution_backward(
     columns = aten.im2col.default(x, kernel, *pairs).reshape(images, inputs * math.prod(kernel), -1)
     rows = gradient.reshape(images, outputs, -1).permute(1, 0, 2).reshape(outputs, pixels)
     dw = torch.mm(rows, columns.permute(0, 2, 1).reshape(pixels, -1)).reshape(weight.shape)
-    dw = dw.contiguous(memory_format=torch._prims_common.suggest_memory_format(weight))
+    dw = dw.contiguous(memory_format=suggest_memory_format(weight))
     return dx, dw, gradient.sum((0, 2, 3)) if mask[2] else None
 
 

@@ -16,9 +16,8 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from torch._logging._internal import getArtifactLogger
-
 from torch_hybrid_backend.core.plan import GraphBreak
+from torch_hybrid_backend.torch_private import graph_breaks_logger
 
 _TOLD = re.compile(
     r"Graph break .*?in user code at (?P<file>.+?):(?P<line>\d+)\nGraph Break Reason: (?P<reason>.*?)(?:\n\nUser code traceback:|\Z)",
@@ -36,7 +35,7 @@ _FOR_PYTORCH = re.compile(r"\b(?:file|report) an issue\b|^This graph break is fu
 @contextlib.contextmanager
 def telling_graph_breaks(tell: Callable[[GraphBreak], None]) -> Iterator[None]:
     """Have `tell` called with each graph break that Dynamo meets in this thread meanwhile."""
-    logger = getArtifactLogger("torch._dynamo.symbolic_convert", "graph_breaks")
+    logger = graph_breaks_logger()
     handler = _Handler(tell)
     level, propagate = logger.level, logger.propagate
     if not logger.isEnabledFor(logging.DEBUG):  # nobody else has asked for them

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 import torch
-from torch._dynamo.symbolic_convert import InstructionTranslator
+
+from torch_hybrid_backend.torch_private import InstructionTranslator
 
 # What Dynamo calls the rest of a frame after a graph break.
 _REST = re.compile(r"torch_dynamo_resume_in_(\w+)_at_(\d+)")

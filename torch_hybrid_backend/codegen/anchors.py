@@ -1,6 +1,6 @@
-"""Anchors: the kernel of a group around a matmul, a convolution or attention, as the loops language has it.
+"""Anchors: kernels of fusion groups around a matmul, a convolution or attention.
 
-`Anchor` is what every backend gets of such a group; `neutral_kernel` is the kernel that packs nothing and assumes no layout.
+Every backend gets an `Anchor` for such a group. `neutral_kernel` makes the kernel that packs nothing and assumes no layout.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torch_hybrid_backend.loops.attention_scores import unscaled
+from torch_hybrid_backend.loops.attention_scores import SdpaScore, unscaled
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index, index_of
 from torch_hybrid_backend.loops.ir import (
     AttentionOp,
@@ -17,7 +17,6 @@ from torch_hybrid_backend.loops.ir import (
     Expr,
     LoopOp,
     MatMulOp,
-    ScoredAttentionOp,
     Value,
     buffers_of_expr,
     compute_dtype,
@@ -30,7 +29,7 @@ from torch_hybrid_backend.loops.ops import add, cast
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Anchor:
-    """`op` is the matmul, convolution or attention; `stores` are written from what it leaves in `accumulator`, over `domain`.
+    """A group around `op`, a matmul, a convolution or attention. `stores`, the epilogue, read the result from `accumulator`, over `domain`.
 
     `point`: the domain's variables as an index. `inside`: the buffers that the group itself computes, which are no arguments of its kernel.
     """
@@ -48,7 +47,7 @@ class Anchor:
         return tuple(map(index_of, self.domain))
 
     def reads(self, exprs: Sequence[Expr], operands: Sequence[Buffer] = ()) -> tuple[Argument, ...]:
-        """The kernel's arguments that it reads: whole `operands`, and what `exprs` and the stores load."""
+        """Arguments that the kernel reads: whole `operands`, and the buffers that `exprs` and the stores load."""
         return arguments([*exprs, *(store.value for store in self.stores)], operands, self.inside, self.layouts)
 
 
@@ -61,63 +60,71 @@ def neutral_kernel(anchor: Anchor) -> Kernel:
             batch, m, n = anchor.point
             a = op.a.at((batch, m, index_of(k)))
             b = op.b.at((as_index(0) if op.b.shape[0] == 1 else batch, index_of(k), n))
-            reads = anchor.reads([a, b])
-            return MatMulKernel(reads, anchor.writes, anchor.domain, k, a, b, anchor.accumulator, anchor.stores)
+            return MatMulKernel(
+                anchor.reads([a, b]),
+                anchor.writes,
+                anchor.domain,
+                k=k,
+                a=a,
+                b=b,
+                accumulator=anchor.accumulator,
+                stores=anchor.stores,
+            )
         case ConvOp():
             (x_vars, x), (w_vars, w) = over(op.x, "x"), over(op.w, "w")
             return ConvKernel(
                 anchor.reads([x, w]),
                 anchor.writes,
                 anchor.domain,
-                x_vars,
-                x,
-                w_vars,
-                w,
-                op.stride,
-                op.padding,
-                op.dilation,
-                op.groups,
-                anchor.accumulator,
-                anchor.stores,
+                x_vars=x_vars,
+                x=x,
+                w_vars=w_vars,
+                w=w,
+                stride=op.stride,
+                padding=op.padding,
+                dilation=op.dilation,
+                groups=op.groups,
+                accumulator=anchor.accumulator,
+                stores=anchor.stores,
                 transposed=op.transposed,
             )
-        case AttentionOp() | ScoredAttentionOp():
+        case AttentionOp():
             return _attention_kernel(anchor, op)
-    raise TypeError(f"a {type(op).__name__} is no anchor")
+    raise TypeError(f"a {type(op).__name__} cannot anchor a kernel")
 
 
-def _attention_kernel(anchor: Anchor, op: AttentionOp | ScoredAttentionOp) -> Kernel:
-    """The kernel has batches and heads: heads of one behind batches, where the operation has them as one dimension."""
+def _attention_kernel(anchor: Anchor, op: AttentionOp) -> Kernel:
+    """The kernel of attention, with a dimension for batches and one for heads. An operation with one leading dimension gets one head."""
     (q_vars, q), (k_vars, k), (v_vars, v) = over(op.q, "q"), over(op.k, "k"), over(op.v, "v")
-    shape = (*op.q.shape[:-1], op.k.shape[-2])
-    product = Buffer(shape, compute_dtype(op.out.dtype), "product")
+    product = Buffer((*op.q.shape[:-1], op.k.shape[-2]), compute_dtype(op.out.dtype), "product")
     score_vars, product_at_point = over(product, "z")
     point = tuple(map(index_of, score_vars))
-    score: Expr | None
-    if isinstance(op, AttentionOp):
-        score = None if op.mask is None else add(product_at_point, cast(op.mask.at(point), product.dtype))
-        scale, causal, nan_rows = op.scale, op.causal, False
-    else:
-        scale, score = unscaled(score_over(op.score, product, point), product)
-        causal, nan_rows = False, op.nan_rows
+    score: Expr | None = None
+    match op.score:
+        case SdpaScore(scale=scale, causal=causal, mask=mask):
+            if mask is not None:
+                score = add(product_at_point, cast(mask.at(point), product.dtype))
+        case _:
+            causal = False
+            scale, score = unscaled(score_over(op.score, product, point), product)
     return AttentionKernel(
         anchor.reads([e for e in (q, k, v, score) if e is not None]),
         anchor.writes,
         _with_heads(anchor.domain),
-        q,
-        _with_heads(q_vars),
-        k,
-        _with_heads(k_vars),
-        v,
-        _with_heads(v_vars),
-        score,
-        _with_heads(score_vars),
-        product,
-        scale,
-        causal,
-        anchor.accumulator,
-        anchor.stores,
-        nan_rows,
+        q=q,
+        q_vars=_with_heads(q_vars),
+        k=k,
+        k_vars=_with_heads(k_vars),
+        v=v,
+        v_vars=_with_heads(v_vars),
+        score=score,
+        score_vars=_with_heads(score_vars),
+        product=product,
+        scale=scale,
+        causal=causal,
+        accumulator=anchor.accumulator,
+        stores=anchor.stores,
+        nan_rows=op.nan_rows,
     )
 
 
@@ -129,7 +136,7 @@ def _with_heads(variables: tuple[LoopVar, ...]) -> tuple[LoopVar, ...]:
 
 
 def over(value: Value, prefix: str) -> tuple[tuple[LoopVar, ...], Expr]:
-    """A value over loop variables of its own: them, and the scalar."""
+    """(loop variables, scalar): a value over loop variables of its own."""
     variables = tuple(LoopVar(f"{prefix}{d}", n) for d, n in enumerate(value.shape))
     return variables, value.at(tuple(map(index_of, variables)))
 
@@ -137,7 +144,7 @@ def over(value: Value, prefix: str) -> tuple[tuple[LoopVar, ...], Expr]:
 def arguments(
     exprs: Sequence[Expr], operands: Sequence[Buffer], inside: frozenset[Buffer], layouts: Mapping[Buffer, Layout]
 ) -> tuple[Argument, ...]:
-    """The buffers a kernel reads from outside itself: `operands` first, then what `exprs` load."""
+    """The buffers that a kernel reads from outside: `operands` first, then those that `exprs` load."""
     found = dict.fromkeys(operands)
     for expr in exprs:
         for buffer in buffers_of_expr(expr):

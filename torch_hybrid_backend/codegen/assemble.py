@@ -67,7 +67,7 @@ from torch_hybrid_backend.sizes.size import Dim, Size
 class RegionKernels:
     """A region's kernels in execution order, and what they share: buffers, layouts, literals and constants packed ahead.
 
-    `origins`: for each kernel the names of the nodes whose values it computes, as far as it keeps or reads them from memory.
+    `origins`: for each kernel the names of the nodes whose values its operations compute, without values that are inlined.
     `flags`, `relied_on`: as in `LoopGraph`.
     """
 
@@ -182,9 +182,9 @@ class RegionKernels:
 
 
 def _shared(packed: Iterable[Packed]) -> dict[Buffer, Packed]:
-    """By its buffer, the first constant that is made of the same in the same way.
+    """Maps a constant's buffer to the first constant that is made of the same tensor in the same way.
 
-    Variants pack constants each on their own: of a layer that is called twice, each call's.
+    Each variant packs constants on its own; if a layer is called twice, so does each call.
     """
     first: dict[tuple[object, ...], Packed] = {}
     return {p.buffer: first.setdefault(p.made_of, p) for p in packed}
@@ -199,13 +199,13 @@ def _physical(buffer: Buffer, layout: Layout, device: Device) -> TensorSpec:
 
 
 def _logical(argument: Argument, device: Device) -> TensorSpec:
-    """The form of what an operator returns: a tensor, where kernels write plain memory."""
+    """The form of an operator's result, which is a tensor; kernels write plain memory."""
     assert isinstance(argument.layout, Strided)
     return TensorSpec(argument.buffer.shape, argument.buffer.dtype, argument.layout.strides, device)
 
 
 def assemble(region: Region, backend: KernelBackend) -> RegionKernels:
-    """The kernels of a region; raises loops.lowering.Refuse where an operator is not taken."""
+    """The kernels of a region; raises loops.lowering.Refuse if a lowering refuses an operator."""
     lowered = lower_region(region, backend.policy)
     fixed: dict[Buffer, Layout] = {}
     for buffer, region_input in zip(lowered.inputs, region.inputs, strict=True):
@@ -247,7 +247,7 @@ def assemble(region: Region, backend: KernelBackend) -> RegionKernels:
 
 
 def _joined(origins: dict[Kernel, frozenset[str]], kernels: Sequence[Kernel]) -> tuple[frozenset[str], ...]:
-    """The origins of `kernels`, given those of the kernels that they were joined of."""
+    """The origins of `kernels`, given those of the kernels that were joined to them."""
     place = {write.buffer: position for position, kernel in enumerate(kernels) for write in kernel.writes}
     found: list[frozenset[str]] = [frozenset()] * len(kernels)
     for kernel, names in reversed(origins.items()):
@@ -270,7 +270,7 @@ def _joined(origins: dict[Kernel, frozenset[str]], kernels: Sequence[Kernel]) ->
 def _kernels(
     group: Group, needed: set[Buffer], layouts: Mapping[Buffer, Layout], backend: KernelBackend
 ) -> list[Kernel]:
-    """A group's kernels: one, but of a scatter two, which write to one buffer, first what is there before."""
+    """A group's kernels: one, or two for a scatter, of which the first writes the base to the buffer and the second combines."""
     if group.kind != "scatter":
         return [_kernel(group, needed, layouts, backend)]
     (member,) = group.members
@@ -320,7 +320,7 @@ def _kernel(group: Group, needed: set[Buffer], layouts: Mapping[Buffer, Layout],
 
 
 def _stages(group: Group, needed: set[Buffer]) -> tuple[Stage, ...]:
-    """A row group's members as stages; results that later members read get a local of their own."""
+    """A row group's members as stages. A result that a later member reads is kept in a local buffer."""
     locals_: dict[Buffer, Buffer] = {}
 
     def rewritten(expr: Expr) -> Expr:
@@ -366,7 +366,7 @@ def _stages(group: Group, needed: set[Buffer]) -> tuple[Stage, ...]:
 
 
 def _result_dtype(op: object, value: Expr) -> str:
-    """The dtype a reduction's or a scan's result has inside the kernel."""
+    """The dtype of a reduction's or a scan's result inside the kernel."""
     if isinstance(op, ReduceOp | ScanOp) and op.combiner in ("argmax", "argmin"):
         return "int64"
     return value.dtype

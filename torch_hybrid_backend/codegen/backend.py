@@ -1,9 +1,9 @@
-"""Differences between two engines that print `loops`: the `KernelBackend` protocol, the one seam between `codegen` and an engine.
+"""`KernelBackend`: the protocol between `codegen` and an engine that prints `loops`. It holds all that differs between such engines.
 
     region -> loops.graph.lower_region -> operands -> loops.fusion.fuse -> layouts -> a kernel for each group -> join -> alternatives
            -> the compiler module, in worker processes -> an artifact for each kernel -> step -> Program
 
-`codegen` does what is between the arrows. A backend that wants nothing special takes the functions of `codegen` that its members name.
+`codegen` does the steps, and calls the backend's members by these names. Members name functions of `codegen` that do for a simple backend.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from torch_hybrid_backend.sizes.size import Dim
 
 
 class KernelBackend(Protocol):
-    """The choices of one engine. Without state that a region changes: threads use it at once.
+    """The choices of one engine. It has no state that a region changes: several threads use it at once.
 
-    `name`: the engine's. `device`: where its kernels run; the type of it is what the engine serves, and `on` gives the backend for another of
-    that type. `timed_variants`: how many variants of a kernel are compiled and timed where it is not tuned, the one in use included; those that
-    call operators come on top.
+    `name`: the engine's. `device`: where its kernels run. The engine serves all devices of that type; `on` gives the backend for another one.
+    `timed_variants`: how many variants of a kernel are compiled and timed without tuning. It counts the one in use, but none that calls an
+    operator.
     """
 
     @property
@@ -64,7 +64,7 @@ class KernelBackend(Protocol):
         ...
 
     def compiles(self) -> Verdict:
-        """Supported if those that are not in the cache can be compiled; a refusal says what to do."""
+        """Supported if kernels that are not in the cache can be compiled; a refusal says what to do."""
         ...
 
     def describe(self) -> Sequence[tuple[str, str]]:
@@ -72,7 +72,7 @@ class KernelBackend(Protocol):
         ...
 
     def operands(self, graph: LoopGraph, layouts: Mapping[Buffer, Layout]) -> Prepared:
-        """The graph with the operands of matmuls and convolutions as the kernels want them; `Prepared(graph)` where they are fine.
+        """The graph with the operands of matmuls and convolutions as the kernels want them; `Prepared(graph)` changes nothing.
 
         `layouts`: how the region's inputs, outputs and literals lie. An operation may be replaced by one of a subclass, which `anchor` knows.
         """
@@ -87,18 +87,18 @@ class KernelBackend(Protocol):
         ...
 
     def join(self, kernels: Sequence[Kernel], outputs: Collection[Buffer]) -> Sequence[Kernel]:
-        """The region's kernels in order, some of them made into one, or one into several. `outputs`: the region's."""
+        """The region's kernels in order, some of them joined or split. `outputs`: the region's."""
         ...
 
     def alternatives(self, kernel: Kernel, constants: Mapping[Buffer, Packed]) -> Sequence[Variant]:
-        """Other ways of computing what a kernel computes, best estimate first. `constants`: what is packed ahead, by its buffer."""
+        """Other variants of a kernel, best estimate first. `constants`: those that are packed ahead, by their buffers."""
         ...
 
     def step(
         self, kernel: Kernel, artifact: Artifact, arguments: tuple[int, ...], working: Callable[[Dim], int]
     ) -> Step:
-        """The step of a program that runs the kernel. `arguments`: the numbers of its buffers, those it reads first, then those it
-        writes. `working` gives the number of one more buffer, of so many bytes, for this step alone."""
+        """The step of a program that runs the kernel. `arguments`: the numbers of its buffers, first those it reads, then those it
+        writes. `working(bytes)`: the number of a further buffer, for this step alone."""
         ...
 
     def text(self, kernel: Kernel, artifact: Artifact, step: Step) -> KernelText:

@@ -1,4 +1,4 @@
-"""A kernel compiler, as the rest of `codegen` sees it: what it compiles for, and the module that does it in worker processes.
+"""The interface of a kernel compiler: the target, and the module that compiles in worker processes.
 
 Nothing here, nor in what a compiler module imports at its top, may import torch: the worker processes run without it.
 """
@@ -26,9 +26,8 @@ class CodeTarget(Protocol):
 class KernelCompilerModule(Protocol):
     """A module that compiles kernels. A worker process imports it by its name; the user's process too, and calls `version` only.
 
-    `SOURCES`: the parts of this package that decide what it makes of a kernel (see `sources`). What lies outside the package, an engine of a
-    third party with its own sources, belongs in `version`. `SUFFIX`: of the files it writes, with the dot. `ENVIRONMENT`: variables that its
-    worker processes are started with.
+    `SOURCES`: the parts of this package that decide the module's results (see `sources`). Sources outside the package, such as those of a third
+    party's engine, belong in `version`. `SUFFIX`: of the files that it writes, with the dot. `ENVIRONMENT`: variables for its worker processes.
     """
 
     __name__: str
@@ -37,18 +36,18 @@ class KernelCompilerModule(Protocol):
     ENVIRONMENT: Mapping[str, str]
 
     def version(self) -> str:
-        """The version of what is installed and decides a kernel besides the sources, without importing it: that may take seconds."""
+        """The version of the installed packages that kernels depend on, without importing them, which may take seconds."""
         ...
 
     def load(self) -> None:
-        """Import what compiling takes; once, in the worker process."""
+        """Import the compiler; once, in the worker process."""
         ...
 
     def compile_kernel(self, job: Job) -> None:
-        """Write the job's artifact to `job.output`. Raises whatever stops it; ScheduleError where nothing serves the kernel."""
+        """Write the job's artifact to `job.output`. Raises ScheduleError if no schedule serves the kernel, and whatever else stops it."""
         ...
 
 
 def compiler_version(compiler: KernelCompilerModule) -> str:
-    """Key of what this process and a worker process must have in common: the sources and what is installed."""
+    """A key that must be the same in this process and a worker process: of the sources and of the installed compiler."""
     return f"{sources_version(*compiler.SOURCES)} {compiler.__name__} {compiler.version()}"

@@ -1,6 +1,6 @@
 """An engine of kernels: regions assembled, compiled in worker processes and tuned, with the choices of one `KernelBackend`.
 
-Nothing here imports a compiler: support is decided by the lowering table, kernels are plain data, and only the workers compile. A process
+Nothing here imports a compiler: the lowering table decides what is supported, kernels are plain data, and only the workers compile. A process
 that finds every kernel in the cache never pays for the import.
 """
 
@@ -96,7 +96,7 @@ class KernelRegion:
         """Nothing: it is compiled when `refine` returns."""
 
     def release(self) -> None:
-        """Free what running from Python holds (packed constants); a later call makes it again."""
+        """Free the packed constants that running from Python holds; a later call packs them again."""
         self.run.release()
 
     def operator_us(self, inputs: Sequence[torch.Tensor]) -> Sequence[tuple[frozenset[str], float]]:
@@ -106,7 +106,7 @@ class KernelRegion:
         return list(zip(self.kernels.origins, spent, strict=True))
 
     def texts(self) -> Sequence[KernelText]:
-        """The kernels; what operators of PyTorch's compute has no text."""
+        """The texts of the kernels; operators of PyTorch's have none."""
         chosen = [option.chosen for option in self.options]
         kernels = [kernel for each in chosen for kernel in each.variant.kernels]
         artifacts = [artifact for each in chosen for artifact in each.artifacts]
@@ -149,7 +149,7 @@ class KernelEngine(EngineBase):
         self.keep_ops = frozenset(lowering.table())  # what has a lowering of its own is wanted whole
 
     def version(self, device: Device) -> str:
-        """Key of all that timings of this engine's kernels depend on: its compiler, with the sources, and the target."""
+        """A key of everything that this engine's timings depend on: its compiler, with the sources, and the target."""
         return f"{compiler_version(self._backend.compiler)} {self._backend.on(device).target.fingerprint}"
 
     def available(self) -> Verdict:
@@ -169,11 +169,11 @@ class KernelEngine(EngineBase):
         return lowering.supports(node, self._backend.policy.abilities)
 
     def accepts(self, region: Region) -> Verdict:
-        """Supported if kernels can be compiled for the region's device: not every one of a type need be such."""
+        """Supported if kernels can be compiled for the region's device, which may differ between devices of one type."""
         return self._backend.on(region.device).available()
 
     def compile(self, regions: Sequence[Region], deadline: Deadline) -> list[CompiledRegion | Exception]:
-        """Lower the regions to kernels and compile those together, equal ones once; device by device, as each has a target of its own."""
+        """Lower the regions to kernels, and compile all kernels of a device together, equal ones once. Each device has a target of its own."""
         compiled: dict[int, CompiledRegion | Exception] = {}
         for device in dict.fromkeys(region.device for region in regions):
             own = [position for position, region in enumerate(regions) if region.device == device]
@@ -205,7 +205,7 @@ class KernelEngine(EngineBase):
     def _compiled(
         self, kernels: RegionKernels, options: Sequence[KernelOptions | Exception]
     ) -> CompiledRegion | Exception:
-        """The region, given what became of each kernel's options."""
+        """The region, given each kernel's options after compilation."""
         failed = next((option for option in options if isinstance(option, Exception)), None)
         return failed or self._region(kernels, [o for o in options if isinstance(o, KernelOptions)])
 
@@ -217,7 +217,7 @@ class KernelEngine(EngineBase):
     def refined(
         self, region: KernelRegion, inputs: Sequence[torch.Tensor], budget_s: float, deadline: Deadline
     ) -> KernelRegion:
-        """See `KernelRegion.refine`. What was found out is kept."""
+        """See `KernelRegion.refine`. Times are kept on disk."""
         start = time.monotonic()
         load = OtherLoad()
         region.release()
@@ -263,20 +263,20 @@ class KernelEngine(EngineBase):
         return self._region(region.kernels, options)
 
     def built(self, kernels: Sequence[Kernel], target: CodeTarget, deadline: Deadline) -> list[Artifact | Exception]:
-        """See `compile_kernels`; in what is left of the deadline, and at its expense."""
+        """See `compile_kernels`; within the time that is left of the deadline, which it uses up."""
         with deadline.running():
             store, left_s = self._services.store, deadline.left_s()
             return compile_kernels(kernels, target, self._compiler, store, left_s, deadline.limit_s)
 
     def _times(self, device: Device, kernel_key: str) -> Mapping[str, float]:
-        """Microseconds by the name of the variant, infinity for one that cannot run; empty where the kernel was never timed."""
+        """Microseconds by the variant's name, infinity for one that cannot run; empty if the kernel was never timed."""
         return self._services.timings.get(_TIMINGS, kernel_key, device)
 
     def _keep_times(self, device: Device, load: OtherLoad, kernel_key: str, times: Mapping[str, float]) -> None:
         self._services.timings.put(_TIMINGS, kernel_key, device, times, is_disturbed=load.is_felt())
 
     def _options(self, region: RegionKernels) -> tuple[KernelOptions, ...]:
-        """Variants of each kernel to compile: the variant known to be fastest, or those to find out about."""
+        """The variants of each kernel to compile: the one known to be fastest, or those to be timed."""
         backend = region.backend
         constants = {packed.buffer: packed for packed in region.packed}
         result = []

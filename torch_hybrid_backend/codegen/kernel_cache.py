@@ -1,7 +1,7 @@
 """Compiled kernels: found in this process, else on disk, else compiled and put there.
 
-The order of things for a kernel: its key (`kernel_key`), the memo of this process, the store (which verifies the checksum of what it
-hands out, and drops what fails), the failures of the last day (`builds.failures`), the compiler processes.
+A kernel is looked for by its key (`kernel_key`) in the memo of this process, in the store (which verifies checksums, and drops files that
+fail), and in the failures of the last day (`builds.failures`). Then the compiler processes compile it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _spares: dict[tuple[int, str], Store] = {}  # (process, store) -> what takes its
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """The compiled form of a kernel: a file, and the kernel's name in it. All empty for an operator of PyTorch's."""
+    """A compiled kernel: a file, and the kernel's name in it. All fields are empty for an operator of PyTorch's."""
 
     path: str
     symbol: str
@@ -53,12 +53,12 @@ def compile_kernels(
     deadline_s: float,
     limit_s: float | None = None,
 ) -> list[Artifact | Exception]:
-    """The kernels' artifacts, kernel by kernel, or what stopped them: a CompileError, or CacheError where the store cannot be written.
+    """The artifact of each kernel, or the exception that stopped it: a CompileError, or CacheError if the store cannot be written.
 
-    Compiles, in parallel and equal ones once, what neither this process nor the store has; gives up on those after `deadline_s` seconds. Each
-    is kept as soon as it is compiled: a process that is killed meanwhile leaves the next one the rest to do.
-    What failed within a day is not tried again, under its key; what was late is, where `limit_s`, the time for all the kernels of a graph
-    (None: `deadline_s`), is longer than it was.
+    Compiles kernels that neither this process nor the store has, in parallel and equal ones once, and gives up after `deadline_s` seconds. Each
+    artifact is kept at once: if this process is killed, the next one compiles only the rest.
+    A kernel that failed within a day is not compiled again. One that was late is, if `limit_s`, the time for all kernels of a graph (None:
+    `deadline_s`), is longer than it was.
     """
     limit_s = deadline_s if limit_s is None else limit_s
     remembered = Failures(store)
@@ -131,7 +131,7 @@ def _compile(
 
 
 def _spare(store: Store, error: CacheError) -> Store:
-    """Store for kernels that `store` does not take (a full disk): a temporary directory, gone with this process. Says so once."""
+    """A store for kernels that `store` cannot take (a full disk): a temporary folder that ends with this process. Warns once."""
     at = (os.getpid(), str(store.root))
     if at not in _spares:
         _log.warning("%s. This process keeps such kernels in a temporary directory", error)

@@ -1,7 +1,7 @@
-"""Kernel keys: under which name a compiled kernel is cached.
+"""Kernel keys: the keys under which compiled kernels are cached.
 
-`canonical_text` writes out every field of a kernel (also fields added later: it walks the dataclasses) without what only tells two
-constructions of one kernel apart: buffers are named by their argument position, loop variables by the order of their first appearance.
+`canonical_text` has every field of a kernel, also fields added later: it walks the dataclasses. It is the same however the kernel was
+constructed: buffers are named by their argument position, loop variables by the order of their first appearance.
 
     kernel = MapKernel(domain=(v0 in 8,), reads=(Argument(buffer=arg0 float32 (8,), ...
 """
@@ -20,16 +20,16 @@ from torch_hybrid_backend.sizes.size import Dim, Size
 
 
 def kernel_key(kernel: Kernel, target: CodeTarget, compiler: KernelCompilerModule) -> str:
-    """SHA-256 (64 hexadecimal digits) of all that decides a kernel's artifact: the kernel, the target, the compiler's sources and version.
+    """SHA-256 (64 hexadecimal digits) of everything that an artifact depends on: the kernel, the target, the compiler's sources and version.
 
-    Raises TypeError where a kernel holds something that has no canonical text (a function, say).
+    Raises TypeError if a kernel holds an object without a canonical text, such as a function.
     """
     parts = (canonical_text(kernel), target.fingerprint, compiler_version(compiler))
     return hashlib.sha256("\x00".join(parts).encode()).hexdigest()
 
 
 def canonical_text(kernel: Kernel) -> str:
-    """A text that is equal for two kernels exactly where they are the same but for names and object identity."""
+    """A text that is equal for two kernels exactly if they differ at most in names and object identity."""
     return _Text(kernel).text
 
 

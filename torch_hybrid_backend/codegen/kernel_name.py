@@ -1,11 +1,10 @@
-"""Kernel names: what profilers, reports and error messages call a kernel. They say what it computes: "row_softmax_gelu_0f3a9c...".
+"""Kernel names for profilers, reports and error messages. A name tells what the kernel computes: "row_softmax_gelu_0f3a9c...".
 
-A name follows from the kernel's content and its key alone: another process, which finds the kernel on disk, gives it the same one.
+A name depends on the kernel's content and key alone: another process that finds the kernel on disk gives it the same name.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 
 from torch_hybrid_backend.loops.ir import Call, parts
@@ -28,12 +27,11 @@ def symbol_of(kernel: Kernel, key: str) -> str:
 
 def kernel_name(kernel: Kernel) -> str:
     """A kernel's kind and at most four of its operations, in order: "row_softmax", "matmul_gelu", "map_add". No more than a hint."""
-    kind = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(kernel).__name__.removesuffix("Kernel")).lower()
     found = list(dict.fromkeys(_operations(kernel)))
     if isinstance(kernel, RowKernel) and set(found) >= _SOFTMAX:
         found = ["softmax" if word == "exp" else word for word in found]
     told = [word for word in found if word not in _PLAIN] or found
-    return "_".join([kind.replace("mat_mul", "matmul"), *told[:_MOST_WORDS]])
+    return "_".join([kernel.kind, *told[:_MOST_WORDS]])
 
 
 def _operations(kernel: Kernel) -> Iterator[str]:

@@ -1,10 +1,10 @@
-"""Probing libraries: which kernels an operator of PyTorch's might beat, found out without compiling anything.
+"""Probing libraries: finds kernels that an operator of PyTorch's may beat, without compiling anything.
 
-The operator of the kernel that takes longest is timed alone: its tensors warm, nothing to convert before and behind it. Then those of the
-kernels that lose most against the best rate seen so far, of a kernel or an operator; one within a tenth of it has nothing to gain, and most
-are. Only where the operator is faster than the kernel in its place are the kernels around it compiled, and the whole is timed in the
-kernel's place (`tune.try_next_variant`). Times alone are kept with the others, under the variant's name and `ALONE`; infinite where the
-operator was not timed, or cannot run.
+The operator of the slowest kernel is timed alone: its tensors are warm, and no kernel converts them. Then operators of the kernels that lose
+most against the best rate so far, of a kernel or an operator. A kernel within a tenth of that rate has nothing to gain; most are.
+If an operator alone is faster than the kernel in its place, the kernels around the operator are compiled, and the whole is timed in the
+kernel's place (`tune.try_next_variant`). Times alone are kept with the others, under the variant's name and `ALONE`; infinite if the operator
+was not timed, or cannot run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ROUNDS = 3
 
 
 def probe_libraries(options: Sequence[KernelOptions], device: Device, timer: Timer) -> list[KernelOptions]:
-    """The options, of which those only keep operators `untried` that may win; what was found out is in their times."""
+    """The options with only those operators `untried` that may win; times of operators alone are among their times."""
     known = {o.key: us for o in options if (us := o.times.get(o.chosen.variant.name)) and math.isfinite(us)}
     works = {o.key: sum(kernel.multiply_adds for kernel in o.chosen.variant.kernels) for o in options}
     asked = {o.key: o.untried[0] for o in options if o.untried and o.key in known}
@@ -63,7 +63,7 @@ def probe_libraries(options: Sequence[KernelOptions], device: Device, timer: Tim
 
 
 def _probed(option: KernelOptions, alone_us: float, us: float | None) -> KernelOptions:
-    """The option, given its operator's time and its kernel's; None for one that could not be timed."""
+    """The option, given the times of its operator and its kernel; None: it could not be timed."""
     if not option.untried or us is None:
         return replace(option, untried=())
     name = option.untried[0].name

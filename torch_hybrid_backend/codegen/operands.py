@@ -1,4 +1,4 @@
-"""Operands that kernels want otherwise than the graph has them: constants packed ahead of calls, others by an operation in every call."""
+"""Packed operands: constants are packed ahead of calls, other values by an operation in every call."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from torch_hybrid_backend.core.program import Packing
 from torch_hybrid_backend.loops.graph import LoopGraph
 from torch_hybrid_backend.loops.index import LoopVar, contiguous_strides, linear
-from torch_hybrid_backend.loops.integer_products import NARROW, bounded
 from torch_hybrid_backend.loops.ir import Buffer, Load, LoopOp, Map, MapOp, Value, domain_vars
 from torch_hybrid_backend.loops.layout import Strided
+from torch_hybrid_backend.loops.quantized import NARROW, bounded
 from torch_hybrid_backend.sizes.size import Dim, Size, known_at_most
 
 
@@ -21,7 +21,7 @@ from torch_hybrid_backend.sizes.size import Dim, Size, known_at_most
 class StridedView:
     """A value that is a strided view of a buffer's logical row-major elements.
 
-    `bounds`: what its elements are clamped to; None where they are those of the buffer. Integers of 8 bits alone have any.
+    `bounds`: the range that elements are clamped to, for integers of 8 bits alone; None: they are the buffer's.
     """
 
     buffer: Buffer
@@ -32,12 +32,12 @@ class StridedView:
 
     @property
     def is_static(self) -> bool:
-        """True if a tensor can be viewed so ahead of any call."""
+        """True if sizes and strides are known ahead of any call."""
         return not any(isinstance(n, Size) for n in (*self.shape, *self.strides, self.offset))
 
     @property
     def is_constant(self) -> bool:
-        """True if it is known ahead of any call."""
+        """True if the view's elements are known ahead of any call."""
         return self.buffer.constant and self.is_static
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -59,7 +59,7 @@ class Packed:
 
     @property
     def pack(self) -> Packing:
-        """Makes the buffer's tensor of the source's."""
+        """Packs the source's tensor: returns the buffer's."""
         view, ahead = self.view, self.ahead
         seen = view.shape, view.strides, view.offset, view.bounds
         how = (*seen, self.buffer.shape, self.buffer.dtype, _named(ahead))
@@ -67,7 +67,7 @@ class Packed:
 
     @property
     def made_of(self) -> tuple[object, ...]:
-        """Key of what it is made of and how, hashable: constants for which this is equal have equal tensors."""
+        """A hashable key of the source and the packing: constants with equal keys have equal tensors."""
         return self.source, self.pack
 
     def repacked(self, buffer: Buffer, ahead: Callable[[torch.Tensor], torch.Tensor]) -> Packed:
@@ -76,7 +76,7 @@ class Packed:
 
 
 def _named(value: object) -> object:
-    """A function with its bound arguments as something hashable: two of `functools.partial` are not equal, whatever they hold."""
+    """A function with its bound arguments, hashable and comparable: two `functools.partial` objects are never equal."""
     if not isinstance(value, partial):
         return value
     keywords = sorted(value.keywords.items(), key=lambda item: item[0])
@@ -88,7 +88,7 @@ def _named(value: object) -> object:
 class Prepared:
     """A graph whose operations read operands as an engine's kernels want them.
 
-    `packed`: those that are made ahead. `row_major`: buffers that lie so, among them all that were packed, ahead or in every call.
+    `packed`: constants that are packed ahead. `row_major`: buffers with that layout, among them all packed ones.
     """
 
     graph: LoopGraph
@@ -97,9 +97,9 @@ class Prepared:
 
 
 def strided_view(value: Value, layout: Strided | None = None) -> StridedView | None:
-    """`value` as a strided view of one buffer, or None where it is something else. With `layout`, the buffer's: as a view of its memory.
+    """`value` as a strided view of one buffer; None if it is none. With `layout`, the buffer's: as a view of its memory.
 
-    A constant of 8 bits is seen through a clamp, which what is made of it ahead of calls does.
+    The value may clamp a constant of 8 bits: packing clamps it, too (`StridedView.bounds`).
     """
     if isinstance(value, Buffer):
         strides = contiguous_strides(value.shape) if layout is None else layout.strides
@@ -121,7 +121,7 @@ def strided_view(value: Value, layout: Strided | None = None) -> StridedView | N
 
 
 class OperandPacker:
-    """Packs operands, equal ones once. `add` takes the graph's operations in order; what has to be packed in every call stands before them."""
+    """Packs operands, equal ones once. `add` takes the graph's operations in order; those that pack in every call precede their readers."""
 
     def __init__(self) -> None:
         self._ops: list[LoopOp] = []
@@ -136,9 +136,9 @@ class OperandPacker:
         each_call: Callable[[Value], Map],
         how: tuple[object, ...],
     ) -> Buffer:
-        """The buffer of an operand packed by `ahead` where it is constant, as the value `each_call` gives otherwise.
+        """The buffer of an operand, packed by `ahead` if it is constant, else in every call as the value that `each_call` gives.
 
-        `how` names the packing: operands are equal where they are the same view of one buffer and packed alike.
+        `how` names the packing: operands are equal if they are the same view of one buffer, packed alike.
         """
         view = strided_view(operand)
         key = (*how, operand if view is None else view)
@@ -154,14 +154,14 @@ class OperandPacker:
         return buffer
 
     def made_ahead(self, view: StridedView, ahead: Callable[[torch.Tensor], torch.Tensor], like: Buffer) -> Buffer:
-        """A buffer of the form of `like` that `ahead` makes of a constant view."""
+        """A buffer of shape and dtype of `like`, which `ahead` packs from a constant view."""
         buffer = Buffer(like.shape, like.dtype, like.name, constant=True)
         self._packed.append(Packed(buffer, view.buffer, view, ahead))
         self._row_major.append(buffer)
         return buffer
 
     def keep_row_major(self, buffer: Buffer) -> None:
-        """Has a buffer of the graph, which is no input, lie row-major."""
+        """Require the row-major layout for a buffer of the graph that is no input."""
         self._row_major.append(buffer)
 
     def add(self, op: LoopOp) -> None:

@@ -1,4 +1,4 @@
-"""An operator of PyTorch's as one of a region's kernels: what a library computes in place of generated code."""
+"""An operator of PyTorch's as one of a region's kernels: a library call in place of generated code."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Operand:
 class OperatorKernel(Kernel):
     """An operator of PyTorch's on whole tensors, for which nothing is compiled; it has no domain.
 
-    `name`: "namespace::operator". `arguments`: those of its schema. Of its results, of which there are as many as `results` says, the first is
-    read: a new tensor with the sizes and strides of `result`. `title`: for people.
+    `name`: "namespace::operator". `arguments`: those of its schema. `results`: their number; only the first is read, a new tensor with the
+    sizes and strides of `result`. `title`: for people.
     """
 
     name: str

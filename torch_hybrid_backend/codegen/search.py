@@ -1,8 +1,7 @@
-"""Search: which variant of each kernel of a region is fastest, found out by running the region on its real inputs.
+"""Autotuning: finds the fastest variant of each kernel of a region by running the region on its real inputs.
 
-Every kernel is timed in its place among the others, so that it finds the caches as they will be and its weight where it will be. One run of
-the region times one variant of every kernel; kernels that are equal share their times. What wins is kept on disk, under the kernel's key
-and the machine.
+Every kernel is timed in its place among the others: caches and weights are as they will be in calls. One run of the region times one variant of
+every kernel; equal kernels share their times. Times are kept on disk, under the kernel's key and the machine.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ ALONE = " alone"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompiledVariant:
-    """A variant, and what each of its kernels was compiled to."""
+    """A variant, and the artifact of each of its kernels."""
 
     variant: Variant
     artifacts: tuple[Artifact, ...]
@@ -49,12 +48,12 @@ class CompiledVariant:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KernelOptions:
-    """A kernel of a region and its variants: those to compile, later those that were compiled, of which the one at `best` is used.
+    """A kernel of a region and its variants: first those to compile, then those that were compiled. The variant at `best` is in use.
 
-    `key` is the kernel's, "" where there is nothing to choose. With `is_open` the choice is still to be made, by `search`. `times`: what
-    searches found. `work`: multiply-adds. `untried`: what may still be compiled and timed. `exact`: the kernel itself, where no other
-    variant here is exact; it is compiled when the accuracy check asks for it, which is seldom. `is_partial`: what could be compiled elsewhere
-    is missing, so that times are of this process alone.
+    `key`: the kernel's; "" if there is no choice. `is_open`: `search` has yet to choose. `times`: results of searches. `work`: multiply-adds.
+    `untried`: variants that may still be compiled and timed. `exact`: the kernel itself, if no other variant here is exact; it is compiled when
+    the accuracy check asks for it, which is seldom. `is_partial`: a variant is missing that other machines can compile, so times are of
+    this process alone.
     """
 
     key: str
@@ -81,7 +80,7 @@ class KernelOptions:
         """Options by the `times` of earlier searches.
 
         Without times, `most` variants of kernels are to be compiled and timed, the one in use included, and all that call operators. If the
-        kernel is to be tuned, those without a time are left `untried`; else what is to be probed is."""
+        kernel is to be tuned, variants without a time are left `untried`; else those to be probed are."""
         winner = fastest(variants, times)
         exact = None if winner.is_exact else variants[0]
         # An operator in use has the kernel itself to beat first; another variant is better than it by estimate, as others may be.
@@ -99,11 +98,11 @@ class KernelOptions:
         )
 
     def closed(self) -> KernelOptions:
-        """With the choice left as it is."""
+        """The option with the choice left as it is."""
         return replace(self, to_compile=self.to_compile[:1], is_open=False, untried=())
 
     def with_compiled(self, made: Sequence[Sequence[Artifact | Exception]]) -> KernelOptions | Exception:
-        """`made`: the kernels of each variant that was `to_compile`. Gives what stopped the first one, where that failed."""
+        """The option with compiled variants, or the exception of the first one. `made`: the artifacts of each variant of `to_compile`."""
         compiled: list[CompiledVariant] = []
         is_partial = False
         for variant, kernels in zip(self.to_compile, made, strict=True):
@@ -124,16 +123,16 @@ class KernelOptions:
 
     @property
     def missing(self) -> Variant | None:
-        """The variant that is still to be compiled before `with_exact`: the kernel itself, where nothing that was compiled is exact."""
+        """The variant to compile before `with_exact`: the kernel itself, if no compiled variant is exact."""
         return None if any(compiled.variant.is_exact for compiled in self.compiled) else self.exact
 
     def with_exact(self, made: CompiledVariant | None) -> KernelOptions:
-        """The fastest of those that round as the kernel itself does; `made` is what was `missing`."""
+        """The option with the fastest of the exact variants; `made`: the artifacts of `missing`."""
         exact = tuple(compiled for compiled in (*self.compiled, made) if compiled and compiled.variant.is_exact)
         return replace(self, compiled=exact, best=0).decided({})
 
     def decided(self, times: Mapping[str, float]) -> KernelOptions:
-        """The choice by `times`, and by earlier ones of variants that were not timed now."""
+        """The option after a choice by `times`, and by earlier times of variants that were not timed now."""
         known = {**self.times, **times}
         winner = fastest([compiled.variant for compiled in self.compiled], known)
         best = next(i for i, compiled in enumerate(self.compiled) if compiled.variant is winner)
@@ -141,7 +140,7 @@ class KernelOptions:
 
 
 def compiled_variant(variant: Variant, kernels: Sequence[Artifact | Exception]) -> CompiledVariant | Exception:
-    """The variant with its kernels, or what stopped the first that was not compiled."""
+    """The variant with its artifacts, or the exception of its first kernel that was not compiled."""
     failed = next((kernel for kernel in kernels if isinstance(kernel, Exception)), None)
     if failed is not None:
         return failed
@@ -149,8 +148,8 @@ def compiled_variant(variant: Variant, kernels: Sequence[Artifact | Exception]) 
 
 
 def limited(options: Sequence[KernelOptions], further: int = 1, least: int = 4) -> list[KernelOptions]:
-    """The options with those choices closed that are not worth compiling for: of kernels with little work, and those beyond a quarter of the
-    kernels (and beyond `least`), counting `further` more kernels to be compiled for each."""
+    """The options with choices closed that are not worth the compile time: those of kernels with little work, and those beyond a quarter
+    of the kernels (and beyond `least`), each of which counts as `further` more kernels to compile."""
     total = sum(each.work for each in options)
     by_key: dict[str, list[KernelOptions]] = {}
     for each in options:
@@ -168,7 +167,7 @@ def limited(options: Sequence[KernelOptions], further: int = 1, least: int = 4) 
 
 
 def fastest(variants: Sequence[Variant], times: Mapping[str, float]) -> Variant:
-    """The variant to use; the preferred one, or else the first, where nothing was timed. A later one has to be faster by more than noise."""
+    """The variant to use. Without times: the preferred one, else the first. A later variant must be faster by more than noise."""
     if not any(variant.name in times for variant in variants):
         return next((variant for variant in variants if variant.is_preferred), variants[0])
     best = variants[0]
@@ -186,7 +185,7 @@ def program_of(kernels: RegionKernels, chosen: Sequence[CompiledVariant]) -> Pro
 
 
 def _one_by_one(options: Sequence[KernelOptions], failed: Sequence[CompiledVariant]) -> list[list[CompiledVariant]]:
-    """Sets with one kernel's variant of a set that cannot run; none where it had but one."""
+    """A set of variants that cannot run, as sets of one variant each; none if the set had only one."""
     keys = dict.fromkeys(o.key for o, one in zip(options, failed, strict=True) if one is not o.chosen)
     if len(keys) < 2:
         return []
@@ -204,13 +203,13 @@ def search(
 ) -> dict[str, dict[str, float]]:
     """Microseconds of the variants of every open kernel: kernel key -> variant name -> time.
 
-    The region runs with every kernel's first variant, with every kernel's second, and so on, in `least_rounds` rounds or more
-    after one to warm up. A run that raises HybridError gives no times: each of its variants then has a run of its own, beside those
-    in use, as an operator that does not take such tensors says nothing of the others. One that leaves the device unusable is raised, and
-    RefusedValuesError.
+    The region runs with every kernel's first variant, then with every kernel's second, and so on, in `least_rounds` rounds or more
+    after one to warm up. A run that raises HybridError gives no times. Each of its variants then has a run of its own, beside those in use: an
+    operator that refuses such tensors says nothing of the others. RefusedValuesError is raised, and so is an error that leaves the device
+    unusable.
 
-    Each run packs its weights and has an arena of its own. They take turns, round by round, but for two cases, in which each is freed before
-    the next is made: arenas that together are large, and a first round that spends the budget, as no second would follow.
+    Each run packs its weights and has an arena of its own. Runs take turns, round by round, except in two cases, in which each run is freed
+    before the next is made: the arenas together are large, or the first round spends the budget.
     """
     sets: list[list[CompiledVariant]] = []
     for number in range(max((len(option.compiled) for option in options if option.is_open), default=0)):

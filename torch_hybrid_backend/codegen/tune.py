@@ -1,7 +1,7 @@
 """Tuning: every variant of every kernel, one after the other, each against the best so far (`placement=tune`).
 
-A round compiles the next variant of each kernel together and times them in one search. What a round finds out is kept on disk at once, so that
-tuning can be stopped (Ctrl-C: the best so far are used) and goes on where it stopped in the next process.
+A round compiles the next variant of each kernel together, and times them in one search. Times are kept on disk after each round: tuning can be
+stopped (Ctrl-C: the best variants so far are used), and the next process goes on from there.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def tune(
     keep_times: Callable[[str, Mapping[str, float]], None],
     start_progress: Callable[[str, int], Progress],
 ) -> list[KernelOptions]:
-    """The options with the fastest variants chosen; `untried` ones are left only where Ctrl-C stopped it.
+    """The options with the fastest variants chosen; none is left `untried` unless Ctrl-C stopped tuning.
 
-    keep_times: is told each kernel's key and times after each round. start_progress: tells how far it is and what it gained.
+    keep_times: a callback, called with each kernel's key and times after each round. start_progress: starts the display of progress and gain.
     """
     found = list(options)
     total = len({(option.key, variant.name) for option in options for variant in option.untried})

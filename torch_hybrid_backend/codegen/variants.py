@@ -1,7 +1,7 @@
-"""Variants: the ways of computing what one kernel computes, best estimate first. Plain data.
+"""Variants: different ways to compute the result of one kernel, best estimate first. Plain data.
 
-The first variant is always the kernel itself. Which is fastest the engine finds out on the region's first call (`search`), unless the
-placement is by estimate. Which others there are a backend says (`KernelBackend.alternatives`).
+The first variant is always the kernel itself; the backend lists the others (`KernelBackend.alternatives`). The engine times them on the
+region's first call (`search`), unless the placement is by estimate.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from torch_hybrid_backend.loops.kernels import Kernel, kernel_sizes
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Variant:
-    """`kernels`, run one after the other, write what the kernel they stand for writes.
+    """`kernels`, run one after the other, write the same buffers as the kernel that they replace. They may use buffers of their own.
 
-    `name` is unique among a kernel's variants and stable: verdicts are kept under it. `packed`: constants that only this variant reads.
-    Between its kernels it may use buffers of its own. `is_exact`: it rounds as the kernel itself does; a region with one that is not
-    falls back to those that are, where its results are too far from eager's. `is_preferred`: by estimate it is the fastest, and taken where
-    nothing was timed. `cost`: its estimated time over the kernel's own. `is_probed`: it is tried only where the kernel is found slow
-    (`library_probe`): it calls an operator of PyTorch's, and kernels around it, which convert operands, are compiled for it.
+    `name`: unique among a kernel's variants, and stable, for times are kept under it. `packed`: constants that only this variant reads.
+    `is_exact`: the variant rounds as the kernel itself does. If a region's results are too far from eager's, the region falls back to exact
+    variants. `is_preferred`: the fastest by estimate, used without times. `cost`: the estimated time over the kernel's own. `is_probed`: tried
+    only if the kernel is slow (`library_probe`): the variant calls an operator of PyTorch's, and needs kernels around it that convert operands.
     """
 
     name: str
@@ -35,7 +34,7 @@ class Variant:
 
     @property
     def compiled_kernels(self) -> int:
-        """Number of kernels that are compiled for it; an operator of PyTorch's is there already."""
+        """Number of kernels to compile for the variant; an operator of PyTorch's needs none."""
         return sum(not isinstance(kernel, OperatorKernel) for kernel in self.kernels)
 
     @property
@@ -44,9 +43,9 @@ class Variant:
 
 
 def variants(kernel: Kernel, alternatives: Sequence[Variant]) -> tuple[Variant, ...]:
-    """The variants of a kernel: itself first, then the preferred ones of the alternatives, best estimate first, then the others in their order.
+    """The variants of a kernel: itself, then the preferred alternatives, best estimate first, then the others in their order.
 
-    None of the others where sizes are known only at run time: those of the call that is timed say little of those to come.
+    The kernel alone if sizes are known only at run time: times of one call say little about calls with other sizes.
     """
     preferred = sorted((variant for variant in alternatives if variant.is_preferred), key=lambda variant: variant.cost)
     others = [variant for variant in alternatives if not variant.is_preferred]

@@ -30,6 +30,7 @@ from torch_hybrid_backend.core.program import Program
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Supported, Verdict
+from torch_hybrid_backend.torch_private import OpOverload
 
 # The engine that is PyTorch itself: always there, last in order, and it takes everything.
 EAGER = "eager"
@@ -182,7 +183,7 @@ class Engine(Protocol):
         ...
 
     @property
-    def keep_ops(self) -> frozenset[torch._ops.OpOverload]:
+    def keep_ops(self) -> frozenset[OpOverload]:
         """ATen operators that it wants undecomposed."""
         ...
 
@@ -217,6 +218,10 @@ class Engine(Protocol):
 
     def prepare(self, operators: int) -> None:
         """Called before a graph of so many operators is traced that was never compiled before; it must not wait."""
+        ...
+
+    def keeps_packed(self, weights: torch.fx.Node) -> bool:
+        """True if its kernels read weights packed that the node looks up in a codebook, for products; others are made ahead of calls."""
         ...
 
     def supports(self, node: torch.fx.Node) -> Verdict:
@@ -288,13 +293,13 @@ class CompiledRegionBase(ABC):
 class EngineBase(ABC):
     """An engine for the CPU that can run anywhere, keeps no operator whole and takes every region of what it supports.
 
-    It is not asked about random numbers. Its timings are not kept between processes: it has no version. It is not trusted with deadlines: it
-    compiles in a thread of its own.
+    It is not asked about random numbers, and reads no codebooks. Its timings are not kept between processes: it has no version. It is not
+    trusted with deadlines: it compiles in a thread of its own.
     """
 
     name: str
     devices: frozenset[str] = frozenset({"cpu"})
-    keep_ops: frozenset[torch._ops.OpOverload] = frozenset()
+    keep_ops: frozenset[OpOverload] = frozenset()
     draws: bool = False
     keeps_deadline: bool = False
 
@@ -312,6 +317,9 @@ class EngineBase(ABC):
 
     def prepare(self, operators: int) -> None:  # noqa: B027
         """There is nothing to get ready."""
+
+    def keeps_packed(self, weights: torch.fx.Node) -> bool:
+        return False
 
     @abstractmethod
     def supports(self, node: torch.fx.Node) -> Verdict: ...

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from torch_hybrid_backend.torch_private import conjugate_view, negative_view
+
 
 @dataclass(frozen=True, slots=True)
 class LazyBits:
@@ -33,8 +35,8 @@ class LazyBits:
 
     def view_of(self, memory: torch.Tensor) -> torch.Tensor:
         """The memory of a tensor, read with these bits; the tensor itself where it has them."""
-        view = memory if memory.is_conj() is self.conjugate else torch._conj(memory)
-        return view if view.is_neg() is self.negative else torch._neg_view(view)
+        view = memory if memory.is_conj() is self.conjugate else conjugate_view(memory)
+        return view if view.is_neg() is self.negative else negative_view(view)
 
     def copy_of(self, value: torch.Tensor) -> torch.Tensor:
         """The same numbers in memory of their own, with these bits; strides as `torch.preserve_format` has them."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torch_hybrid_backend.errors import HybridError, failures
+from torch_hybrid_backend.torch_private import get_schema
 
 if TYPE_CHECKING:
     from torch_hybrid_backend.core.program import OperatorArgument, OperatorResult
@@ -55,7 +56,7 @@ BY_C_FUNCTION = frozenset({"aten::_addmm_activation", "aten::_scaled_dot_product
 def operator_schema(name: str, overload: str) -> Any:
     """The schema of "namespace::operator". Raises HybridError where torch has no such operator."""
     try:
-        return torch._C._get_schema(name, overload)
+        return get_schema(name, overload)
     except failures(RuntimeError) as error:
         raise HybridError(f"torch has no operator {name} with the overload {overload or 'default'!r}") from error
 

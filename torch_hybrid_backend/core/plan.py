@@ -265,7 +265,7 @@ class GraphBreak:
 class Plan:
     """All decisions for one graph. `kind` is "inference", "forward" or "backward".
 
-    `covers`: what a call costs with each of the partitions that were priced, by the order in which they asked the engines; empty where
+    `partitionings`: what a call costs with each of the partitions that were priced, by the order in which they asked the engines; empty where
     there was one. A cost of the kind "more than" was given up.
 
     `cuda_graphs`: the names of the kernels that each CUDA graph launches together, across regions; of sizes known only at run time those of the
@@ -283,7 +283,7 @@ class Plan:
     nodes: tuple[NodeDecision, ...]
     regions: tuple[RegionDecision, ...]
     call: CallDecision | None = None
-    covers: tuple[Cost, ...] = ()
+    partitionings: tuple[Cost, ...] = ()
     cuda_graphs: tuple[tuple[str, ...], ...] = ()
     conversion: Conversion | None = None
     unrepeatable: str = ""
@@ -348,7 +348,7 @@ class Plan:
             nodes=nodes,
             regions=regions,
             call=call,
-            covers=costs(raw["covers"]),
+            partitionings=costs(raw["partitionings"]),
             cuda_graphs=graphs,
             conversion=conversion,
             unrepeatable=raw["unrepeatable"],

@@ -19,15 +19,13 @@ import torch
 
 from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.limits import MAX_ELEMENTS
-from torch_hybrid_backend.core.operator_schema import described_arguments, is_native, operator_schema
+from torch_hybrid_backend.core.operator_schema import described_arguments, is_native
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.errors import REFUSED_VALUES
 from torch_hybrid_backend.sizes.size import Dim, evaluate, symbols
 
 # In place of a buffer: a null pointer.
 NULL = -1
-
-InPython = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +75,9 @@ class Step(ABC):
         return {}
 
     @property
-    def in_python(self) -> InPython | None:
-        """Function that runs it where the C++ plan cannot: from its `tensors` to the tensors that it `returned`. None where the plan can."""
-        return None
+    def runs_in_python(self) -> bool:
+        """True if the C++ plan cannot run it: Python does, from its `tensors` to the tensors that it `returned`."""
+        return False
 
     def at(self, values: Mapping[str, int]) -> Step:
         """The step for values of the size symbols, by name; KeyError for one that is missing."""
@@ -273,10 +271,8 @@ class OperatorCall(Step):
         return replace(self, arguments=tuple(map(argument, self.arguments)), results=results)
 
     @property
-    def in_python(self) -> InPython | None:
-        if is_native(self.name, self.overload, self.arguments, self.results):
-            return None
-        return OperatorInPython(self)
+    def runs_in_python(self) -> bool:
+        return not is_native(self.name, self.overload, self.arguments, self.results)
 
     def over(self, memory: Callable[[int], int], tensor: Callable[[TensorArgument], int]) -> OperatorCall:
         def argument(item: OperatorArgument) -> OperatorArgument:
@@ -301,37 +297,6 @@ class OperatorCall(Step):
             "arguments": described_arguments(self.name, self.overload, self.arguments),
             "results": self.results,
         }
-
-
-@dataclass(frozen=True, slots=True)
-class OperatorInPython:
-    """Runs an operator call: from its tensors, in order, to its results that are read. Raises what the operator does."""
-
-    call: OperatorCall
-
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        left = iter(tensors)
-
-        def argument(item: OperatorArgument) -> Any:
-            if isinstance(item, TensorArgument):
-                return next(left)
-            return [argument(each) for each in item] if isinstance(item, tuple) else item
-
-        call = self.call
-        schema = operator_schema(call.name, call.overload)
-        given = [argument(item) for item in call.arguments]
-        positional = [value for value, known in zip(given, schema.arguments, strict=True) if not known.kwarg_only]
-        named = {known.name: value for value, known in zip(given, schema.arguments, strict=True) if known.kwarg_only}
-        namespace, _, name = call.name.partition("::")
-        operator = getattr(getattr(getattr(torch.ops, namespace), name), call.overload or "default")
-        returned = operator(*positional, **named)
-        results = returned if len(call.results) != 1 else (returned,)
-        return [
-            tensor
-            for result, kept in zip(results or (), call.results, strict=True)
-            for tensor, number in zip(result if isinstance(kept, tuple) else (result,), _flat(kept), strict=True)
-            if number is not None
-        ]
 
 
 class ExternalRunner(Protocol):
@@ -373,8 +338,8 @@ class ExternalCall(Step):
         return tuple(map(TensorArgument, self.arguments)) if self.runner.native is None else ()
 
     @property
-    def in_python(self) -> InPython | None:
-        return None if self.runner.native is not None else ExternalInPython(self.runner)
+    def runs_in_python(self) -> bool:
+        return self.runner.native is None
 
     def over(self, memory: Callable[[int], int], tensor: Callable[[TensorArgument], int]) -> ExternalCall:
         return replace(self, arguments=tuple(map(memory, self.arguments)))
@@ -389,17 +354,6 @@ class ExternalCall(Step):
             "title": self.title,
             "arguments": self.arguments,
         }
-
-
-@dataclass(frozen=True, slots=True)
-class ExternalInPython:
-    """Calls a runner that has no C function, as a step that returns nothing."""
-
-    runner: ExternalRunner
-
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        self.runner(tensors)
-        return []
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,9 @@ def dim(value: int | torch.SymInt) -> Dim:
 
 def _range(environment: Any, symbol: Any) -> Interval:
     """The least and the most value for which Dynamo's guards let a call through; of a dimension of a tensor, for which kernels serve it."""
-    from torch._dynamo.source import TensorPropertySource  # it imports all of Dynamo, which is there where a symbol is
+    from torch_hybrid_backend.torch_private import (
+        TensorPropertySource,  # it imports all of Dynamo, which is there where a symbol is
+    )
 
     values = environment.var_to_range[symbol]
     is_dimension = any(isinstance(source, TensorPropertySource) for source in environment.var_to_sources[symbol])

@@ -26,10 +26,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._dynamo.exc import BackendCompilerFailed
-from torch._dynamo.utils import same
 from torch.fx import Node
-from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.arguments import check_model
 from torch_hybrid_backend.core.deadline import Deadline
@@ -39,9 +36,10 @@ from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Reason, Refused, Verdict
 from torch_hybrid_backend.errors import failures
+from torch_hybrid_backend.torch_private import BackendCompilerFailed, reset_dynamo, same, tree_leaves
 
 if TYPE_CHECKING:
-    from torch._inductor.compiler_bisector import BisectionResult
+    from torch_hybrid_backend.torch_private import compiler_bisector
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +51,7 @@ CAPTURE = "capture"
 _TOLERANCE = 1e-3  # of PyTorch's own benchmarks in training
 
 
-def bisect(program: Callable[..., Any], *args: Any, **kwargs: Any) -> BisectionResult | None:
+def bisect(program: Callable[..., Any], *args: Any, **kwargs: Any) -> compiler_bisector.BisectionResult | None:
     """Find what makes a program wrong.
 
     With arguments `program` is a model, or any function: it is wrong where `torch.compile(program)(*args, **kwargs)` raises, or is not what
@@ -66,7 +64,7 @@ def bisect(program: Callable[..., Any], *args: Any, **kwargs: Any) -> BisectionR
     every subsystem switched off leaves the program wrong, the result names the backend alone.
     """
     check_model(program, "bisect")
-    from torch._inductor import compiler_bisector
+    from torch_hybrid_backend.torch_private import compiler_bisector
 
     # Ours before inductor: a program that only we break need not be compiled by inductor, nor would its faults hide ours. Capture last: without
     # decompositions other operators are run, which would hide the fault of one.
@@ -95,27 +93,27 @@ def bisect(program: Callable[..., Any], *args: Any, **kwargs: Any) -> BisectionR
 
 def _agrees(program: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """True if the program compiled does what it does in eager."""
-    expected = _results(program, args, kwargs, lambda own: own)
-    torch._dynamo.reset()
+    expected = _results(program, args, kwargs, lambda program: program)
+    reset_dynamo()
     try:
-        found = _results(program, args, kwargs, torch.compile)
+        results = _results(program, args, kwargs, torch.compile)
     except failures(Exception):  # whatever compiled programs raise: this one does not in eager
         return False
-    return bool(same(expected, found, tol=_TOLERANCE, equal_nan=True, log_error=_log.info))
+    return bool(same(expected, results, tol=_TOLERANCE, equal_nan=True, log_error=_log.info))
 
 
 def _results(
     program: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], made: Callable[..., Callable[..., Any]]
 ) -> list[torch.Tensor]:
     """The tensors among the outputs of `made(program)`, called once, and in grad mode the gradients of their sum."""
-    own, args, kwargs = copy.deepcopy((program, args, kwargs))
+    program, args, kwargs = copy.deepcopy((program, args, kwargs))
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        outputs = [each for each in tree_leaves(made(own)(*args, **kwargs)) if isinstance(each, torch.Tensor)]
+        outputs = [each for each in tree_leaves(made(program)(*args, **kwargs)) if isinstance(each, torch.Tensor)]
     sums = [output.abs().sum() for output in outputs if output.requires_grad]
     gradients: list[torch.Tensor] = []
     if sums:
-        parameters = own.parameters() if isinstance(own, torch.nn.Module) else ()
+        parameters = program.parameters() if isinstance(program, torch.nn.Module) else ()
         leaves = [each for each in (*parameters, *tree_leaves((args, kwargs))) if _is_trained(each)]
         torch.stack(sums).sum().backward()  # type: ignore[no-untyped-call]
         gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
@@ -132,16 +130,16 @@ def applied_in_capture() -> Callable[[str], bool] | None:
 
 
 def _is_off(subsystem: str, what: Callable[[], str]) -> bool:
-    from torch._inductor.compiler_bisector import CompilerBisector
+    from torch_hybrid_backend.torch_private import compiler_bisector
 
-    return CompilerBisector.disable_subsystem(BACKEND, subsystem, what)
+    return compiler_bisector.CompilerBisector.disable_subsystem(BACKEND, subsystem, what)
 
 
 def is_running() -> bool:
     """True if a bisector runs the program."""
-    from torch._inductor.compiler_bisector import CompilerBisector
+    from torch_hybrid_backend.torch_private import compiler_bisector
 
-    return CompilerBisector.bisection_enabled
+    return compiler_bisector.CompilerBisector.bisection_enabled
 
 
 def bisected_passes(
@@ -186,6 +184,9 @@ class _Bisected:
 
     def reads(self, spec: TensorSpec) -> TensorSpec:
         return self._engine.reads(spec)
+
+    def keeps_packed(self, weights: Node) -> bool:
+        return self._engine.keeps_packed(weights)
 
     def supports(self, node: Node) -> Verdict:
         verdict = self._engine.supports(node)

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.errors import HybridError, failures, is_out_of_memory, is_sticky
 from torch_hybrid_backend.graph.source import source_line
+from torch_hybrid_backend.torch_private import tree_leaves
 
 
 def raising_as_written(planned: Callable[..., Any], graph_module: torch.fx.GraphModule) -> Callable[..., Any]:

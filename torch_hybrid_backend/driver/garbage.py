@@ -17,7 +17,7 @@ import gc
 import threading
 from collections.abc import Iterator
 
-import torch._dynamo.utils
+from torch_hybrid_backend.torch_private import deferred_full_gc
 
 _NEVER = (1 << 31) - 1
 
@@ -72,6 +72,6 @@ _full_collections = FullCollections()
 @contextlib.contextmanager
 def full_collections_held() -> Iterator[None]:
     """No full collection inside: around a graph's first call."""
-    dynamos = getattr(torch._dynamo.utils, "deferred_full_gc", None)
+    dynamos = deferred_full_gc()
     with _full_collections.held() if dynamos is None else dynamos():
         yield

@@ -23,21 +23,25 @@ from torch_hybrid_backend.core.plan import Plan, Profile
 from torch_hybrid_backend.core.region import Region, Segment
 from torch_hybrid_backend.driver.garbage import full_collections_held
 from torch_hybrid_backend.driver.pending_builds import NextCall, choose_when_built, choose_when_served
-from torch_hybrid_backend.driver.precision_accuracy_check import JudgedLater, judged, judged_again
+from torch_hybrid_backend.driver.precision_accuracy_check import (
+    LaterAccuracyCheck,
+    check_accuracy,
+    check_accuracy_again,
+)
 from torch_hybrid_backend.driver.precision_speed_check import as_known, fastest
 from torch_hybrid_backend.driver.prepared import Prepared, copy_of, prepare
 from torch_hybrid_backend.driver.session import Session
 from torch_hybrid_backend.driver.stages import (
+    Assignment,
     Compiled,
-    Divided,
-    Installed,
-    Placed,
+    Executable,
+    Partitioned,
     Run,
     TimedRun,
-    compile_divided,
-    compile_graph,
-    divide,
-    install,
+    build_executable,
+    compile_regions,
+    partition,
+    partition_and_compile,
     place,
 )
 from torch_hybrid_backend.errors import HybridError, RefusedValuesError, failures, is_out_of_memory, is_sticky
@@ -55,11 +59,11 @@ from torch_hybrid_backend.runtime.python_executor import PythonExecutor, checked
 log = logging.getLogger(__name__)
 
 # How many later calls of a graph in reduced precision are compared at most: the first, then after 2, 4, 8, ... others.
-_JUDGEMENTS = 8
+_MAX_CHECKS = 8
 
 OnPlan = Callable[[Plan], None]
 # A compilation, what of it was still being built, who runs what, and the outputs of the call that decided it.
-_Chosen = tuple[Compiled, list[Pending], Placed, list[Any]]
+_Chosen = tuple[Compiled, list[Pending], Assignment, list[Any]]
 # Gets the regions of a plan that engines run, by name and in order.
 OnRegions = Callable[[Mapping[str, CompiledRegion]], None]
 # Puts eager in the place of a graph, which gets a title, until that is built off the call; what is to be called.
@@ -106,46 +110,49 @@ class HybridGraph:
         self._working = working
         self._on_graph = on_graph
         self._static = frozenset(k for k, each in enumerate(names) if each in captured.static_inputs)
-        self._to_judge: Compiled | None = None  # what is chosen from once more if a later call is off
-        self._judgements = 0
+        self._to_check: Compiled | None = None  # what is chosen from once more if a later call is off
+        self._checks = 0
         self._is_inference = captured.kind == "inference"
-        prepared = as_known(prepare(captured, name, config, self._compile_body), config, self._pricing())
-        divided = divide(prepared, session, config, self._pricing())
+        prepared = prepare(captured, name, config, self._compile_body, session.keeps_packed)
+        prepared = as_known(prepared, config, self._pricing())
+        partitioned = partition(prepared, session, config, self._pricing())
         # Replaced as a whole: whoever is interrupted, or comes from another thread, finds one stage or the next.
-        self._state: Divided | Compiled | Installed = self._compiled(divided) if meanwhile is None else divided
+        self._state: Partitioned | Compiled | Executable = (
+            self._compiled(partitioned) if meanwhile is None else partitioned
+        )
         if on_graph is not None:
             on_graph(self)
         log.info(
             "%s graph: %s in %.2f s",
             captured.kind,
-            "compiled" if meanwhile is None else "divided",
+            "compiled" if meanwhile is None else "partitioned",
             time.perf_counter() - start,
         )
 
     @property
     def plan(self) -> Plan | None:
         """The decisions; None before the first call."""
-        return self._state.plan if isinstance(self._state, Installed) else None
+        return self._state.plan if isinstance(self._state, Executable) else None
 
     @property
     def is_ready(self) -> bool:
         """True if the next call runs a plan, and waits for nothing."""
-        return isinstance(self._state, Installed)
+        return isinstance(self._state, Executable)
 
     @property
-    def placed(self) -> Placed:
+    def assignment(self) -> Assignment:
         """Engine of each region, once the first call has chosen."""
-        return self._installed().placed
+        return self._executable().assignment
 
     @contextlib.contextmanager
     def timed_by(self, make: Callable[[TimedRun], Run]) -> Iterator[None]:
         """Have what `make` makes of the plan's executor run the graph's calls meanwhile."""
         before = self._state
-        executor = before.executor if isinstance(before, Installed) else None
-        if not isinstance(before, Installed) or executor is None:
+        executor = before.executor if isinstance(before, Executable) else None
+        if not isinstance(before, Executable) or executor is None:
             yield
             return
-        self._state = timed = Installed(before.placed, make(executor))
+        self._state = timed = Executable(before.assignment, make(executor))
         try:
             yield
         finally:
@@ -155,7 +162,7 @@ class HybridGraph:
 
     def tell(self, profile: Profile | None) -> None:
         """Tell the plan anew, with times."""
-        if self._on_plan is not None and isinstance(self._state, Installed):
+        if self._on_plan is not None and isinstance(self._state, Executable):
             self._on_plan(dataclasses.replace(self._state.plan, profile=profile))
 
     def copied(self, inputs: Sequence[Any]) -> list[Any]:
@@ -164,7 +171,7 @@ class HybridGraph:
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         state = self._state
-        if not isinstance(state, Installed):
+        if not isinstance(state, Executable):
             with self._lock, self._working():
                 if self._state is state:
                     outputs = self._first_call(state, inputs)
@@ -177,20 +184,20 @@ class HybridGraph:
         try:
             return run.run(inputs, self._guarded) if isinstance(run, PythonExecutor) else run(inputs)
         except RefusedValuesError:
-            return state.placed.eager_executor()(inputs)  # PyTorch raises, for it knows what
+            return state.assignment.eager_executor()(inputs)  # PyTorch raises, for it knows what
         except HybridError as error:
-            if self._config.strict or state.placed.prepared.has_collectives or is_sticky(error):
+            if self._config.strict or state.assignment.prepared.has_collectives or is_sticky(error):
                 raise
             failed = error
         if is_out_of_memory(failed):
-            return self._in_eager(state.placed, inputs, failed)
+            return self._in_eager(state.assignment, inputs, failed)
         with self._lock:
-            if self._installed().run is run:
+            if self._executable().run is run:
                 return self._recover(inputs, failed)
         return self(inputs)  # another thread, which met the same fault, has put something else in its place
 
-    def _first_call(self, state: Divided | Compiled, inputs: Sequence[Any]) -> list[Any]:
-        if isinstance(state, Divided):
+    def _first_call(self, state: Partitioned | Compiled, inputs: Sequence[Any]) -> list[Any]:
+        if isinstance(state, Partitioned):
             start = time.perf_counter()
             self._state = state = self._compiled(state)
             log.info("%s graph: compiled in %.2f s", state.prepared.kind, time.perf_counter() - start)
@@ -201,20 +208,20 @@ class HybridGraph:
         """Choose engines on a call's inputs; its outputs."""
         start = time.perf_counter()
         with ConstantPool():
-            compiled, pending, placed, outputs = self._chosen(compiled, inputs)
-            installed = install(placed, inputs, self._config)
-            self._tell(installed, placed)
-            self._state = installed  # last: interrupted before, the next call is a first call again
-        if placed.compiled:  # else nothing was packed, and the C++ runtime may not even be there
+            compiled, pending, assignment, outputs = self._chosen(compiled, inputs)
+            executable = build_executable(assignment, inputs, self._config)
+            self._tell(executable, assignment)
+            self._state = executable  # last: interrupted before, the next call is a first call again
+        if assignment.compiled:  # else nothing was packed, and the C++ runtime may not even be there
             give_back_freed_memory()
-        log.info("%s graph: engines chosen in %.2f s", placed.prepared.kind, time.perf_counter() - start)
-        compiled = dataclasses.replace(compiled, prepared=placed.prepared)
+        log.info("%s graph: engines chosen in %.2f s", assignment.prepared.kind, time.perf_counter() - start)
+        compiled = dataclasses.replace(compiled, prepared=assignment.prepared)
         if pending:
             choose_when_built(self, compiled, pending)
-        elif placed.prepared.reduced is not None:
-            self._judge_later(compiled)
+        elif assignment.prepared.reduced is not None:
+            self._check_later(compiled)
         else:
-            choose_when_served(self, compiled, installed.run, inputs)
+            choose_when_served(self, compiled, executable.run, inputs)
         return outputs
 
     def _chosen(self, compiled: Compiled, inputs: Sequence[Any]) -> _Chosen:
@@ -224,17 +231,17 @@ class HybridGraph:
         that was found counts, and all is done again on copies of them. Not where a call cannot be repeated unnoticed.
         """
         if not _is_repeatable(compiled.prepared):
-            return self._judged(compiled, inputs)
+            return self._assign_and_check(compiled, inputs)
         before = self._versions(inputs)
         try:
-            found = self._judged(compiled, inputs)
+            chosen = self._assign_and_check(compiled, inputs)
             if self._versions(inputs) == before:
-                return found
+                return chosen
         except failures(Exception):  # whatever came of parameters that changed
             if self._versions(inputs) == before:
                 raise
         log.info("parameters changed while engines were chosen: once more, on copies of them")
-        return self._judged(compiled, copies_of(inputs, lambda position, _: position not in self._static))
+        return self._assign_and_check(compiled, copies_of(inputs, lambda position, _: position not in self._static))
 
     def _versions(self, inputs: Sequence[Any]) -> list[int]:
         """Version of each parameter, as PyTorch counts its changes. Inference tensors have none."""
@@ -243,24 +250,24 @@ class HybridGraph:
             0 if tensor.is_inference() else tensor._version for tensor in tensors if isinstance(tensor, torch.Tensor)
         ]
 
-    def _judged(self, compiled: Compiled, inputs: Sequence[Any]) -> _Chosen:
+    def _assign_and_check(self, compiled: Compiled, inputs: Sequence[Any]) -> _Chosen:
         tried = [(compiled, compiled.pending)]  # before it is placed: what is built meanwhile did not take part
 
-        def place_anew(anew: Prepared) -> tuple[Placed, list[Any]]:
-            compiled = compile_graph(anew, self._session, self._config, self._pricing())
+        def place_anew(anew: Prepared) -> tuple[Assignment, list[Any]]:
+            compiled = partition_and_compile(anew, self._session, self._config, self._pricing())
             tried.append((compiled, compiled.pending))
-            return self._placed(compiled, inputs)
+            return self._assign(compiled, inputs)
 
-        def faster(placed: Placed, outputs: list[Any]) -> tuple[Placed, list[Any]]:
-            return fastest(placed, outputs, inputs, self._config, self._pricing(), place_anew)
+        def faster(assignment: Assignment, outputs: list[Any]) -> tuple[Assignment, list[Any]]:
+            return fastest(assignment, outputs, inputs, self._config, self._pricing(), place_anew)
 
-        placed, outputs = faster(*self._placed(compiled, inputs))
+        assignment, outputs = faster(*self._assign(compiled, inputs))
         with Progress("checking the outputs"):
-            placed, outputs = judged(placed, outputs, inputs, self._config, place_anew, faster)
-        hoisted = placed.prepared.hoisted  # what the gates tell of a graph changes `prepared`, not this
+            assignment, outputs = check_accuracy(assignment, outputs, inputs, self._config, place_anew, faster)
+        hoisted = assignment.prepared.hoisted  # the two checks change `prepared`, not this
         compiled, pending = next(each for each in tried if each[0].prepared.hoisted is hoisted)
         # It would hold what was built for as long as the plan lives.
-        return compiled, [*pending, *placed.begun], dataclasses.replace(placed, begun=()), outputs
+        return compiled, [*pending, *assignment.begun], dataclasses.replace(assignment, begun=()), outputs
 
     def choose_anew(self, compiled: Compiled, inputs: Sequence[Any]) -> None:
         """Choose engines once more, with what was built elsewhere among them; calls go on meanwhile. Of an error that comes of it, one WARNING,
@@ -270,86 +277,88 @@ class HybridGraph:
         except failures(Exception) as error:  # whatever it is: what ran calls before goes on
             log.warning("what was built meanwhile is not used: %s: %s", type(error).__name__, error)
             if self._config.strict:
-                self._state = Installed(self._installed().placed, functools.partial(_raise, error))
+                self._state = Executable(self._executable().assignment, functools.partial(_raise, error))
 
-    def _judge_later(self, compiled: Compiled) -> None:
+    def _check_later(self, compiled: Compiled) -> None:
         """Have a later call compared with the graph as written, as those before told nothing of some layers; a few times at most."""
-        self._to_judge = compiled
-        self._judgements += 1
-        if self._judgements <= _JUDGEMENTS:
-            self.with_next_call(functools.partial(JudgedLater, self, self._judgements))
+        self._to_check = compiled
+        self._checks += 1
+        if self._checks <= _MAX_CHECKS:
+            self.with_next_call(functools.partial(LaterAccuracyCheck, self, self._checks))
 
-    def judge_anew(self, inputs: Sequence[Any]) -> None:
+    def check_again(self, inputs: Sequence[Any]) -> None:
         """Compare a call with the graph as written. Layers that are off return, as in a first call."""
-        compiled, self._to_judge, installed = self._to_judge, None, self._installed()
+        compiled, self._to_check, executable = self._to_check, None, self._executable()
         assert compiled is not None
-        after = judged_again(installed.placed, inputs)
+        after = check_accuracy_again(executable.assignment, inputs)
         if after is None:
             self.choose_anew(compiled, inputs)
             return
         with self._lock:
-            self._state = Installed(after, self._installed().run)
+            self._state = Executable(after, self._executable().run)
             self._tell(self._state, after)
             if after.prepared.reduced is not None:
-                self._judge_later(compiled)
+                self._check_later(compiled)
 
     def varies(self, inputs: Sequence[Any]) -> bool:
         """True if a call's inputs, parameters apart, tell something of its errors."""
         return any_telling([value for position, value in enumerate(inputs) if position not in self._static])
 
-    def with_next_call(self, make: Callable[[Run | PythonExecutor], NextCall | JudgedLater]) -> None:
+    def with_next_call(self, make: Callable[[Run | PythonExecutor], NextCall | LaterAccuracyCheck]) -> None:
         """Have the next call run what `make` makes of what runs calls now."""
         with self._lock:
-            installed = self._installed()
-            self._state = Installed(installed.placed, make(installed.run))
+            executable = self._executable()
+            self._state = Executable(executable.assignment, make(executable.run))
 
-    def without_next_call(self, sampling: NextCall | JudgedLater) -> bool:
+    def without_next_call(self, sampling: NextCall | LaterAccuracyCheck) -> bool:
         """Undo `with_next_call`; False where another thread has."""
         with self._lock:
-            installed = self._installed()
-            if installed.run is not sampling:
+            executable = self._executable()
+            if executable.run is not sampling:
                 return False
-            self._state = Installed(installed.placed, sampling.run)
+            self._state = Executable(executable.assignment, sampling.run)
             return True
 
-    def _compiled(self, divided: Divided) -> Compiled:
-        return compile_divided(divided, self._session, self._config, self._pricing())
+    def _compiled(self, partitioned: Partitioned) -> Compiled:
+        return compile_regions(partitioned, self._session, self._config, self._pricing())
 
-    def _placed(self, compiled: Compiled, inputs: Sequence[Any]) -> tuple[Placed, list[Any]]:
-        placed, outputs = place(compiled, inputs, self._config, self._pricing())
+    def _assign(self, compiled: Compiled, inputs: Sequence[Any]) -> tuple[Assignment, list[Any]]:
+        assignment, outputs = place(compiled, inputs, self._config, self._pricing())
         # A graph that can run once more does, at the end. Until then its outputs would take memory.
-        return placed, [] if _is_repeatable_here(compiled.prepared) else outputs
+        return assignment, [] if _is_repeatable_here(compiled.prepared) else outputs
 
-    def _tell(self, decided: Placed | Installed, placed: Placed) -> None:
+    def _tell(self, decided: Assignment | Executable, assignment: Assignment) -> None:
         if self._on_plan is not None:
             self._on_plan(decided.plan)
         if self._on_regions is not None:
-            self._on_regions(placed.compiled)
+            self._on_regions(assignment.compiled)
 
     @staticmethod
-    def _in_eager(placed: Placed, inputs: Sequence[Any], error: HybridError) -> list[Any]:
+    def _in_eager(assignment: Assignment, inputs: Sequence[Any], error: HybridError) -> list[Any]:
         """A call found no memory: eager may do with less, or raises PyTorch's error. The plan is not to blame: later calls run it."""
         log.warning("eager runs this call, later ones are tried as before: %s", error)
-        return placed.python_executor().run(inputs, lambda _index, segment, arguments: segment.region.eager(arguments))
+        return assignment.python_executor().run(
+            inputs, lambda _index, segment, arguments: segment.region.eager(arguments)
+        )
 
     def _recover(self, inputs: Sequence[Any], error: HybridError) -> list[Any]:
         """A call failed: run it segment by segment, give to eager what fails, and build the fast path anew."""
-        before = self._installed().placed
+        before = self._executable().assignment
         outputs = before.python_executor().run(inputs, self._guarded)
-        after = self._installed().placed
+        after = self._executable().assignment
         if after is before:
             # Every segment ran: the fault was in the plan around them. Stay in Python rather than fail again.
             log.warning("this graph runs from Python, segment by segment, from now on: %s", error)
-            self._state = Installed(before, before.python_executor())
+            self._state = Executable(before, before.python_executor())
         else:
-            self._state = install(after, inputs, self._config)
+            self._state = build_executable(after, inputs, self._config)
         return outputs
 
     def _guarded(self, _index: int, segment: Segment, arguments: Sequence[Any]) -> Sequence[Any]:
         """Results of a segment. A region that fails goes to eager, in this call and from then on; in this call alone if the values are at
         fault, or there is no memory. Raises what eager does."""
         region = segment.region
-        compiled = self._installed().placed.compiled.get(region.name)
+        compiled = self._executable().assignment.compiled.get(region.name)
         if compiled is not None and not (region.draws and is_captured(region.device)):
             replay = replay_of(region)
             try:
@@ -367,15 +376,15 @@ class HybridGraph:
 
     def _give_to_eager(self, region: Region, cause: Exception) -> None:
         with self._lock:
-            installed = self._installed()
-            if region.name not in installed.placed.compiled:
+            executable = self._executable()
+            if region.name not in executable.assignment.compiled:
                 return  # another thread met the same fault
-            placed = installed.placed.without(region, cause, strict=self._config.strict)
-            self._state = Installed(placed, installed.run)
-            self._tell(placed, placed)
+            assignment = executable.assignment.without(region, cause, strict=self._config.strict)
+            self._state = Executable(assignment, executable.run)
+            self._tell(assignment, assignment)
 
-    def _installed(self) -> Installed:
-        assert isinstance(self._state, Installed)
+    def _executable(self) -> Executable:
+        assert isinstance(self._state, Executable)
         return self._state
 
     def _pricing(self) -> Callable[[Device], Pricing]:

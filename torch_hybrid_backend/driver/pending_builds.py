@@ -104,7 +104,7 @@ def choose_when_built(graph: AwaitingGraph, compiled: Compiled, pending: Sequenc
 def choose_when_served(graph: AwaitingGraph, compiled: Compiled, run: Run, inputs: Sequence[Any]) -> None:
     """Have engines chosen anew, on a later call that all serve, if one does not serve the sizes of the call that they were chosen on.
 
-    `run`: what was installed. What was compiled is held until then."""
+    `run`: the executable's. What was compiled is held until then."""
     ranges = compiled.ranges
     if not ranges or not isinstance(run, SymbolicExecutor) or run.is_within(ranges, inputs):
         return

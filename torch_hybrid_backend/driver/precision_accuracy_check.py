@@ -1,12 +1,13 @@
-"""The model gate: in its first call, a graph of reduced precision is compared with itself as written. Part of the wiring.
+"""The accuracy check of a precision: in its first call, a graph of reduced precision is compared with itself as written. Part of the wiring.
 
     bf16: outputs off by 0.31, at most 0.02 may be      linear_7, whose own error is the largest, returns to float32
     compiled anew without it: off by 0.004              that is what runs from now on; one warning names linear_7
 
-Kernels are judged apart, by eager with the same casts (`partition.accuracy`). What cannot be run twice unnoticed is not compared.
+Kernels are compared apart, with eager's results for the same casts (`partition.accuracy`). A graph that cannot be run twice unnoticed is not
+compared.
 
-Zeros, padding and empty inputs show no error. A layer that saw nothing else is not judged yet, and the graph is compared once more, in a later
-call whose inputs do vary:
+Zeros, padding and empty inputs show no error. A layer that saw nothing else has not been checked yet. So the graph is compared once more, in a
+later call whose inputs do vary:
 
     first call, on zeros: off by 0                      `explain` names the layers whose error is not known yet
     a later call, on an image: off by 0.31              linear_7 returns to float32, as above
@@ -30,10 +31,10 @@ from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.region import Segment
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.driver.prepared import Prepared, Reduced, prepare_anew, returned
-from torch_hybrid_backend.driver.stages import Placed
+from torch_hybrid_backend.driver.stages import Assignment, Place
 from torch_hybrid_backend.errors import OperatorRefusedError, failures, is_out_of_memory
 from torch_hybrid_backend.graph.eager_graph import EagerGraph
-from torch_hybrid_backend.graph.precision import converted_to, is_cast
+from torch_hybrid_backend.graph.precision import is_cast
 from torch_hybrid_backend.graph.source import source_line
 from torch_hybrid_backend.graph.values import is_repeatable
 from torch_hybrid_backend.partition.deviation import (
@@ -43,64 +44,63 @@ from torch_hybrid_backend.partition.deviation import (
     layer_errors,
     relative_error,
 )
-from torch_hybrid_backend.passes.precision.lists import is_layer
 
 _log = logging.getLogger(__name__)
 # Layers that the warning names.
 _NAMED = 8
 
-# Compiles a graph, and places it on the inputs of the call: with it the call's outputs.
-Place = Callable[[Prepared], tuple[Placed, list[Any]]]
 # The faster of a placed graph, whose outputs are given, and of others with more layers as written.
-Faster = Callable[[Placed, list[Any]], tuple[Placed, list[Any]]]
+Faster = Callable[[Assignment, list[Any]], tuple[Assignment, list[Any]]]
 
 
-def judged(
-    placed: Placed, outputs: list[Any], inputs: Sequence[Any], config: Config, place_anew: Place, faster: Faster
-) -> tuple[Placed, list[Any]]:
+def check_accuracy(
+    assignment: Assignment, outputs: list[Any], inputs: Sequence[Any], config: Config, place_anew: Place, faster: Faster
+) -> tuple[Assignment, list[Any]]:
     """The graph with its errors known, and its outputs for `inputs`: as they are where they are near enough to those of the graph as written.
 
     Else the fewest layers return to it that make them so, those first whose own errors are the largest; one WARNING names them. What is left of
     the precision then may no longer be worth its casts: `faster` tells.
     """
-    reduced = placed.prepared.reduced
+    reduced = assignment.prepared.reduced
     if reduced is None:
-        return placed, outputs
+        return assignment, outputs
     if why := _not_compared(reduced, config):
-        return _let_go(placed, why), outputs
-    found = _deviation_if_possible(placed, reduced, inputs)
-    if isinstance(found, str):
-        return _let_go(placed, found), outputs
-    assert placed.prepared.conversion is not None
-    if found.error > placed.prepared.conversion.tolerance:
-        placed, outputs, found = _within_tolerance(placed.prepared, reduced, found, inputs, config, place_anew)
-        anew, results = faster(placed, outputs)
-        if anew is not placed:
+        return _let_go(assignment, why), outputs
+    deviation = _deviation_if_possible(assignment, reduced, inputs)
+    if isinstance(deviation, str):
+        return _let_go(assignment, deviation), outputs
+    assert assignment.prepared.conversion is not None
+    if deviation.error > assignment.prepared.conversion.tolerance:
+        assignment, outputs, deviation = _within_tolerance(
+            assignment.prepared, reduced, deviation, inputs, config, place_anew
+        )
+        anew, results = faster(assignment, outputs)
+        if anew is not assignment:
             if anew.prepared.reduced is None:  # all of it is as written
                 return _let_go(anew), results
             again = _deviation(anew, anew.prepared.reduced, inputs)
-            if again.error <= found.error:  # errors fall with each layer that returns, but for chance
-                placed, outputs, found = anew, results, again
-    return _with_errors(placed, found), outputs
+            if again.error <= deviation.error:  # errors fall with each layer that returns, but for chance
+                assignment, outputs, deviation = anew, results, again
+    return _with_errors(assignment, deviation), outputs
 
 
-def judged_again(placed: Placed, inputs: Sequence[Any]) -> Placed | None:
+def check_accuracy_again(assignment: Assignment, inputs: Sequence[Any]) -> Assignment | None:
     """The graph with what one more call shows of its errors; None if its outputs are off by more than the tolerance."""
-    reduced, conversion = placed.prepared.reduced, placed.prepared.conversion
+    reduced, conversion = assignment.prepared.reduced, assignment.prepared.conversion
     assert reduced is not None
     assert conversion is not None
-    found = _deviation_if_possible(placed, reduced, inputs)
-    if isinstance(found, str):
-        return _let_go(placed, found)
-    if found.error > conversion.tolerance:
+    deviation = _deviation_if_possible(assignment, reduced, inputs)
+    if isinstance(deviation, str):
+        return _let_go(assignment, deviation)
+    if deviation.error > conversion.tolerance:
         return None
-    return _with_errors(placed, found)
+    return _with_errors(assignment, deviation)
 
 
-class JudgedLater:
+class LaterAccuracyCheck:
     """Runs calls as before until one tells something of layers that earlier ones told nothing of; that call is compared first."""
 
-    def __init__(self, graph: JudgedGraph, attempt: int, run: Callable[[Sequence[Any]], list[Any]]) -> None:
+    def __init__(self, graph: CheckedGraph, attempt: int, run: Callable[[Sequence[Any]], list[Any]]) -> None:
         """graph: held weakly. attempt: how often its calls were compared; the more often, the more calls go by before the next."""
         self.run = run
         self._graph = weakref.ref(graph)
@@ -113,11 +113,11 @@ class JudgedLater:
         self._left -= 1
         if self._left > 0 or not graph.without_next_call(self):
             return self.run(inputs)
-        graph.judge_anew(inputs)
+        graph.check_again(inputs)
         return graph(list(inputs))
 
 
-class JudgedGraph(Protocol):
+class CheckedGraph(Protocol):
     """A graph that can be compared with itself as written once more."""
 
     def __call__(self, inputs: list[Any]) -> list[Any]: ...
@@ -130,7 +130,7 @@ class JudgedGraph(Protocol):
         """Put back what `next_call` stands in for; False if another thread has."""
         ...
 
-    def judge_anew(self, inputs: Sequence[Any]) -> None:
+    def check_again(self, inputs: Sequence[Any]) -> None:
         """Compare a call with the graph as written, and let layers return that are off."""
         ...
 
@@ -143,13 +143,13 @@ def _not_compared(reduced: Reduced, config: Config) -> str:
     return ""
 
 
-def _let_go(placed: Placed, unchecked: str = "") -> Placed:
+def _let_go(assignment: Assignment, unchecked: str = "") -> Assignment:
     """Without the graph as written, which later calls have no use for."""
-    conversion = placed.prepared.conversion
+    conversion = assignment.prepared.conversion
     assert conversion is not None
     conversion = dataclasses.replace(conversion, unchecked=unchecked)
     return dataclasses.replace(
-        placed, prepared=dataclasses.replace(placed.prepared, reduced=None, conversion=conversion)
+        assignment, prepared=dataclasses.replace(assignment.prepared, reduced=None, conversion=conversion)
     )
 
 
@@ -164,12 +164,17 @@ class _Deviation:
 
 
 def _within_tolerance(
-    prepared: Prepared, reduced: Reduced, found: _Deviation, inputs: Sequence[Any], config: Config, place_anew: Place
-) -> tuple[Placed, list[Any], _Deviation]:
+    prepared: Prepared,
+    reduced: Reduced,
+    deviation: _Deviation,
+    inputs: Sequence[Any],
+    config: Config,
+    place_anew: Place,
+) -> tuple[Assignment, list[Any], _Deviation]:
     """The graph with as many layers as written as it takes, and its outputs and errors. `found`: those of all of them converted."""
     assert prepared.conversion is not None
-    tolerance, expected = prepared.conversion.tolerance, found.expected
-    off = f"in {prepared.conversion.precision} the outputs are off by {found.error:.2g}, at most {tolerance:.2g} may be"
+    tolerance, expected = prepared.conversion.tolerance, deviation.expected
+    off = f"in {prepared.conversion.precision} the outputs are off by {deviation.error:.2g}, at most {tolerance:.2g} may be"
     order = _worst_first(reduced, inputs)
 
     def without(count: int) -> Reduced:
@@ -196,19 +201,21 @@ def _within_tolerance(
         returning = range(count + 1, len(order) + 1)
         count = returning[bisect.bisect_left(returning[:-1], True, key=lambda n: error_in_eager(n) <= limit)]
         anew = without(count)
-        placed, outputs = place_anew(prepare_anew(prepared, anew, config))
-        found = _deviation(placed, anew, inputs)
-        if found.error <= tolerance or count >= len(order):
+        assignment, outputs = place_anew(prepare_anew(prepared, anew, config))
+        deviation = _deviation(assignment, anew, inputs)
+        if deviation.error <= tolerance or count >= len(order):
             break
-        limit *= tolerance / found.error  # kernels are off by more than eager: each graph that is compiled aims lower
+        limit *= (
+            tolerance / deviation.error
+        )  # kernels are off by more than eager: each graph that is compiled aims lower
     _warn(reduced, [name for name, _ in order[:count]], off)
-    return placed, outputs, found
+    return assignment, outputs, deviation
 
 
-def _deviation_if_possible(placed: Placed, reduced: Reduced, inputs: Sequence[Any]) -> _Deviation | str:
+def _deviation_if_possible(assignment: Assignment, reduced: Reduced, inputs: Sequence[Any]) -> _Deviation | str:
     """The errors of a call, or why the graph as written cannot be run beside it."""
     try:
-        return _deviation(placed, reduced, inputs)
+        return _deviation(assignment, reduced, inputs)
     except OperatorRefusedError as error:
         return f"PyTorch cannot run it as written: {error}"
     except failures(RuntimeError, MemoryError) as error:
@@ -217,12 +224,12 @@ def _deviation_if_possible(placed: Placed, reduced: Reduced, inputs: Sequence[An
         return "there is no memory to run it as written too"
 
 
-def _deviation(placed: Placed, reduced: Reduced, inputs: Sequence[Any]) -> _Deviation:
-    runs = placed.runs
-    segments = placed.partition.graph.segments
+def _deviation(assignment: Assignment, reduced: Reduced, inputs: Sequence[Any]) -> _Deviation:
+    runs = assignment.runs
+    segments = assignment.partition.graph.segments
     uncast = _uncast(reduced.graph)
     names = {name: uncast.get(name, name) for segment in segments for name in segment.outputs}
-    layers = _converted(reduced)
+    layers = reduced.converted_layers
     changing = changing_inputs(reduced.written, reduced.context.constants)
     written = WrittenRun(reduced.written, inputs, names.values(), {name: changing[name] for name in layers})
     regions: dict[str, float] = {}
@@ -235,7 +242,7 @@ def _deviation(placed: Placed, reduced: Reduced, inputs: Sequence[Any]) -> _Devi
                 regions[segment.region.name] = max(error, regions.get(segment.region.name, 0.0))
         return results
 
-    outputs = placed.python_executor().run(inputs, compared)
+    outputs = assignment.python_executor().run(inputs, compared)
     expected = written.outputs()
     placeholders = reduced.written.graph.find_nodes(op="placeholder")
     given = [
@@ -243,11 +250,6 @@ def _deviation(placed: Placed, reduced: Reduced, inputs: Sequence[Any]) -> _Devi
     ]
     unseen = frozenset(written.unseen) if any_telling(given) else layers
     return _Deviation(_error(expected, outputs), regions, expected, unseen)
-
-
-def _converted(reduced: Reduced) -> frozenset[str]:
-    """Names of the layers that are not computed as written, in both graphs."""
-    return frozenset(node.name for node in reduced.graph.graph.nodes if is_layer(node) and converted_to(node))
 
 
 def _uncast(graph: torch.fx.GraphModule) -> Mapping[str, str]:
@@ -265,25 +267,27 @@ def _error(expected: Sequence[Any], outputs: Sequence[Any]) -> float:
 
 
 def _worst_first(reduced: Reduced, inputs: Sequence[Any]) -> list[tuple[str, float]]:
-    errors = layer_errors(reduced.written, reduced.graph, _converted(reduced), inputs)
+    errors = layer_errors(reduced.written, reduced.graph, reduced.converted_layers, inputs)
     return sorted(errors.items(), key=lambda item: -item[1])
 
 
-def _with_errors(placed: Placed, found: _Deviation) -> Placed:
+def _with_errors(assignment: Assignment, deviation: _Deviation) -> Assignment:
     """The graph with the errors of one more call. It keeps the graph as written if layers remain that no call has told of."""
     decisions = {
-        name: dataclasses.replace(decision, precision_error=_larger(decision.precision_error, found.regions.get(name)))
-        for name, decision in placed.decisions.items()
+        name: dataclasses.replace(
+            decision, precision_error=_larger(decision.precision_error, deviation.regions.get(name))
+        )
+        for name, decision in assignment.decisions.items()
     }
-    conversion = placed.prepared.conversion
+    conversion = assignment.prepared.conversion
     assert conversion is not None
-    unseen = found.unseen if conversion.error is None else found.unseen.intersection(conversion.unseen)
+    unseen = deviation.unseen if conversion.error is None else deviation.unseen.intersection(conversion.unseen)
     conversion = dataclasses.replace(
-        conversion, error=_larger(conversion.error, found.error), unseen=tuple(sorted(unseen))
+        conversion, error=_larger(conversion.error, deviation.error), unseen=tuple(sorted(unseen))
     )
-    reduced = placed.prepared.reduced if unseen else None
-    prepared = dataclasses.replace(placed.prepared, conversion=conversion, reduced=reduced)
-    return dataclasses.replace(placed, decisions=decisions, prepared=prepared)
+    reduced = assignment.prepared.reduced if unseen else None
+    prepared = dataclasses.replace(assignment.prepared, conversion=conversion, reduced=reduced)
+    return dataclasses.replace(assignment, decisions=decisions, prepared=prepared)
 
 
 def _larger(one: float | None, other: float | None) -> float | None:

@@ -1,12 +1,12 @@
-"""The speed gate: in its first call, a graph of reduced precision is timed beside itself as written. Part of the wiring.
+"""The speed check of a precision: in its first call, a graph of reduced precision is timed beside itself as written. Part of the wiring.
 
     int8: 5600 us a call, as written 5300 us; conv_3 takes 410 us in int8, with its casts, 250 us as written, six others likewise
     int8 without these seven: 4100 us      that is what runs from now on; `explain` has the seven as `slower`, with their times
 
 Three graphs are timed whole, so that all casts count: as its precision made it, as written, and with the layers as written that lose when the
 kernels of the first two are compared one by one. The fastest stays. What was found is kept on disk: a later process compiles that alone.
-Nothing is compiled for a graph whose products take less time than float32's instructions need for them at their full rate. What the model gate
-leaves of a graph whose layers were off is timed once more.
+Nothing is compiled for a graph whose products take less time than float32's instructions need for them at their full rate. A graph that the
+accuracy check has changed is timed once more.
 (docs/adr/0041-mixed-precision-by-timed-layers.md)
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,16 +23,15 @@ import torch
 import torch.fx
 
 from torch_hybrid_backend.config import Config
-from torch_hybrid_backend.core.device import CPU, Device
+from torch_hybrid_backend.core.device import CPU
 from torch_hybrid_backend.core.region import Segment
 from torch_hybrid_backend.core.units import time_in_words
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.driver.bisection import is_running
 from torch_hybrid_backend.driver.prepared import Prepared, Reduced, prepare_anew, returned
-from torch_hybrid_backend.driver.stages import Placed, install
+from torch_hybrid_backend.driver.stages import Assignment, Place, PricingOn, build_executable
 from torch_hybrid_backend.errors import failures, is_out_of_memory
 from torch_hybrid_backend.graph.devices import is_on_host
-from torch_hybrid_backend.graph.precision import converted_to
 from torch_hybrid_backend.graph.values import is_repeatable
 from torch_hybrid_backend.machine import may_use_tiles
 from torch_hybrid_backend.measuring.measure import measure
@@ -41,7 +40,6 @@ from torch_hybrid_backend.measuring.timing_cache import KeptTimes
 from torch_hybrid_backend.partition.layer_times import float32_rate, layer_us, least_us, worth_mixing
 from torch_hybrid_backend.partition.placement import Pricing, timing_key
 from torch_hybrid_backend.partition.region_key import region_key
-from torch_hybrid_backend.passes.precision.lists import is_layer
 from torch_hybrid_backend.runtime.constant_pool import release_unused
 
 _log = logging.getLogger(__name__)
@@ -59,10 +57,7 @@ _RATE_BUDGET_S = 0.1
 # Weights in few bits are asked for because they are small.
 _IN_QUESTION = ("bf16", "fp16", "int8", "int8+bf16")
 
-# Compiles a graph, and places it on the inputs of the call: with it the call's outputs.
-Place = Callable[[Prepared], tuple[Placed, list[Any]]]
 Times = Mapping[str, float]
-PricingOn = Callable[[Device], Pricing]
 
 
 def as_known(prepared: Prepared, config: Config, pricing_on: PricingOn) -> Prepared:
@@ -75,33 +70,38 @@ def as_known(prepared: Prepared, config: Config, pricing_on: PricingOn) -> Prepa
 
 
 def fastest(
-    placed: Placed, outputs: list[Any], inputs: Sequence[Any], config: Config, pricing_on: PricingOn, place_anew: Place
-) -> tuple[Placed, list[Any]]:
+    assignment: Assignment,
+    outputs: list[Any],
+    inputs: Sequence[Any],
+    config: Config,
+    pricing_on: PricingOn,
+    place_anew: Place,
+) -> tuple[Assignment, list[Any]]:
     """The graph without the layers that take longer in its precision than as written, casts included, and its outputs for `inputs`."""
     pricing = pricing_on(CPU)
-    reduced = _in_question(placed.prepared, config)
-    if reduced is None or not placed.partition.graph.is_static:
-        return placed, outputs
+    reduced = _in_question(assignment.prepared, config)
+    if reduced is None or not assignment.partition.graph.is_static:
+        return assignment, outputs
     if known := _known(reduced, pricing):
-        layers = _layers(reduced)
-        found = _slow_layers(reduced, known, _noise(known.is_disturbed))
-        slow = {name: why for name, why in found.items() if name in layers}
-        return place_anew(_without(placed.prepared, reduced, slow, config)) if slow else (placed, outputs)
+        layers = reduced.converted_layers
+        slow_layers = _slow_layers(reduced, known, _noise(known.is_disturbed))
+        slow = {name: why for name, why in slow_layers.items() if name in layers}
+        return place_anew(_without(assignment.prepared, reduced, slow, config)) if slow else (assignment, outputs)
     load = OtherLoad()
     try:
-        trial = _Trial(placed, outputs, reduced, inputs, config, pricing, place_anew)
-        times = trial.times()
+        timings = _PrecisionTimings(assignment, outputs, reduced, inputs, config, pricing, place_anew)
+        times = timings.times()
     except failures(RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         _log.info("there is no memory to time the graph as written too")
-        return placed, outputs
+        return assignment, outputs
     finally:
         release_unused()
     is_disturbed = load.is_felt()
-    if pricing.timings is not None and times and _is_plausible(times) and not trial.is_partial:
+    if pricing.timings is not None and times and _is_plausible(times) and not timings.is_partial:
         pricing.timings.put(_KIND, _key(reduced, pricing), pricing.device, times, is_disturbed=is_disturbed)
-    return trial.best(times, _noise(is_disturbed))
+    return timings.best(times, _noise(is_disturbed))
 
 
 def _in_question(prepared: Prepared, config: Config) -> Reduced | None:
@@ -136,11 +136,6 @@ def _is_plausible(times: Times) -> bool:
     return times.get(_WRITTEN, math.inf) * _IMPLAUSIBLE_RATIO > times[_WHOLE]
 
 
-def _layers(reduced: Reduced) -> frozenset[str]:
-    """Those that were converted."""
-    return frozenset(node.name for node in reduced.graph.graph.nodes if is_layer(node) and converted_to(node))
-
-
 def _noise(is_disturbed: bool) -> float:
     return MARGIN - 1 if is_disturbed else _NOISE
 
@@ -163,27 +158,27 @@ def _slow_layers(reduced: Reduced, times: Times, noise: float) -> Mapping[str, R
         Reason.SLOWER,
         f"the whole graph takes {time_in_words(times[_WHOLE])} in {precision}, {time_in_words(times[_WRITTEN])} as written",
     )
-    layers, found = _layers(reduced), dict[str, Refused]()
+    layers, slow = reduced.converted_layers, dict[str, Refused]()
     for place, node in enumerate(reduced.written.graph.nodes):
-        own, written = (times.get(f"{place} {how}", math.nan) for how in (_WHOLE, _WRITTEN))
-        if written < (1 - _WORTH) * own:
-            why = f"it takes {time_in_words(own)} in {precision}, casts included, {time_in_words(written)} as written"
-            found[node.name] = Refused(Reason.SLOWER, why)
+        converted, written = (times.get(f"{place} {how}", math.nan) for how in (_WHOLE, _WRITTEN))
+        if written < (1 - _WORTH) * converted:
+            why = f"it takes {time_in_words(converted)} in {precision}, casts included, {time_in_words(written)} as written"
+            slow[node.name] = Refused(Reason.SLOWER, why)
         elif best == _WRITTEN and node.name in layers:
-            found[node.name] = whole
-    return found
+            slow[node.name] = whole
+    return slow
 
 
 def _without(prepared: Prepared, reduced: Reduced, slow: Mapping[str, Refused], config: Config) -> Prepared:
     return prepare_anew(prepared, returned(reduced, slow), config)
 
 
-class _Trial:
+class _PrecisionTimings:
     """A graph in its precision, as written, and in between, in the first call. Owns what was compiled for it."""
 
     def __init__(
         self,
-        placed: Placed,
+        assignment: Assignment,
         outputs: list[Any],
         reduced: Reduced,
         inputs: Sequence[Any],
@@ -196,44 +191,44 @@ class _Trial:
         self._config = config
         self._pricing = pricing
         self._place_anew = place_anew
-        self._choices = {_WHOLE: (placed, outputs)}
-        self._layers = _layers(reduced)
+        self._choices = {_WHOLE: (assignment, outputs)}
+        self._layers = reduced.converted_layers
 
     @property
     def is_partial(self) -> bool:
         """True if one of the graphs lacks kernels that another process may have."""
-        return any(placed.is_partial for placed, _ in self._choices.values())
+        return any(assignment.is_partial for assignment, _ in self._choices.values())
 
     def times(self) -> Times:
         """Microseconds of a call of each graph, and of the layers in the first two; nothing where there is no time left to compile them."""
-        placed, _ = self._choices[_WHOLE]
-        spent = _cost_us(placed, self._layers)
+        assignment, _ = self._choices[_WHOLE]
+        spent = _cost_us(assignment, self._layers)
         if spent is not None and spent <= least_us(self._reduced.written.graph, _rate(), has_tiles=may_use_tiles()):
             return {_WHOLE: spent}
         if self._pricing.deadline.is_over():
             return {}
         self._compile(_WRITTEN, self._layers)
-        layers = {_WHOLE: self._layer_us(placed, self._reduced.graph)}
+        layers = {_WHOLE: self._layer_us(assignment, self._reduced.graph)}
         layers[_WRITTEN] = self._layer_us(self._choices[_WRITTEN][0], self._reduced.written)
         if slow := worth_mixing(layers[_WHOLE], layers[_WRITTEN], _WORTH):
             self._compile(_MIXED, slow)
         places = {node.name: place for place, node in enumerate(self._reduced.written.graph.nodes)}
-        found = {f"{places[name]} {how}": us for how, own in layers.items() for name, us in own.items()}
-        return {**self._whole_us(), **found}
+        by_layer = {f"{places[name]} {how}": us for how, times in layers.items() for name, us in times.items()}
+        return {**self._whole_us(), **by_layer}
 
-    def best(self, times: Times, noise: float) -> tuple[Placed, list[Any]]:
+    def best(self, times: Times, noise: float) -> tuple[Assignment, list[Any]]:
         """The graph that is fastest by `times`, by more than this share of a call, with the reasons why layers are as written."""
         best = _best(times, noise)
         shown = ", ".join(
             f"{name} {time_in_words(times[name])}" for name in (_WHOLE, _MIXED, _WRITTEN) if name in times
         )
         _log.info("precision=%s: %s: it runs %s", self._config.precision, shown or "not timed", best)
-        placed, outputs = self._choices[best]
-        why, conversion = _slow_layers(self._reduced, times, noise), placed.prepared.conversion
+        assignment, outputs = self._choices[best]
+        why, conversion = _slow_layers(self._reduced, times, noise), assignment.prepared.conversion
         assert conversion is not None
         left = tuple(replace(layer, why=why.get(layer.name, layer).why) for layer in conversion.left)
-        prepared = replace(placed.prepared, conversion=replace(conversion, left=left))
-        return replace(placed, prepared=prepared), outputs
+        prepared = replace(assignment.prepared, conversion=replace(conversion, left=left))
+        return replace(assignment, prepared=prepared), outputs
 
     def _compile(self, name: str, layers: Iterable[str]) -> None:
         """The graph with these layers as written."""
@@ -241,34 +236,36 @@ class _Trial:
         prepared = self._choices[_WHOLE][0].prepared
         self._choices[name] = self._place_anew(_without(prepared, self._reduced, slow, self._config))
 
-    def _layer_us(self, placed: Placed, graph: torch.fx.GraphModule) -> Mapping[str, float]:
+    def _layer_us(self, assignment: Assignment, graph: torch.fx.GraphModule) -> Mapping[str, float]:
         """Microseconds of each layer whose engine can tell, the best of a few calls."""
-        runs, parts = placed.runs, list[tuple[frozenset[str], float]]()
+        runs, parts = assignment.runs, list[tuple[frozenset[str], float]]()
 
         def timed(index: int, segment: Segment, arguments: Sequence[Any]) -> Sequence[Any]:
-            compiled = placed.compiled.get(segment.region.name)
+            compiled = assignment.compiled.get(segment.region.name)
             if compiled is not None:
                 rounds = [compiled.operator_us(arguments) for _ in range(_ROUNDS)]
                 parts.extend((part[0][0], min(us for _, us in part)) for part in zip(*rounds, strict=True))
             return runs[index](arguments)
 
-        placed.python_executor().run(self._inputs, timed)
+        assignment.python_executor().run(self._inputs, timed)
         written = {node.name for node in self._reduced.written.graph.nodes}
-        found = layer_us(graph.graph, self._layers, written, parts)
-        return {name: us for name, us in found.items() if math.isfinite(us)}
+        times = layer_us(graph.graph, self._layers, written, parts)
+        return {name: us for name, us in times.items() if math.isfinite(us)}
 
     def _whole_us(self) -> Mapping[str, float]:
-        runs = [install(placed, self._inputs, self._config).run for placed, _ in self._choices.values()]
+        runs = [
+            build_executable(assignment, self._inputs, self._config).run for assignment, _ in self._choices.values()
+        ]
         calls = [functools.partial(lambda run: run(list(self._inputs)), run) for run in runs]
         with torch.no_grad():
-            taken = measure(calls, self._config.measure_budget_s, until_decided=True, timer=self._pricing.timer)
-        return {name: timing.low_us for name, timing in zip(self._choices, taken, strict=True)}
+            timings = measure(calls, self._config.measure_budget_s, until_decided=True, timer=self._pricing.timer)
+        return {name: timing.low_us for name, timing in zip(self._choices, timings, strict=True)}
 
 
-def _cost_us(placed: Placed, layers: Collection[str]) -> float | None:
+def _cost_us(assignment: Assignment, layers: Collection[str]) -> float | None:
     """Time of the regions that compute the layers; None where one of these is in no region that was timed."""
     spent, timed = 0.0, set[str]()
-    for decision in placed.decisions.values():
+    for decision in assignment.decisions.values():
         for cost in decision.costs:
             if cost.engine == decision.engine:
                 spent += cost.microseconds

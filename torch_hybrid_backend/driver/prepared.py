@@ -23,8 +23,11 @@ from torch_hybrid_backend.driver.bisection import bisected_passes
 from torch_hybrid_backend.generators import can_draw_apart
 from torch_hybrid_backend.graph.devices import is_on_host
 from torch_hybrid_backend.graph.eager_graph import EagerGraph
+from torch_hybrid_backend.graph.precision import converted_to
+from torch_hybrid_backend.graph.quantized import KeepsPacked, keeps_nothing
 from torch_hybrid_backend.graph.schema import only_draws
 from torch_hybrid_backend.graph.values import effects, holds_collectives, is_repeatable
+from torch_hybrid_backend.machine import default_weight_bits
 from torch_hybrid_backend.partition.region_key import region_key
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.control_flow import compile_bodies
@@ -32,6 +35,7 @@ from torch_hybrid_backend.passes.hoist import Hoisted, hoist, partition_fold
 from torch_hybrid_backend.passes.inline_subgraphs import inline_subgraphs
 from torch_hybrid_backend.passes.pipeline import PASSES, PRECISION_PASSES, run_passes
 from torch_hybrid_backend.passes.precision.conversion import conversion, mark_sites, quantized_as_written
+from torch_hybrid_backend.passes.precision.lists import is_layer
 from torch_hybrid_backend.runtime.constants import DividedFold, FoldPart
 
 
@@ -43,15 +47,20 @@ class Reduced:
     graph: torch.fx.GraphModule
     context: PassContext
 
+    @property
+    def converted_layers(self) -> frozenset[str]:
+        """Names of the layers that are not computed as written, in both graphs."""
+        return frozenset(node.name for node in self.graph.graph.nodes if is_layer(node) and converted_to(node))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
     """A captured graph after the passes. `fold` computes what parameters alone decide; `is_repeatable`: running it twice goes unnoticed;
     `is_repeatable_apart`: so it does on copies of its inputs and with random numbers of its own (`generators.apart`).
 
-    `conversion`: what became of it under another precision than as written, or as the model quantises it; else None. `reduced`: what its
-    first call is judged by, None after that, and where nothing was converted. `unrepeatable`: the first operator that keeps a call from being
-    repeated; "" if none does.
+    `conversion`: the outcome of another precision than as written, or of the model's own quantisation; else None. `reduced`: the graph that
+    the first call is compared with; None after that call, and if nothing was converted. `unrepeatable`: the first operator that keeps a call
+    from being repeated; "" if none does.
     """
 
     name: str
@@ -71,12 +80,13 @@ def prepare(
     name: str,
     config: Config,
     compile_body: Callable[[str, CapturedGraph], Callable[[list[Any]], list[Any]]],
+    keeps_packed: KeepsPacked = keeps_nothing,
 ) -> Prepared:
-    """Run the passes on a captured graph, in place; `compile_body` compiles what its control flow calls."""
+    """Run the passes on a captured graph, in place; `compile_body` compiles what its control flow calls. `keeps_packed`: that of engines."""
     module = captured.graph_module
     inline_subgraphs(module)
     mark_sites(module)
-    context = PassContext.of(captured, config.precision, config.weight_form)
+    context = PassContext.of(captured, config.precision, config.weight_form, default_weight_bits(), keeps_packed)
     run_passes(module, context, bisected_passes(PASSES))
     reduced = None if context.precision == AS_WRITTEN else reduce_precision(module, context)
     # Sub-graphs are looked into, so before they are compiled.
@@ -86,13 +96,13 @@ def prepare(
     compile_bodies(captured, compile_body)
     prepared = Prepared(name, captured.kind, *_split(module, context), *known, unrepeatable=unrepeatable)
     if reduced is None:
-        own = quantized_as_written(module, context) if captured.kind == "inference" else None
-        return dataclasses.replace(prepared, conversion=own)
+        by_model = quantized_as_written(module, context) if captured.kind == "inference" else None
+        return dataclasses.replace(prepared, conversion=by_model)
     return _told(prepared, reduced, config)
 
 
 def _split(module: torch.fx.GraphModule, context: PassContext) -> tuple[Hoisted, DividedFold | None]:
-    hoisted = hoist(module, context.constants)
+    hoisted = hoist(module, context.constants, context.keeps_packed)
     if hoisted.fold is None:
         return hoisted, None
     parts = (
@@ -134,8 +144,8 @@ def hindrance(module: torch.fx.GraphModule) -> torch.fx.Node | None:
 
 def _told(prepared: Prepared, reduced: Reduced, config: Config) -> Prepared:
     """The graph with what its precision made of it."""
-    found = conversion(reduced.graph, reduced.context, config.precision_tolerance)
-    return dataclasses.replace(prepared, conversion=found, reduced=reduced if found.converted else None)
+    outcome = conversion(reduced.graph, reduced.context, config.precision_tolerance)
+    return dataclasses.replace(prepared, conversion=outcome, reduced=reduced if outcome.converted else None)
 
 
 def prepare_anew(prepared: Prepared, reduced: Reduced, config: Config) -> Prepared:

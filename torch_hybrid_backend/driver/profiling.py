@@ -18,7 +18,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.fx
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from torch_hybrid_backend.core.device import CPU
@@ -26,7 +25,7 @@ from torch_hybrid_backend.core.engine import EAGER
 from torch_hybrid_backend.core.plan import Ceilings, KernelTime, Profile
 from torch_hybrid_backend.driver.hybrid_graph import HybridGraph
 from torch_hybrid_backend.driver.session import Session
-from torch_hybrid_backend.driver.stages import Placed
+from torch_hybrid_backend.driver.stages import Assignment
 from torch_hybrid_backend.graph.source import module_call, source_line
 from torch_hybrid_backend.measuring.other_load import OtherLoad
 from torch_hybrid_backend.partition.estimate import value_bytes
@@ -35,6 +34,7 @@ from torch_hybrid_backend.partition.whole_call import PricedCall
 from torch_hybrid_backend.progress import Progress
 from torch_hybrid_backend.runtime.executor import StepTime
 from torch_hybrid_backend.runtime.plan_layout import StepOrigin
+from torch_hybrid_backend.torch_private import tree_leaves
 
 # Rounds of two calls: as many as the budget allows, between these.
 _BUDGET_S, _LEAST_ROUNDS, _MOST_ROUNDS = 2.0, 5, 100
@@ -146,7 +146,7 @@ class PlannedGraph:
         )
 
     def profile(self, watch: Watch) -> Profile | None:
-        return watch.profile(_kernel_times(watch, self._graph.placed)) if watch.labels else None
+        return watch.profile(_kernel_times(watch, self._graph.assignment)) if watch.labels else None
 
     def tell(self, profile: Profile | None) -> None:
         self._graph.tell(profile)
@@ -231,12 +231,12 @@ class _Counted(torch.fx.Interpreter):
         return outputs
 
 
-def _kernel_times(watch: Watch, placed: Placed) -> list[KernelTime]:
+def _kernel_times(watch: Watch, assignment: Assignment) -> list[KernelTime]:
     """A row for each kernel, and for each segment of eager, in the order of a call."""
-    regions = {segment.region.name: segment.region for segment in placed.partition.graph.segments}
+    regions = {segment.region.name: segment.region for segment in assignment.partition.graph.segments}
     rows = []
     for name in dict.fromkeys(kernel.region for kernel in watch.labels):
-        graph, decision = regions[name].graph_module.graph, placed.decisions.get(name)
+        graph, decision = regions[name].graph_module.graph, assignment.decisions.get(name)
         engine = EAGER if decision is None else decision.engine
         kernels = [kernel for kernel in watch.labels if kernel.region == name]
         works = dict(zip(kernels, kernel_work(graph, [kernel.nodes for kernel in kernels]), strict=True))
@@ -292,7 +292,7 @@ def profile_calls(call: Callable[[], object], graphs: Sequence[Timeable], sessio
                     watch.end_call()
     is_disturbed = load.is_felt()
     profiles = [graph.profile(watch) for graph, watch in zip(graphs, watches, strict=True)]
-    precisions = {kernel.precision for found in profiles if found for kernel in found.kernels if kernel.flops}
+    precisions = {kernel.precision for profile in profiles if profile for kernel in profile.kernels if kernel.flops}
     ceilings = _ceilings(precisions, session)
     for graph, found in zip(graphs, profiles, strict=True):
         graph.tell(found and dataclasses.replace(found, ceilings=ceilings, is_disturbed=is_disturbed))
@@ -314,8 +314,8 @@ def _ceilings(precisions: AbstractSet[str], session: Session) -> Ceilings | None
     if missing := [name for name in wanted if name not in kept]:
         load = OtherLoad()
         with Progress("measuring the machine"):
-            found = rates(session.services.run_program, threads, missing)
-        kept = {**kept, **{name: 1e6 / rate for name, rate in found.items()}}
+            measured = rates(session.services.run_program, threads, missing)
+        kept = {**kept, **{name: 1e6 / rate for name, rate in measured.items()}}
         timings.put(_CEILINGS, str(threads), CPU, kept, is_disturbed=load.is_felt())
     gflops = tuple((name, 1e6 / kept[name]) for name in _PRECISIONS if name in kept and name in precisions)
     return Ceilings(threads, gflops, 1e6 / kept[MEMORY])

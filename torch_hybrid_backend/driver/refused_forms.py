@@ -13,13 +13,19 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Node
 from torch.fx.node import map_arg
-from torch.utils._pytree import tree_leaves, tree_map
 
 from torch_hybrid_backend.errors import failures, is_out_of_memory
 from torch_hybrid_backend.graph.source import source_line
+from torch_hybrid_backend.torch_private import (
+    FUNCTORCH,
+    OperatorBase,
+    is_any_autocast_enabled,
+    tree_leaves,
+    tree_map,
+    unset_fake_temporarily,
+)
 
 # Elements of an operator's tensors: trying larger ones takes longer than some tens of milliseconds.
 _MOST_ELEMENTS = 1 << 24
@@ -29,7 +35,7 @@ def refused_operator(graph_module: torch.fx.GraphModule) -> str | None:
     """The line of the first operator of Dynamo's graph that eager refuses whatever its tensors hold, and what eager raises; None if there is
     no such operator, or autocast or functorch change what operators mean."""
     nodes = graph_module.graph.nodes
-    if torch._C._is_any_autocast_enabled() or any(map(_changes_others, nodes)):
+    if is_any_autocast_enabled() or any(map(_changes_others, nodes)):
         return None
     forms: dict[object, Node] = {}
     for node in filter(_is_suspect, nodes):
@@ -37,24 +43,20 @@ def refused_operator(graph_module: torch.fx.GraphModule) -> str | None:
     if not forms:
         return None
     with unset_fake_temporarily(), torch.no_grad(), torch.random.fork_rng(devices=[]):
-        found = ((node, _refusal(node)) for node in forms.values())
-        return next((f"{source_line(node) or node.name}: {error}" for node, error in found if error is not None), None)
+        refusals = ((node, _refusal(node)) for node in forms.values())
+        return next(
+            (f"{source_line(node) or node.name}: {error}" for node, error in refusals if error is not None), None
+        )
 
 
 def _changes_others(node: Node) -> bool:
-    return str(getattr(node.target, "__module__", "")).startswith(
-        ("torch.amp", "torch._functorch", "torch._C._functorch")
-    )
+    return str(getattr(node.target, "__module__", "")).startswith(("torch.amp", *FUNCTORCH))
 
 
 def _is_suspect(node: Node) -> bool:
     module = getattr(node.target, "__module__", None)
     is_pytorchs = node.op == "call_method" or module in (None, "_operator") or str(module).split(".")[0] == "torch"
-    if (
-        node.op not in ("call_function", "call_method")
-        or not is_pytorchs
-        or isinstance(node.target, torch._ops.OperatorBase)
-    ):
+    if node.op not in ("call_function", "call_method") or not is_pytorchs or isinstance(node.target, OperatorBase):
         return False
     if "dropout" in getattr(node.target, "__name__", str(node.target)):
         return False  # its mask is what differs, and a trial would draw random numbers

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 
 import torch
+import torch.fx
 
 from torch_hybrid_backend.config import CUDA_DRIVER, Config
 from torch_hybrid_backend.core.device import Device
@@ -21,6 +22,7 @@ from torch_hybrid_backend.engines.tensorrt import installed as tensorrt_installe
 from torch_hybrid_backend.engines.triton import installed
 from torch_hybrid_backend.engines.unavailable import UnavailableEngine
 from torch_hybrid_backend.errors import ConfigError, HybridError, failures
+from torch_hybrid_backend.graph.devices import device_of
 from torch_hybrid_backend.machine import fingerprint
 from torch_hybrid_backend.measuring.measure import timer_for
 from torch_hybrid_backend.measuring.timing_cache import TimingCache
@@ -54,10 +56,11 @@ def _triton(config: Config, services: Services) -> Engine:
 
 def _tensorrt(config: Config, services: Services) -> Engine:
     """Make TensorRT's engine, which takes part if `engines` names it: its builds take minutes, and no GPU has run its engines yet."""
-    found = tensorrt_installed.installation()
-    lacks = found if isinstance(found, Refused) else None if torch.cuda.is_available() else tensorrt_installed.NO_GPU
+    installation = tensorrt_installed.installation()
+    has_gpu = torch.cuda.is_available()
+    lacks = installation if isinstance(installation, Refused) else None if has_gpu else tensorrt_installed.NO_GPU
     if "tensorrt" not in config.engines:
-        why = "it takes part where the setting `engines` names it" if lacks is None else lacks.why
+        why = "disabled by default; add it to the setting `engines` (HYBRID_ENGINES)" if lacks is None else lacks.why
         lacks = Refused(Reason.DISABLED, why)
     if lacks is not None:
         return UnavailableEngine("tensorrt", lacks, tensorrt_installed.described())
@@ -131,6 +134,11 @@ class Session:
         versions = {engine.name: _version(engine, device) for engine in self.engines if serves(engine, device)}
         return {name: f"{version} {_TIMED_BY}" for name, version in versions.items() if version}
 
+    def keeps_packed(self, weights: torch.fx.Node) -> bool:
+        """True if an engine for their device reads the weights that a node looks up in a codebook packed."""
+        device = device_of(weights)
+        return device is not None and any(serves(e, device) and _keeps_packed(e, weights) for e in self.engines)
+
     def prepare(self, operators: int) -> None:
         """Have the engines get ready for a graph of so many operators, without waiting for them."""
         for engine in self.engines:
@@ -138,6 +146,14 @@ class Session:
                 engine.prepare(operators)
             except failures(Exception) as error:  # a third party's code: unprepared it may compile all the same
                 log.warning("the engine %s cannot get ready: %s: %s", engine.name, type(error).__name__, error)
+
+
+def _keeps_packed(engine: Engine, weights: torch.fx.Node) -> bool:
+    try:
+        return engine.keeps_packed(weights)
+    except failures(Exception) as error:  # a third party's code: such weights are then made ahead
+        log.warning("the engine %s cannot tell what it keeps packed: %s: %s", engine.name, type(error).__name__, error)
+        return False
 
 
 def _version(engine: Engine, device: Device) -> str:

@@ -1,10 +1,10 @@
 """The stages of one captured graph, each a frozen value made from the one before. Part of the wiring, as `backend` is.
 
-CapturedGraph --prepare--> Prepared    after the passes (`prepared`)
-              --divide---> Divided     its covers: cut into regions in the ways that are worth pricing
-              --compile--> Compiled    every region of them compiled by each engine that may run it; nothing has run
-              --place----> Placed      one cover, and who runs each of its regions: tried on the first call's inputs
-              --install--> Installed   one C++ plan of the choices made, or the same from Python
+CapturedGraph --prepare----------> Prepared      after the passes (`prepared`)
+              --partition--------> Partitioned   its partitionings: cut into regions in the ways that are worth pricing
+              --compile_regions--> Compiled      every region of them compiled by each engine that may run it; nothing has run
+              --place------------> Assignment    one partitioning, and the engine of each of its regions: tried on the first call's inputs
+              --build_executable-> Executable    one C++ plan of the choices made, or the same from Python
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from torch_hybrid_backend.cancellation import check
 from torch_hybrid_backend.capture.decompositions import decomposed
@@ -56,10 +55,11 @@ from torch_hybrid_backend.runtime.executor import CompiledSegment, Executor, bui
 from torch_hybrid_backend.runtime.plan_layout import StaticLayoutError
 from torch_hybrid_backend.runtime.python_executor import PythonExecutor
 from torch_hybrid_backend.runtime.symbolic_executor import SizeRange, SymbolicExecutor
+from torch_hybrid_backend.torch_private import unset_fake_temporarily
 
 log = logging.getLogger(__name__)
 
-COVER_TIMINGS = "covers"  # their kind in the cache of timings
+PARTITIONING_TIMINGS = "partitionings"  # their kind in the cache of timings
 
 Run = Callable[[Sequence[Any]], list[Any]]
 PricingOn = Callable[[Device], Pricing]
@@ -69,25 +69,25 @@ Candidate = CompiledRegion | PendingRegion | Refused | Exception
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CompiledCover:
+class CompiledPartitioning:
     """A partition, and of each region by name what the engines made of it, by name."""
 
-    cover: Partitioning
+    partitioning: Partitioning
     candidates: Mapping[str, Mapping[str, Candidate]]
 
     @property
     def order(self) -> str:
-        """Name of the cover in the plan."""
-        return ", ".join(self.cover.order)
+        """Name of the partitioning in the plan."""
+        return ", ".join(self.partitioning.order)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Divided:
-    """The covers that are to be priced, the cheapest by estimate first. `timing_key`: what their costs are kept under, "" for a single one;
-    `kept`: costs that are known of earlier processes."""
+class Partitioned:
+    """The partitionings that are to be priced, the cheapest by estimate first. `timing_key`: what their costs are kept under, "" for a single
+    one; `kept`: costs that are known of earlier processes."""
 
     prepared: Prepared
-    covers: tuple[Partitioning, ...]
+    partitionings: tuple[Partitioning, ...]
     timing_key: str = ""
     kept: Mapping[str, float] = field(default_factory=dict)
 
@@ -97,40 +97,52 @@ class Compiled:
     """The same with their regions compiled."""
 
     prepared: Prepared
-    covers: tuple[CompiledCover, ...]
+    partitionings: tuple[CompiledPartitioning, ...]
     timing_key: str = ""
     kept: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def pending(self) -> list[PendingRegion]:
         """The regions that are still being built elsewhere, each once."""
-        found = (c for cover in self.covers for some in cover.candidates.values() for c in some.values())
-        return list({id(c): c for c in found if isinstance(c, PendingRegion) and not c.done}.values())
+        candidates = (
+            c for partitioning in self.partitionings for some in partitioning.candidates.values() for c in some.values()
+        )
+        return list({id(c): c for c in candidates if isinstance(c, PendingRegion) and not c.done}.values())
 
     @property
     def is_partial(self) -> bool:
         """True if something is missing that another process may have: what is timed without it tells of this process alone."""
-        found = (made for cover in self.covers for some in cover.candidates.values() for made in some.values())
-        return any(isinstance(made, Exception) and not tells_of_later(made) for made in found)
+        candidates = (
+            made
+            for partitioning in self.partitionings
+            for some in partitioning.candidates.values()
+            for made in some.values()
+        )
+        return any(isinstance(made, Exception) and not tells_of_later(made) for made in candidates)
 
     @property
     def ranges(self) -> tuple[SizeRange, ...]:
         """Size ranges that every compiled candidate supports; empty if all sizes are supported."""
-        found = (_ready(c) for cover in self.covers for some in cover.candidates.values() for c in some.values())
-        programs = [made.program for made in found if isinstance(made, CompiledRegion)]
+        candidates = (
+            _ready(c)
+            for partitioning in self.partitionings
+            for some in partitioning.candidates.values()
+            for c in some.values()
+        )
+        programs = [made.program for made in candidates if isinstance(made, CompiledRegion)]
         return tuple(dict.fromkeys(each for program in programs if program is not None for each in program.ranges))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Placed:
-    """Engine of each region. `compiled`: by region name, of the regions that an engine runs. `covers`: the cost of each priced cover. `begun`:
-    builds elsewhere that regions which were tried have begun. `is_partial`: as of what was compiled."""
+class Assignment:
+    """Engine of each region. `compiled`: by region name, of the regions that an engine runs. `partitionings`: the cost of each priced
+    partitioning. `begun`: builds elsewhere that regions which were tried have begun. `is_partial`: as of what was compiled."""
 
     prepared: Prepared
     partition: Partition
     compiled: Mapping[str, CompiledRegion]
     decisions: Mapping[str, RegionDecision]
-    covers: tuple[Cost, ...] = ()
+    partitionings: tuple[Cost, ...] = ()
     begun: tuple[Pending, ...] = ()
     is_partial: bool = False
 
@@ -140,17 +152,17 @@ class Placed:
         plan = make_plan(self.prepared.name, self.prepared.kind, self.partition, list(self.decisions.values()))
         return dataclasses.replace(
             plan,
-            covers=self.covers,
+            partitionings=self.partitionings,
             conversion=self.prepared.conversion,
             unrepeatable=self.prepared.unrepeatable,
         )
 
-    def without(self, region: Region, cause: Exception, *, strict: bool) -> Placed:
+    def without(self, region: Region, cause: Exception, *, strict: bool) -> Assignment:
         """The same with eager in place of the engine whose compiled region raised `cause`. Raises RegionError under `strict`."""
         before = self.decisions[region.name]
         refusal = demote(region, before.engine, run_refusal(cause), strict=strict, cause=cause)
         after = decide(region, EAGER, None, before.costs, (*before.refusals, refusal), before.max_error)
-        compiled = {name: own for name, own in self.compiled.items() if name != region.name}
+        compiled = {name: made for name, made in self.compiled.items() if name != region.name}
         return dataclasses.replace(self, compiled=compiled, decisions={**self.decisions, region.name: after})
 
     @property
@@ -175,11 +187,15 @@ class Placed:
         return PythonExecutor(graph, runs, prepared.hoisted.inputs, prepared.fold, _titles(self.partition, {}))
 
 
+# Compiles a graph, and places it on the inputs of the call: with it the call's outputs.
+Place = Callable[[Prepared], tuple[Assignment, list[Any]]]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class Installed:
+class Executable:
     """The runner of every call."""
 
-    placed: Placed
+    assignment: Assignment
     run: Run | PythonExecutor
 
     @property
@@ -196,18 +212,18 @@ class Installed:
     def plan(self) -> Plan:
         """The decisions, for reports, with what runs them."""
         graphs = self.run.cuda_graphs if isinstance(self.run, Executor | SymbolicExecutor) else ()
-        return dataclasses.replace(self.placed.plan, cuda_graphs=graphs)
+        return dataclasses.replace(self.assignment.plan, cuda_graphs=graphs)
 
 
-def divide(prepared: Prepared, session: Session, config: Config, pricing_on: PricingOn) -> Divided:
+def partition(prepared: Prepared, session: Session, config: Config, pricing_on: PricingOn) -> Partitioned:
     """Partition the graph, in every way that is worth pricing.
 
-    Only the cheapest cover is left where an earlier process has priced them, where nothing is to be timed, and where the graph cannot be
+    Only the cheapest partitioning is left where an earlier process has priced them, where nothing is to be timed, and where the graph cannot be
     run more than once unnoticed.
     """
     engines = bisected_engines(session.engines)
     parts = functools.cache(decomposed)
-    found = partitionings(
+    candidates = partitionings(
         prepared.hoisted.main,
         engines,
         config,
@@ -215,64 +231,66 @@ def divide(prepared: Prepared, session: Session, config: Config, pricing_on: Pri
         decompose,
         own_order=is_running(),
     )
-    pricing = pricing_on(_device_of(found))
-    key = _covers_key(found, pricing) if len(found) > 1 else ""
-    kept = pricing.timings.get(COVER_TIMINGS, key, pricing.device) if key and pricing.timings is not None else {}
+    pricing = pricing_on(_device_of(candidates))
+    key = _partitionings_key(candidates, pricing) if len(candidates) > 1 else ""
+    kept = pricing.timings.get(PARTITIONING_TIMINGS, key, pricing.device) if key and pricing.timings is not None else {}
     if kept:
-        found = tuple(sorted(found, key=lambda cover: kept.get(", ".join(cover.order), math.inf)))[:1]
+        candidates = tuple(
+            sorted(candidates, key=lambda partitioning: kept.get(", ".join(partitioning.order), math.inf))
+        )[:1]
     elif config.placement == "estimate" or prepared.has_collectives or not prepared.is_repeatable:
-        found = found[:1]
-    return Divided(prepared, tuple(found), key, kept)
+        candidates = candidates[:1]
+    return Partitioned(prepared, tuple(candidates), key, kept)
 
 
-def compile_graph(prepared: Prepared, session: Session, config: Config, pricing_on: PricingOn) -> Compiled:
-    """Divide the graph and compile what it was divided into."""
-    return compile_divided(divide(prepared, session, config, pricing_on), session, config, pricing_on)
-
-
-def compile_divided(divided: Divided, session: Session, config: Config, pricing_on: PricingOn) -> Compiled:
-    """Compile every region of every cover, with each engine that may run it."""
-    deadline = pricing_on(_device_of(divided.covers)).deadline
-    covers = _compile_covers(divided.covers, session, config, deadline)
-    compiled = Compiled(divided.prepared, covers, divided.timing_key, divided.kept)
+def compile_regions(partitioned: Partitioned, session: Session, config: Config, pricing_on: PricingOn) -> Compiled:
+    """Compile every region of every partitioning, with each engine that may run it."""
+    deadline = pricing_on(_device_of(partitioned.partitionings)).deadline
+    candidates = _compile_partitionings(partitioned.partitionings, session, config, deadline)
+    compiled = Compiled(partitioned.prepared, candidates, partitioned.timing_key, partitioned.kept)
     # What is found without the regions that are still being built, or could not be here, says nothing of later processes.
     return dataclasses.replace(compiled, timing_key="") if compiled.pending or compiled.is_partial else compiled
 
 
-def _device_of(found: Sequence[Partitioning]) -> Device:
+def partition_and_compile(prepared: Prepared, session: Session, config: Config, pricing_on: PricingOn) -> Compiled:
+    """Partition the graph and compile its regions."""
+    return compile_regions(partition(prepared, session, config, pricing_on), session, config, pricing_on)
+
+
+def _device_of(candidates: Sequence[Partitioning]) -> Device:
     """Device under which a graph's timings are kept: the first device other than the host that it uses."""
-    devices = (s.region.device for cover in found for s in cover.partition.graph.segments)
+    devices = (s.region.device for partitioning in candidates for s in partitioning.partition.graph.segments)
     return next((device for device in devices if not device.is_host), CPU)
 
 
-def _covers_key(found: Sequence[Partitioning], pricing: Pricing) -> str:
-    """Key of the costs of covers: their regions, who may run them, and the engines' versions; "" where an engine has none."""
-    engines = sorted({name for cover in found for name in cover.order})
+def _partitionings_key(candidates: Sequence[Partitioning], pricing: Pricing) -> str:
+    """Key of the costs of partitionings: their regions, who may run them, and the engines' versions; "" where an engine has none."""
+    engines = sorted({name for partitioning in candidates for name in partitioning.order})
     if not all(pricing.versions.get(name) for name in engines):
         return ""
     shapes = [
-        [[s.region.key, *cover.partition.able[s.region.name]] for s in cover.partition.graph.segments]
-        for cover in found
+        [[s.region.key, *partitioning.partition.able[s.region.name]] for s in partitioning.partition.graph.segments]
+        for partitioning in candidates
     ]
     digest = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
     return timing_key(digest, {**{name: pricing.versions[name] for name in engines}, EAGER: torch.__version__})
 
 
-def _compile_covers(
-    found: Sequence[Partitioning], session: Session, config: Config, deadline: Deadline
-) -> tuple[CompiledCover, ...]:
-    """Each engine compiles all its regions together; a region that covers have in common is compiled once."""
+def _compile_partitionings(
+    candidates: Sequence[Partitioning], session: Session, config: Config, deadline: Deadline
+) -> tuple[CompiledPartitioning, ...]:
+    """Each engine compiles all its regions together; a region that partitionings have in common is compiled once."""
     names = [engine.name for engine in session.engines]
     results: dict[tuple[_Identity, str], Candidate] = {}
     for engine in session.engines:
         regions: dict[_Identity, Region] = {}
-        for cover in found:
-            for segment in cover.partition.graph.segments:
+        for partitioning in candidates:
+            for segment in partitioning.partition.graph.segments:
                 identity = _identity(segment)
-                if engine.name not in cover.partition.candidates(segment, names):
+                if engine.name not in partitioning.partition.candidates(segment, names):
                     continue
                 if identity in regions or (identity, engine.name) in results:
-                    continue  # of an earlier cover
+                    continue  # of an earlier partitioning
                 verdict = accepted(engine, segment.region, strict=config.strict)
                 if isinstance(verdict, Refused):
                     results[identity, engine.name] = verdict
@@ -284,12 +302,15 @@ def _compile_covers(
             compiled = compile_in_time(engine, list(regions.values()), deadline)
         results.update(((identity, engine.name), made) for identity, made in zip(regions, compiled, strict=True))
 
-    def candidates(cover: Partitioning, segment: Segment) -> dict[str, Candidate]:
-        return {name: results[_identity(segment), name] for name in cover.partition.candidates(segment, names)}
+    def region_candidates(partitioning: Partitioning, segment: Segment) -> dict[str, Candidate]:
+        return {name: results[_identity(segment), name] for name in partitioning.partition.candidates(segment, names)}
 
     return tuple(
-        CompiledCover(cover, {s.region.name: candidates(cover, s) for s in cover.partition.graph.segments})
-        for cover in found
+        CompiledPartitioning(
+            partitioning,
+            {s.region.name: region_candidates(partitioning, s) for s in partitioning.partition.graph.segments},
+        )
+        for partitioning in candidates
     )
 
 
@@ -297,71 +318,78 @@ _Identity = tuple[str, tuple[str, ...]]
 
 
 def _identity(segment: Segment) -> _Identity:
-    """Key in which two covers' regions must agree to be one."""
+    """Key in which two partitionings' regions must agree to be one."""
     return segment.region.key, segment.region.node_names
 
 
-def place(compiled: Compiled, inputs: Sequence[Any], config: Config, pricing_on: PricingOn) -> tuple[Placed, list[Any]]:
-    """Try every region's engines on the inputs of a call, cover by cover, and keep the cheapest cover; with it the call's outputs.
+def place(
+    compiled: Compiled, inputs: Sequence[Any], config: Config, pricing_on: PricingOn
+) -> tuple[Assignment, list[Any]]:
+    """Try every region's engines on the inputs of a call, one partitioning after the other, and keep the cheapest partitioning; with it the
+    call's outputs.
 
-    A cover costs what its regions cost on their winners, what eager's segments cost, and what its boundaries cost. One that costs more
+    A partitioning costs what its regions cost on their winners, what eager's segments cost, and what its boundaries cost. One that costs more
     than the best of those before it is given up as soon as that shows.
     """
     tried: dict[_Identity, Choice] = {}
     outputs: list[Any] | None = None
-    best: tuple[float, Placed] | None = None
+    best: tuple[float, Assignment] | None = None
     costs: list[Cost] = []
     begun: list[Pending] = []
     load = OtherLoad()
-    for candidate in compiled.covers:
-        alone = len(compiled.covers) == 1
-        trial = _Trial(
+    for candidate in compiled.partitionings:
+        alone = len(compiled.partitionings) == 1
+        trial = _PartitioningTrial(
             candidate, config, pricing_on, tried, begun, math.inf if best is None else best[0], times_eager=not alone
         )
         try:
-            with Progress("checking and timing regions", len(candidate.cover.partition.graph.segments)) as progress:
-                found = trial.executor(compiled.prepared).run(inputs, stepping(progress, trial.run))
+            with Progress(
+                "checking and timing regions", len(candidate.partitioning.partition.graph.segments)
+            ) as progress:
+                results = trial.executor(compiled.prepared).run(inputs, stepping(progress, trial.run))
         except _TooDearError:
             costs.append(Cost(candidate.order, trial.spent_us, "more than"))
             continue
-        outputs = found if outputs is None else outputs
-        placed = Placed(
+        outputs = results if outputs is None else outputs
+        assignment = Assignment(
             compiled.prepared,
-            candidate.cover.partition,
+            candidate.partitioning.partition,
             trial.compiled,
             trial.decisions,
             is_partial=compiled.is_partial,
         )
         if alone:
-            best = 0.0, placed
+            best = 0.0, assignment
             break
-        runs = {s.region.name: trial.engine_of(s.region.name) for s in candidate.cover.partition.graph.segments}
+        runs = {s.region.name: trial.engine_of(s.region.name) for s in candidate.partitioning.partition.graph.segments}
         from_python = {name for name, made in trial.compiled.items() if made.program is None}
-        total = trial.spent_us + callbacks_us(candidate.cover.partition.graph, runs, from_python)
+        total = trial.spent_us + callbacks_us(candidate.partitioning.partition.graph, runs, from_python)
         costs.append(Cost(candidate.order, total, "measured"))
         if best is None or total < best[0]:
-            best = total, placed
+            best = total, assignment
     assert best is not None
     assert outputs is not None
-    pricing = pricing_on(_device_of([candidate.cover for candidate in compiled.covers]))
-    # As in `compile_divided`: what is found without a form that is still being built says nothing of later processes.
+    pricing = pricing_on(_device_of([candidate.partitioning for candidate in compiled.partitionings]))
+    # As in `compile_regions`: what is found without a form that is still being built says nothing of later processes.
     if costs and compiled.timing_key and not begun and pricing.timings is not None:
         kept = {cost.engine: cost.microseconds for cost in costs}
-        pricing.timings.put(COVER_TIMINGS, compiled.timing_key, pricing.device, kept, is_disturbed=load.is_felt())
+        pricing.timings.put(
+            PARTITIONING_TIMINGS, compiled.timing_key, pricing.device, kept, is_disturbed=load.is_felt()
+        )
     costs += [Cost(order, microseconds, "cached") for order, microseconds in compiled.kept.items()]
-    return dataclasses.replace(best[1], covers=tuple(costs), begun=tuple(begun)), outputs
+    return dataclasses.replace(best[1], partitionings=tuple(costs), begun=tuple(begun)), outputs
 
 
 class _TooDearError(Exception):
-    """A cover that is being priced costs more than another."""
+    """A partitioning that is being priced costs more than another."""
 
 
-class _Trial:
-    """A cover on the inputs of one call. Owns the choices made so far, and their cost."""
+class _PartitioningTrial:
+    """A partitioning on the inputs of one call. Owns the choices made so far, and their cost."""
 
     def __init__(
         self,
-        candidate: CompiledCover,
+        candidate: CompiledPartitioning,
         config: Config,
         pricing_on: PricingOn,
         tried: dict[_Identity, Choice],
@@ -385,7 +413,7 @@ class _Trial:
 
     def executor(self, prepared: Prepared) -> PythonExecutor:
         """Executor that calls `run` for each segment."""
-        partition, candidates = self._candidate.cover.partition, self._candidate.candidates
+        partition, candidates = self._candidate.partitioning.partition, self._candidate.candidates
         runs = [segment.region.eager for segment in partition.graph.segments]
         titles = _titles(partition, {name: "placement" for name, some in candidates.items() if some})
         return PythonExecutor(partition.graph, runs, prepared.hoisted.inputs, prepared.fold, titles)
@@ -424,8 +452,8 @@ class _Trial:
         self.decisions[region.name] = decision
         if choice.compiled is not None:
             self.compiled[region.name] = _watched(region, decision.engine, choice.compiled, self._config)
-        own = next((cost.microseconds for cost in decision.costs if cost.engine == decision.engine), 0.0)
-        self._spend(own)
+        engine_us = next((cost.microseconds for cost in decision.costs if cost.engine == decision.engine), 0.0)
+        self._spend(engine_us)
         return outputs
 
     def _spend(self, microseconds: float) -> None:
@@ -451,36 +479,36 @@ def _watched(region: Region, engine: str, compiled: CompiledRegion, config: Conf
     return compiled if compiled.program is not None else reported(compiled)
 
 
-def install(placed: Placed, inputs: Sequence[Any], config: Config) -> Installed:
+def build_executable(assignment: Assignment, inputs: Sequence[Any], config: Config) -> Executable:
     """Build what runs every call from now on: one C++ plan, with the constants of a call's inputs, or where that cannot be the Python executor.
 
     Graphs with collectives run from Python (`docs/adr/0015-collectives.md`). Raises HybridError under `strict` where the plan cannot be built.
     """
-    prepared, graph = placed.prepared, placed.partition.graph
+    prepared, graph = assignment.prepared, assignment.partition.graph
     if prepared.has_collectives:
-        return Installed(placed, placed.python_executor())
+        return Executable(assignment, assignment.python_executor())
     build = build_executor if graph.is_static else SymbolicExecutor
     try:
         run = build(
-            graph, placed.runs, prepared.hoisted.inputs, prepared.fold, placed.titles, graphs=config.cuda_graphs
+            graph, assignment.runs, prepared.hoisted.inputs, prepared.fold, assignment.titles, graphs=config.cuda_graphs
         )
         run.bind(inputs)
     except StaticLayoutError as error:
         log.info("this graph runs from Python, segment by segment: %s", error)
-        return Installed(placed, placed.python_executor())
+        return Executable(assignment, assignment.python_executor())
     except HybridError as error:
         if config.strict or is_sticky(error):
             raise
         log.warning("this graph runs from Python, segment by segment: %s", error)
-        return Installed(placed, placed.python_executor())
-    for compiled in placed.compiled.values():
+        return Executable(assignment, assignment.python_executor())
+    for compiled in assignment.compiled.values():
         compiled.release()  # the plan keeps packed constants of its own, or shares these
-    programs = [compiled.program for compiled in placed.compiled.values() if compiled.program is not None]
+    programs = [compiled.program for compiled in assignment.compiled.values() if compiled.program is not None]
     if any(program.random is not None and not program.device.is_host for program in programs):
-        eager = placed.eager_executor()
+        eager = assignment.eager_executor()
         eager.bind(inputs)
-        return Installed(placed, _UnlessCaptured(run, eager))
-    return Installed(placed, run)
+        return Executable(assignment, _UnlessCaptured(run, eager))
+    return Executable(assignment, run)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,7 @@ from typing import Any, TypeGuard
 
 import torch
 import torch.fx
-from torch._decomp import decomposition_table
 from torch.fx import Node
-from torch.fx._lazy_graph_module import _LazyGraphModule
-from torch.utils._pytree import tree_leaves, tree_map
 
 from torch_hybrid_backend.core.lazy_bits import LazyBits
 from torch_hybrid_backend.core.tensor_spec import TensorSpec, dim, is_computable
@@ -29,6 +26,7 @@ from torch_hybrid_backend.errors import OperatorRefusedError, failures, is_out_o
 from torch_hybrid_backend.graph.schema import has_effects, is_in_flight
 from torch_hybrid_backend.sizes.forms import from_sympy, linear
 from torch_hybrid_backend.sizes.size import Dim, evaluate, symbol, symbols
+from torch_hybrid_backend.torch_private import LazyGraphModule, OpOverload, decomposition_table, tree_leaves, tree_map
 
 # What operators raise for a dtype, layout or stride that they do not take. (An IndexError is always about values.)
 _REFUSALS = (RuntimeError, TypeError, ValueError)
@@ -67,7 +65,7 @@ class EagerGraph:
         first = TracedRun(self._traced)
         outputs = _listed(first.run(*inputs))
         module = with_right_text(first.rewritten())
-        _LazyGraphModule.force_recompile(module)  # now, not in a run that is timed
+        LazyGraphModule.force_recompile(module)  # now, not in a run that is timed
         self._module = module
         return outputs
 
@@ -285,7 +283,7 @@ def _refuses_form(node: Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
         return False
     if is_out_of_memory(error) or isinstance(error, torch.linalg.LinAlgError):  # type: ignore[attr-defined]
         return False
-    if not isinstance(operator, torch._ops.OpOverload):
+    if not isinstance(operator, OpOverload):
         return False
     if not all(_is_form(source.meta.get("val")) for source in node.all_input_nodes):
         return False  # a number that depends on data may be what is wrong
@@ -295,12 +293,12 @@ def _refuses_form(node: Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
 def _is_mistake(node: Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: Exception) -> bool:
     """True if an operator that refuses the form of its inputs does so for any strides: dtypes that do not go together, say. Not where
     NotImplementedError says that there is no kernel."""
-    assert isinstance(node.target, torch._ops.OpOverload)
+    assert isinstance(node.target, OpOverload)
     return not isinstance(error, NotImplementedError) and _raises(node.target, args, kwargs, _contiguous)
 
 
 def _raises(
-    operator: torch._ops.OpOverload,
+    operator: OpOverload,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     filled: Callable[[int, Any], Any],

@@ -11,7 +11,6 @@ are large or lie elsewhere than on the CPU.
 from __future__ import annotations
 
 import base64
-import importlib
 import json
 import operator
 from collections.abc import Callable, Mapping
@@ -19,11 +18,17 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx import Node
 
+from torch_hybrid_backend.graph.quantized import QUANTIZED
 from torch_hybrid_backend.graph.source import module_stack, with_module_stack
-from torch_hybrid_backend.graph.values import QUANTIZED
+from torch_hybrid_backend.torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    quantized_operators,
+    unset_fake_temporarily,
+)
 
 NAMESPACES = ("aten", "prims", QUANTIZED)
 _OPS = ("placeholder", "get_attr", "call_function", "output")
@@ -196,7 +201,7 @@ class _Reader:
 def _operator_name(target: object) -> str:
     if target is operator.getitem:
         return "getitem"
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in NAMESPACES:
+    if not isinstance(target, OpOverload) or target.namespace not in NAMESPACES:
         raise NotTextError(f"the operator {target}")
     return str(target)
 
@@ -208,9 +213,9 @@ def _operator(name: str) -> Callable[..., Any]:
     if namespace not in NAMESPACES:
         raise ValueError(f"an operator of {namespace}")
     if namespace == QUANTIZED:
-        importlib.import_module("torch.ao.quantization.fx._decomposed")  # its operators exist from now on
+        quantized_operators()  # its operators exist from now on
     found = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
-    if not isinstance(found, torch._ops.OpOverload):  # "aten.add.__class__"
+    if not isinstance(found, OpOverload):  # "aten.add.__class__"
         raise ValueError(f"{name} is no operator")
     return found
 

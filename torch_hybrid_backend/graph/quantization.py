@@ -1,4 +1,4 @@
-"""Quantisation of layers: the operators, written once for graphs and for tensors.
+"""Quantization of layers: the operators, written once for graphs and for tensors.
 
 `apply(operator, *arguments)` is what a step does: calls the operator, or inserts a node for it. Weights are of int8, symmetric, with a scale
 for each output channel; activations are of int8, symmetric, or of uint8 where they are never negative. So every zero point is 0: zeros of
@@ -14,14 +14,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.ao.quantization.fx._decomposed
 from torch.fx import Node
 
 from torch_hybrid_backend.core.precision import SEVEN_BITS
-from torch_hybrid_backend.machine import bits_of_weights
+from torch_hybrid_backend.torch_private import OpOverload, quantized_operators
 
 aten = torch.ops.aten
-quantized = torch.ops.quantized_decomposed
+quantized = quantized_operators()
 
 Apply = Callable[..., Any]
 
@@ -30,13 +29,11 @@ UNSIGNED = (0, 255, torch.uint8)
 # Without -128: the range is symmetric.
 WEIGHTS = (-127, 127, torch.int8)
 WEIGHTS_OF_7_BITS = (*SEVEN_BITS, torch.int8)
-# A number and no call: Dynamo, which traces `quantize`'s module, guards it.
-_HOST_BITS = bits_of_weights()
-# Of what is zero everywhere, or nearly: its scale stays a normal number whose reciprocal is one.
+# The scale of tensors that are zero everywhere, or nearly: a normal number, and its reciprocal is one too.
 _LEAST_SCALE = 1e-30
 
 
-def call(operator: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+def call(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """`Apply` for tensors."""
     return operator(*args, **kwargs)
 
@@ -46,18 +43,18 @@ def _tensor(x: Any) -> torch.Tensor:
     return value
 
 
-def weight(apply: Apply, w: Any, axis: int) -> Any:
-    """A weight, quantised with a scale for each index of dimension `axis`, and dequantised.
+def weight(apply: Apply, w: Any, axis: int, bits: int) -> Any:
+    """A weight, quantized to 7 or 8 bits with a scale for each index of dimension `axis`, and dequantized.
 
-    Of 7 bits on processors that multiply those faster (`machine.bits_of_weights`); of 8 elsewhere, and where an output channel reads one input
-    channel: the few products of a depthwise convolution are not added up in bytes, and their errors do not average out.
+    Weights of depthwise convolutions always have 8 bits. Their few products are not added up in bytes, and errors of few products do not
+    average out.
     """
     value = _tensor(w)
     others = [d for d in range(value.dim()) if d != axis]
-    is_narrow = _HOST_BITS == 7 and value.device.type == "cpu" and value.shape[1 - axis] != 1
-    bounds = WEIGHTS_OF_7_BITS if is_narrow else WEIGHTS
+    is_depthwise = value.shape[1 - axis] == 1
+    bounds = WEIGHTS_OF_7_BITS if bits == 7 and not is_depthwise else WEIGHTS
     scales = _scales(apply, value.dtype, apply(aten.amax.default, apply(aten.abs.default, w), others), bounds[1])
-    # A fill of a known size: kernels see that it is zeros. (None would do for dequantising, but not for inductor.)
+    # A fill of a known size: kernels see that it is zeros. (None would do for dequantizing, but not for inductor.)
     zeros = apply(aten.full.default, [value.shape[axis]], 0, dtype=torch.int64, device=value.device)
     narrow = apply(quantized.quantize_per_channel.default, w, scales, zeros, axis, *bounds)
     wide = apply(quantized.dequantize_per_channel.default, narrow, scales, zeros, axis, *bounds)
@@ -65,7 +62,7 @@ def weight(apply: Apply, w: Any, axis: int) -> Any:
 
 
 def tensor(apply: Apply, x: Any, low: float, high: float) -> Any:
-    """An activation with values from low to high, by a calibration, quantised and dequantised; what lies beyond saturates."""
+    """An activation with values from low to high, by a calibration, quantized and dequantized; what lies beyond saturates."""
     bounds = UNSIGNED if low >= 0 else SIGNED
     scale = max(high, -low) / bounds[1] or 1.0
     narrow = apply(quantized.quantize_per_tensor.default, x, scale, 0, *bounds)
@@ -73,7 +70,7 @@ def tensor(apply: Apply, x: Any, low: float, high: float) -> Any:
 
 
 def tensor_now(apply: Apply, x: Any, *, non_negative: bool = False) -> Any:
-    """An activation quantised by the largest magnitude in it, and dequantised."""
+    """An activation quantized by the largest magnitude in it, and dequantized."""
     bounds = UNSIGNED if non_negative else SIGNED
     dtype = _tensor(x).dtype
     magnitude = x if non_negative else apply(aten.abs.default, x)
@@ -84,7 +81,7 @@ def tensor_now(apply: Apply, x: Any, *, non_negative: bool = False) -> Any:
 
 
 def rows_now(apply: Apply, x: Any, *, non_negative: bool = False) -> Any:
-    """An activation of which each row, along the last dimension, is quantised by the largest magnitude in it, and dequantised."""
+    """An activation of which each row, along the last dimension, is quantized by the largest magnitude in it, and dequantized."""
     bounds = UNSIGNED if non_negative else SIGNED
     dtype = _tensor(x).dtype
     magnitude = x if non_negative else apply(aten.abs.default, x)

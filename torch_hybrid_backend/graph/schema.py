@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from torch_hybrid_backend.torch_private import HigherOrderOperator, OpOverload
+
 _COLLECTIVES = frozenset(
     {"_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "_dtensor", "symm_mem", "fsdp"}
 )
@@ -56,7 +58,7 @@ class _Facts:
 
 
 @functools.cache
-def _facts(target: torch._ops.OpOverload) -> _Facts:
+def _facts(target: OpOverload) -> _Facts:
     schema = target._schema
     arguments = [(i, argument.name, argument.alias_info) for i, argument in enumerate(schema.arguments)]
     hidden = _HIDDEN_WRITES.get(schema.name)
@@ -80,10 +82,10 @@ def _facts(target: torch._ops.OpOverload) -> _Facts:
 def _facts_of(node: Node) -> _Facts | None:
     """The facts of the ATen-style operator that the node calls, or of the one that a higher-order operator calls for it
     (`auto_functionalized`, `with_effects`)."""
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         return _facts(node.target)
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
-        return next((_facts(a) for a in node.args if isinstance(a, torch._ops.OpOverload)), None)
+    if isinstance(node.target, HigherOrderOperator):
+        return next((_facts(a) for a in node.args if isinstance(a, OpOverload)), None)
     return None
 
 
@@ -94,13 +96,13 @@ def is_item(node: Node) -> bool:
 
 def is_random(target: object) -> bool:
     """True if an operator, a node's target, draws from a random generator."""
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+    return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 def is_mutating(node: Node) -> bool:
     """True if the node writes to one of its arguments. Waiting for a collective does not count: it changes no value that may be
     read before."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return False
     facts = _facts(node.target)
     return bool(facts.written) and not facts.is_wait
@@ -108,7 +110,7 @@ def is_mutating(node: Node) -> bool:
 
 def is_view(node: Node) -> bool:
     """True if the node yields an argument's memory, and does nothing."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return False
     facts = _facts(node.target)
     return bool(facts.shared) and not facts.written and not facts.is_collective
@@ -142,13 +144,13 @@ def has_effects(node: Node) -> bool:
     if node.op != "call_function":
         return node.op in ("call_module", "call_method")
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         facts = _facts(target)
         if facts.random_by_dropout and _argument(node, "dropout_p", 0.0) == 0:
             return False
         ordered = facts.written or facts.is_random or facts.is_collective or facts.returns_nothing
         return bool(ordered) or node.is_impure()  # impure: programs may declare effects to torch
-    if isinstance(target, torch._ops.HigherOrderOperator):
+    if isinstance(target, HigherOrderOperator):
         return True
     return not (is_item(node) or isinstance(node.meta.get("val"), _NUMBERS))
 
@@ -159,12 +161,12 @@ CONTROL_FLOW = frozenset({"cond", "while_loop", "while_loop_stack_output", "scan
 
 def is_control_flow(node: Node) -> bool:
     """True if the node runs graphs as often as its operands say."""
-    return isinstance(node.target, torch._ops.HigherOrderOperator) and node.target._name in CONTROL_FLOW
+    return isinstance(node.target, HigherOrderOperator) and node.target._name in CONTROL_FLOW
 
 
 def only_draws(node: Node) -> bool:
     """True if drawing random numbers is all that the node does beside computing its value."""
-    if not (is_random(node.target) and isinstance(node.target, torch._ops.OpOverload)) or node.op != "call_function":
+    if not (is_random(node.target) and isinstance(node.target, OpOverload)) or node.op != "call_function":
         return False
     facts = _facts(node.target)
     return not (facts.written or facts.is_collective or facts.returns_nothing)
@@ -187,12 +189,12 @@ def is_pure(node: Node) -> bool:
 
 def written_arguments(node: Node) -> list[Node]:
     """The arguments whose contents the node changes or, as `wait_tensor`, completes."""
-    return _arguments(node, _facts(node.target).written) if isinstance(node.target, torch._ops.OpOverload) else []
+    return _arguments(node, _facts(node.target).written) if isinstance(node.target, OpOverload) else []
 
 
 def shared_arguments(node: Node) -> list[Node]:
     """The arguments in whose memory the operator's result may lie."""
-    return _arguments(node, _facts(node.target).shared) if isinstance(node.target, torch._ops.OpOverload) else []
+    return _arguments(node, _facts(node.target).shared) if isinstance(node.target, OpOverload) else []
 
 
 def _arguments(node: Node, wanted: tuple[tuple[int, str], ...]) -> list[Node]:
@@ -207,7 +209,7 @@ def _argument(node: Node, name: str, default: object) -> object:
     """The value of one of the operator's arguments, wherever it is given."""
     if name in node.kwargs:
         return node.kwargs[name]
-    assert isinstance(node.target, torch._ops.OpOverload)
+    assert isinstance(node.target, OpOverload)
     position = next(i for i, argument in enumerate(node.target._schema.arguments) if argument.name == name)
     return node.args[position] if position < len(node.args) else default
 

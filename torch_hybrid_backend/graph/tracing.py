@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch._dynamo.convert_frame import compile_lock
 from torch.fx.experimental.proxy_tensor import make_fx
+
+from torch_hybrid_backend.torch_private import clear_fx_tracing_flag, compile_lock
 
 
 def traced(
@@ -21,7 +22,7 @@ def traced(
 
     def unseen(*given: Any) -> Any:
         # It is set for all threads, and compiled functions raise where they are called meanwhile (seen in 2.13).
-        torch.fx._symbolic_trace._is_fx_tracing_flag = False
+        clear_fx_tracing_flag()
         return function(*given)
 
     # It changes nn.Module for all threads, too: of two that trace, the second would leave it as the first had made it. Dynamo traces with

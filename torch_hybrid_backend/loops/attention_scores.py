@@ -1,4 +1,4 @@
-"""Scores of attention: what becomes of a product of a query and a key, and which keys a query can see at all.
+"""Scores of attention, computed from the product of a query and a key, and the keys that a query can see.
 
 (q . k, (*lead, s, t)) -> score                                     `loops.ir.ScoreFn`
 where(t <= cache_position[s], q . k * scale, -inf)                  an example, as an expression
@@ -20,7 +20,6 @@ from torch_hybrid_backend.loops.ir import (
     Expr,
     FromIndex,
     Load,
-    ScoreFn,
     Value,
     indices,
     parts,
@@ -49,24 +48,30 @@ def is_cheap_mask(expr: Expr) -> bool:
     return sum(isinstance(e, Call) for e in parts([expr], within_indices=True)) <= _MASK_CALLS
 
 
-def plain_score(mask: Value | None, scale: float, causal: bool) -> ScoreFn:
-    """product * scale + mask, and -inf where t > s if it is causal."""
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class SdpaScore:
+    """The score of `scaled_dot_product_attention`, a `ScoreFn`: product * scale + mask, and -inf where t > s if it is causal.
 
-    def score(product: Expr, index: tuple[Index, ...]) -> Expr:
+    `mask`: floats to add, (*lead, S, T).
+    """
+
+    scale: float
+    causal: bool = False
+    mask: Value | None = None
+
+    def __call__(self, product: Expr, index: tuple[Index, ...]) -> Expr:
         *_, s, t = index
-        value = mul(product, literal(scale, product.dtype))
-        if mask is not None:
-            value = masked(value, cast(mask.at(index), product.dtype))
-        if causal:
+        value = mul(product, literal(self.scale, product.dtype))
+        if self.mask is not None:
+            value = masked(value, cast(self.mask.at(index), product.dtype))
+        if self.causal:
             seen = call("le", from_index(t), from_index(s))
             value = where(seen, value, literal(-math.inf, product.dtype))
         return value
 
-    return score
-
 
 def unscaled(score: Expr, product: Buffer) -> tuple[float, Expr | None]:
-    """The positive factor that every product in a score has, and the score of products that have it already; None where it is the product."""
+    """(scale, score of scaled products): the positive factor of every product, and the score without it; None if only a product is left."""
     factors = {_factor(e, product) for e in parts([score])} - {0.0}
     factor = factors.pop() if len(factors) == 1 else 1.0
     if isinstance(score, Load) or not 0 < factor < math.inf:
@@ -76,7 +81,7 @@ def unscaled(score: Expr, product: Buffer) -> tuple[float, Expr | None]:
 
 
 def _factor(e: Expr, product: Buffer) -> float:
-    """The factor of the product in an operation; NaN where it reads it for anything else, 0 where it does not read it."""
+    """The literal that an operation multiplies the product by: NaN for any other operation on the product, 0 for one that does not read it."""
     if not isinstance(e, Call) or not any(isinstance(x, Load) and x.buffer is product for x in e.args):
         return 0.0
     found = times_literal(e)
@@ -84,7 +89,7 @@ def _factor(e: Expr, product: Buffer) -> float:
 
 
 def _of_scaled(score: Expr, product: Buffer, factor: float) -> Expr:
-    """A score with the product in place of what `_factor` finds to be the product times `factor`."""
+    """A score with the product in place of every product times `factor`."""
     done: dict[Expr, Expr] = {}
 
     def visit(e: Expr) -> Expr:
@@ -100,7 +105,7 @@ def _of_scaled(score: Expr, product: Buffer, factor: float) -> Expr:
 
 
 def masked(value: Expr, mask: Expr) -> Expr:
-    """value + mask; a mask that is 0 or -inf chooses instead: one operation less for each score."""
+    """value + mask. A mask of 0 and -inf becomes a choice instead, which saves an operation for each score."""
     match mask:
         case Call(op="where", args=(condition, Const(value=inside), Const(value=outside))):
             if inside == 0 and outside == -math.inf:
@@ -111,7 +116,7 @@ def masked(value: Expr, mask: Expr) -> Expr:
 
 
 def scaled(e: Expr, factor: float) -> Expr:
-    """e * factor, for a positive factor; it goes into literals where there are some to take it."""
+    """e * factor, for a positive factor. Literals in `e` absorb the factor if they can."""
     match e:
         case Const(dtype, value):
             return literal(value * factor, dtype)
@@ -167,8 +172,10 @@ def _extreme(op: str, values: list[Expr | None] | tuple[Expr, ...]) -> Expr | No
 
 @dataclass(frozen=True, slots=True)
 class Visible:
-    """Keys that a score may be more than -inf for. `bounds`: no others. `decided`: conditions of the score, each with the value that it has
-    for exactly the keys within `inner` of it, as far as keys within `bounds` go."""
+    """Keys for which a score may be more than -inf: none outside `bounds`.
+
+    `decided`: conditions of the score, each with the value that it has for all keys within both `bounds` and `inner`.
+    """
 
     bounds: Bounds
     inner: Bounds
@@ -176,16 +183,15 @@ class Visible:
 
 
 def visible(score: Expr, t: LoopVar) -> Visible:
-    """Keys that are visible by a score; `t` runs through them.
+    """Keys that are visible by a score; `t` is the variable of the key's number.
 
-    It is derived from conditions that compare the key's number, at a factor of 1 or -1, with something that does not depend on it, loads
-    included. Where a score is proven to be -inf, products are not computed: what they would have made of it (NaN of an infinite key) does
-    not show.
+    They follow from conditions that compare the key's number, times 1 or -1, with an expression that does not depend on the key; loads are
+    allowed in the expression. Kernels compute no product for a key outside: a NaN that an infinite key would have made does not show.
     """
     decided: dict[Expr, tuple[bool, Bounds]] = {}
 
     def of(e: Expr) -> Bounds | None:
-        """None where the score is -inf for every key."""
+        """Bounds by one part of the score; None where that is -inf for every key."""
         match e:
             case Const(value=value) if value == -math.inf:
                 return None
@@ -227,8 +233,11 @@ def visible(score: Expr, t: LoopVar) -> Visible:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
-    """`exact`: conditions that have a value exactly within bounds."""
+class _ConditionBounds:
+    """Bounds of the keys for which a condition may have a value.
+
+    `exact`: parts of the condition, each with a value and the bounds within which exactly the part has that value.
+    """
 
     bounds: Bounds
     exact: tuple[tuple[Expr, bool, Bounds], ...] = ()
@@ -237,34 +246,34 @@ class _Found:
 _FLIPPED = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt", "eq": "ne", "ne": "eq"}
 
 
-def _bounds(condition: Expr, truth: bool, t: LoopVar) -> _Found:
-    """Keys for which a condition may have a value."""
+def _bounds(condition: Expr, truth: bool, t: LoopVar) -> _ConditionBounds:
+    """Bounds of the keys for which a condition may have the value `truth`."""
     match condition:
         case Call(op="not", args=(x,)):
             return _bounds(x, not truth, t)
         case Call(op="and" | "mul" | "bitand" | "or" | "add" | "bitor", dtype="bool", args=(x, y)):
             first, second = _bounds(x, truth, t), _bounds(y, truth, t)
             if (condition.op in ("and", "mul", "bitand")) == truth:
-                return _Found(first.bounds & second.bounds, (*first.exact, *second.exact))
-            return _Found(first.bounds | second.bounds)
+                return _ConditionBounds(first.bounds & second.bounds, (*first.exact, *second.exact))
+            return _ConditionBounds(first.bounds | second.bounds)
         case Call(op="where" | "guard", args=(choice, inside, Const(value=other))):
             # choice and inside, or: not choice or inside
             first, second = _bounds(choice, truth != bool(other), t), _bounds(inside, truth, t)
             if truth != bool(other):
-                return _Found(first.bounds & second.bounds, (*first.exact, *second.exact))
-            return _Found(first.bounds | second.bounds)
+                return _ConditionBounds(first.bounds & second.bounds, (*first.exact, *second.exact))
+            return _ConditionBounds(first.bounds | second.bounds)
         case Call(op="cast", dtype="bool", args=(x,)) if x.dtype == "bool":
             return _bounds(x, truth, t)
         case Call(op=op, args=(x, y)) if op in COMPARE:
             found = _compared(op if truth else _FLIPPED[op], x, y, t)
             if found is not None:
                 exact = ((condition, truth, found),) if found.lows or found.highs else ()
-                return _Found(found, exact)
-    return _Found(Bounds())
+                return _ConditionBounds(found, exact)
+    return _ConditionBounds(Bounds())
 
 
 def _compared(op: str, x: Expr, y: Expr, t: LoopVar) -> Bounds | None:
-    """The keys for which x `op` y holds, exactly; None where that is no range."""
+    """Bounds of exactly the keys for which x `op` y holds; None if those keys are no range."""
     left, right = _linear(x, t), _linear(y, t)
     if left is None or right is None or op == "ne":
         return None

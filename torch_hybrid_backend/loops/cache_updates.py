@@ -1,8 +1,8 @@
-"""Keys and values of a cache of which one position is new: recognised by what a scalar computes, whatever operators it came about by.
+"""KV cache: keys or values of a cache with one new position, recognised from the scalar expression, whatever operators made it.
 
     where(position == t, new, cache[..., t, ...])          as `index_copy`, `index_put` and `slice_scatter` of one position are lowered
 
-A decoder's cache is large, and what a token adds to it is small: attention reads both where they lie.
+A decoder's cache is large, and a token adds little to it: attention reads the cache and the new part where they lie, and nothing is copied.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class CacheUpdate:
 
 
 def cache_update(e: Expr, key: LoopVar) -> CacheUpdate | None:
-    """A scalar as an element of an updated cache whose positions `key` runs through; None where it is none."""
+    """The update of which a scalar is an element, along the positions `key`; None for any other scalar."""
     match e:
         case Call(
             op="where", args=(Call(op="eq", args=(position, FromIndex() as here)), Load() as new, Load() as cache)
@@ -38,7 +38,7 @@ def cache_update(e: Expr, key: LoopVar) -> CacheUpdate | None:
 
 
 def is_cache_update(value: Value) -> bool:
-    """True if each element of keys or values, (B, H, T, D), is such an element of float32."""
+    """True if each element of keys or values, (B, H, T, D) in float32, is an element of an updated cache."""
     index = domain_vars(value.shape)
     if value.dtype != "float32" or len(index) != 4 or not index[2].terms:
         return False

@@ -1,8 +1,8 @@
 """Fusion: loop operations -> groups, each of which becomes one kernel.
 
-A group has a domain (its loop variables) and members: operations re-expressed over those variables. What may join is decided by one
-test, so that it cannot go wrong by construction: the joining operation's expression is written over the group's variables, and every
-element it reads of a member's result must be exactly the element the group holds at that point.
+A group has a domain (its loop variables) and members: operations re-expressed over those variables. One test decides whether an operation
+may join. Its expression is written over the group's variables: every element that it reads of a member's result must be exactly the element
+that the group holds at that point. So a group is correct by construction.
 
 Kinds: "map" (elementwise), "row" (reductions over the same axes of one domain and what is computed per row from them: softmax,
 normalisations), "matmul", "conv", "attention" (an anchor and its epilogue), "scatter" (one operation, which nothing joins).
@@ -34,7 +34,6 @@ from torch_hybrid_backend.loops.ir import (
     ReduceOp,
     ScanOp,
     ScatterOp,
-    ScoredAttentionOp,
     compute_dtype,
     depth,
     indices,
@@ -49,7 +48,7 @@ from torch_hybrid_backend.sizes.size import Dim, product, size_hint
 _ANCHORS = (
     (MatMulOp, "matmul"),
     (ConvOp, "conv"),
-    ((AttentionOp, ScoredAttentionOp, AttentionGradientOp), "attention"),
+    ((AttentionOp, AttentionGradientOp), "attention"),
 )
 
 
@@ -57,8 +56,8 @@ _ANCHORS = (
 class Member:
     """An operation inside a group. `index`: the element of `op.out` at the domain point; `expr`: its value, over the domain.
 
-    `role`: "full" and "scan" (one value per point), "scalar" and "reduce" (one per row). `depth`: of the expression (`loops.ir.depth`) with
-    those of other members written out in it, as kernels have them.
+    `role`: "full" and "scan" (one value per point), "scalar" and "reduce" (one per row). `depth`: of the expression (`loops.ir.depth`) after
+    other members' expressions are inlined in it, as in the kernel.
     """
 
     op: LoopOp
@@ -70,7 +69,7 @@ class Member:
 
     @property
     def is_full(self) -> bool:
-        """True if it has a value at every point of the domain."""
+        """True if the member has a value at every point of the domain."""
         return self.role in ("full", "scan")
 
 
@@ -86,7 +85,7 @@ class Group:
     position: int = 0
     closed: bool = False
     accumulator: Buffer | None = None
-    besides: tuple[Buffer, ...] = ()  # what the anchor fills beside its result; nothing in the group reads it
+    besides: tuple[Buffer, ...] = ()  # further results of the anchor, which no member reads
 
     @property
     def point(self) -> tuple[Index, ...]:
@@ -265,7 +264,7 @@ def _express(group: Group, op: MapOp, reads: Sequence[Buffer], policy: FusionPol
 
 
 def _depth(group: Group, expr: Expr) -> int:
-    """The depth that an expression has in the group's kernel, where members of a row group are stages: each has its result at hand."""
+    """The depth of an expression in the group's kernel. Members of a row group are stages, whose results are not computed again."""
     if group.kind == "row":
         return depth(expr)
     depths = {member.op.out: member.depth for member in group.members}
@@ -317,7 +316,7 @@ def replace_loads(expr: Expr, replacement: Callable[[Load], Expr | None]) -> Exp
 def inlined(group: Group) -> dict[Buffer, Expr]:
     """For map and anchor groups: each member's value with the other members' values substituted, by the buffer it is stored in.
 
-    What is substituted is what that buffer holds, rounded to its dtype: a value is the same where it is read from memory and where it is not.
+    A substituted value is rounded to the buffer's dtype: so it is the same as the one that is read from memory.
     """
     values: dict[Buffer, Expr] = {}
     held: dict[Buffer, Expr] = {}

@@ -1,11 +1,11 @@
 """Lowering a region: FX graph of ATen operators -> LoopGraph, a list of loop operations over buffers.
 
-What stays lazy (a `Map` inlined into whatever reads it) and what gets memory is decided here, node by node:
+Each node's value stays lazy (a `Map`, inlined into its readers) or gets memory (is materialized):
 - a view never gets memory; its base does where an anchor (matmul, convolution, attention) reads it;
 - a computed value gets memory when several operators read it, when it would be recomputed for every element of a larger tensor
   (broadcast, pooling window), when its expression has grown long, or when it is the epilogue of a convolution that a concatenation reads:
   the convolution writes as much either way, and the concatenation is left a copy;
-- what is quantised gets memory, and what is dequantised does not, whoever reads it, where a backend multiplies integers: a byte is read for
+- what is quantized gets memory, and what is dequantized does not, whoever reads it, where a backend multiplies integers: a byte is read for
   less than a float is;
 - an anchor's epilogue gets memory where it takes less than the sums that would be read otherwise: by a reduction, or by an operator whose
   result another anchor stores;
@@ -28,7 +28,7 @@ from torch_hybrid_backend.core.tensor_spec import dim
 from torch_hybrid_backend.loops.attention_scores import is_cheap_mask
 from torch_hybrid_backend.loops.cache_updates import is_cache_update
 from torch_hybrid_backend.loops.index import Index, LoopVar, contiguous_strides, linear
-from torch_hybrid_backend.loops.integer_products import integer_product, is_dequantised, is_quantised, long_integers
+from torch_hybrid_backend.loops.integer_products import integer_product
 from torch_hybrid_backend.loops.ir import (
     AttentionGradientOp,
     AttentionOp,
@@ -36,6 +36,7 @@ from torch_hybrid_backend.loops.ir import (
     Const,
     ConvOp,
     Expr,
+    IntegerMatMulOp,
     Load,
     LoopOp,
     Map,
@@ -49,11 +50,17 @@ from torch_hybrid_backend.loops.ir import (
     domain_vars,
     loads_of,
 )
-from torch_hybrid_backend.loops.lookups import is_looked_up
 from torch_hybrid_backend.loops.lowering import Context, lower_node
 from torch_hybrid_backend.loops.lowerings.attention import MASKED_ATTENTION
 from torch_hybrid_backend.loops.ops import call
 from torch_hybrid_backend.loops.policy import FusionPolicy
+from torch_hybrid_backend.loops.quantized import (
+    is_dequantized,
+    is_from_codebook,
+    is_quantized,
+    long_integers,
+    quantized_operand,
+)
 from torch_hybrid_backend.loops.random_numbers import Generator
 from torch_hybrid_backend.sizes.size import Dim, Size, product, size_hint
 
@@ -97,12 +104,12 @@ _CONCATENATIONS = frozenset((aten.cat.default, aten.stack.default))
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoopGraph:
-    """Operations in execution order. `inputs` are the region's inputs, position by position; `outputs` its outputs.
+    """Operations in execution order. `inputs` and `outputs`: those of the region, position by position.
 
-    `literals` are the graph's own constant tensors (get_attr nodes), contiguous, with the buffers that stand for them. `generator`: what random
-    numbers are drawn from, where any are. `origins`: for what operations write, the name of the node that it is a value of. `flags`: bool
-    scalars that must be False, or PyTorch's operators refuse the values that the region was called with. `relied_on`: sizes that are not
-    negative where all that is read lies in its tensor.
+    `literals`: the graph's own constant tensors (get_attr nodes), contiguous, with the buffers that stand for them. `generator`: the source of
+    random numbers, None without any. `origins`: for each buffer that operations write, the name of the node whose value it is. `flags`: bool
+    scalars that must be False; if one is True, PyTorch's operators refuse the values of this call. `relied_on`: sizes that must not be
+    negative, or a read would be outside its tensor.
     """
 
     inputs: tuple[Buffer, ...]
@@ -121,7 +128,7 @@ class LoopGraph:
 
 
 def lower_region(region: Region, policy: FusionPolicy) -> LoopGraph:
-    """Lower a region whose every node has a lowering; raises lowering.Refuse where one has not."""
+    """Lower a region; raises lowering.Refuse if a node has no lowering, or its lowering refuses the arguments."""
     return _Lowerer(region, policy).run()
 
 
@@ -186,7 +193,7 @@ class _Lowerer:
             self._origins.setdefault(results[-1], node.name)
             taken.add(results[-1])
         flags = self._flags()
-        ops = in_order(self._ops, [*results, *flags])
+        ops = tuple(map(self._with_quantized, in_order(self._ops, [*results, *flags])))
         generator = self._generator if self._generator.draws else None
         return LoopGraph(
             tuple(inputs),
@@ -199,8 +206,19 @@ class _Lowerer:
             tuple(self._ctx.relied_on),
         )
 
+    def _with_quantized(self, op: LoopOp) -> LoopOp:
+        """The operation with its right operand as integers, where that is quantized. All values that get memory have it by now."""
+        if (
+            not isinstance(op, MatMulOp)
+            or isinstance(op, IntegerMatMulOp)
+            or not self._policy.abilities.integer_products
+        ):
+            return op
+        quantized = quantized_operand(op.b)
+        return op if quantized is None else replace(op, quantized=quantized)
+
     def _flags(self) -> tuple[Buffer, ...]:
-        """Flags of the refusals, one for all over one domain: each is a kernel of its own, which leaves readers of the values as they are."""
+        """Flags of the refusals, one for all of one domain. Each is a kernel of its own, so that fusion of the values does not change."""
         by_shape: dict[tuple[Dim, ...], list[Map]] = {}
         for value in self._ctx.refused:
             condition = value.at(domain_vars(value.shape))
@@ -219,7 +237,7 @@ class _Lowerer:
 
     def _output(self, value: Value, taken: set[Buffer]) -> Buffer:
         """The value in memory of its own: AOTAutograd forbids an output that shares storage with an input or another output."""
-        # What is dequantised is written for the caller alone.
+        # What is dequantized is written for the caller alone.
         if isinstance(value, Map) and value.base is None and not self._is_read_as_integers(value):
             value = self._realize(value)
         if isinstance(value, Buffer) and value not in taken:
@@ -257,11 +275,11 @@ class _Lowerer:
         self._ops.append(op)
 
     def _narrow(self, value: Value) -> Value:
-        """Integers that a product reads, in memory."""
+        """The integers of a product's operand, in memory."""
         return self._realize(value) if isinstance(value, Map) else value
 
     def _realize(self, value: Map, place: int | None = None) -> Buffer:
-        """Memory for a value; the operation that fills it is the last so far, or number `place`."""
+        """The buffer of a value, filled by a new operation, the last one so far or number `place`."""
         if value.realized is None:
             buffer = Buffer(value.shape, value.dtype)
             # The operation keeps the definition; from now on readers of `value` read the buffer.
@@ -283,18 +301,18 @@ class _Lowerer:
         return value
 
     def _is_read_as_integers(self, value: Value) -> bool:
-        """True if integer products may read a value through its definition, which must stay then: memory of its own would hold floats."""
-        return self._policy.abilities.integer_products and is_dequantised(value)
+        """True if integer products may read a value through its definition. The value then gets no memory, which would hold floats."""
+        return self._policy.abilities.integer_products and is_dequantized(value)
 
     def _matrix(self, value: Value) -> Value:
-        """The right operand of a matmul: as `_operand`, or a constant of 8 or 4 bits, dequantised or looked up, as it is."""
-        is_narrow = self._policy.abilities.integer_products and (is_dequantised(value) or is_looked_up(value))
+        """The right operand of a matmul: as `_operand`, or a constant of 8 or 4 bits, dequantized or from a codebook, as it is."""
+        is_narrow = self._policy.abilities.integer_products and (is_dequantized(value) or is_from_codebook(value))
         if is_narrow and all(buffer.constant for buffer in buffers_of(value)):
             return value
         return self._operand(value)
 
     def _attended(self, value: Value) -> Value:
-        """Keys or values; a cache with a new position, and what only picks elements (pages), are read as they are where the policy says so."""
+        """Keys or values of attention. Where the policy says so, a cache with a new position or in pages is read as it is, not copied."""
         if self._policy.updates_in_attention and is_cache_update(value):
             return value
         if self._policy.gathers_in_attention and isinstance(value.at(domain_vars(value.shape)), Load):
@@ -302,8 +320,8 @@ class _Lowerer:
         return self._queried(value)
 
     def _queried(self, value: Value) -> Value:
-        """Queries, or other operands of attention: dequantised integers as they are."""
-        if self._policy.abilities.integer_products and is_dequantised(value):
+        """An operand of attention: dequantized integers stay a definition, any other value gets memory."""
+        if self._policy.abilities.integer_products and is_dequantized(value):
             return value
         return self._operand(value)
 
@@ -352,13 +370,13 @@ class _Lowerer:
             return
         expr = value.at(domain_vars(value.shape))
         if self._policy.abilities.integer_products:
-            if is_quantised(expr):
+            if is_quantized(expr):
                 self._realize(value)
                 return
             if (integers := long_integers(value)) is not None:
                 self._realize(integers)
             padded = value.zero_padded and value.zero_padded[0]  # as a convolution reads it
-            if is_dequantised(value) or (padded and is_dequantised(padded)):
+            if is_dequantized(value) or (padded and is_dequantized(padded)):
                 return
         calls = count_calls(expr)
         if (
@@ -378,7 +396,7 @@ class _Lowerer:
             # Every attention computes its mask where it needs it: what can be seen is derived from the expression.
             readers = [reader for reader in readers if not _is_mask(reader, node)]
         if (
-            len({_read_as(reader) for reader in readers}) > 1
+            len({_reader_key(reader) for reader in readers}) > 1
             or any(self._repeats(reader, value) for reader in readers)
             or (any(reader.target in _CONCATENATIONS for reader in readers) and self._is_epilogue(value, expr))
         ):
@@ -387,7 +405,7 @@ class _Lowerer:
                 self._images.add(buffer)
 
     def _nest(self, node: torch.fx.Node, value: Value | None, values: Mapping[torch.fx.Node, Any]) -> None:
-        """Give memory to a value, of a view too, that has too many others to compute where it is read."""
+        """Give memory to a value, also to a view's, if too many others would be computed where it is read."""
         if not isinstance(value, Map) or value.realized is not None:
             return
         sources = [values[source] for source in node.all_input_nodes]
@@ -399,7 +417,7 @@ class _Lowerer:
             self._nested[value] = nested
 
     def _place_epilogues(self, value: Map, expr: Expr) -> None:
-        """Memory for the epilogues that a value is computed from; the value itself is one of the last anchor that it reads."""
+        """Give memory to epilogues that a value is computed from. The value itself is an epilogue of the last anchor that it reads."""
         anchors = {load.buffer for load in loads_of(expr)} & self._summed
         if len(anchors) > 1:
             places = self._places()
@@ -408,7 +426,7 @@ class _Lowerer:
                 self._place_narrow(parent, last)
 
     def _place_narrow(self, value: Value, except_for: Buffer | None = None) -> None:
-        """Memory for an epilogue that takes less of it than an anchor's sums, where that is done: so it is still its own."""
+        """Give memory to an epilogue that is smaller than the anchor's sums, in the anchor's place: so it stays that anchor's epilogue."""
         if not isinstance(value, Map) or value.realized is not None or value.base is not None:
             return
         read = set(buffers_of(value))
@@ -460,33 +478,33 @@ def _seen_through(node: Any) -> Any:
 
 
 def _is_computed(offset: Index, index: Sequence[Index]) -> bool:
-    """True if an offset is read from memory, or found by dividing a variable of the index: not its product with a stride."""
+    """True if an offset is more than the index's variables times strides: read from memory, or a quotient of a variable."""
     variables = [atom for i in index for atom, _ in i.terms if isinstance(atom, LoopVar)]
     return any(not isinstance(leaf, LoopVar) for leaf in offset.leaves()) or any(map(offset.divides, variables))
 
 
 def _root(value: Value) -> Value:
-    """The value that a view is a view of."""
+    """The base of a view; the value itself if it is no view."""
     while isinstance(value, Map) and value.realized is None and value.base is not None:
         value = value.base
     return value
 
 
-def _read_as(reader: torch.fx.Node) -> torch.fx.Node:
-    """The same for convolutions of one image: it is in memory once."""
+def _reader_key(reader: torch.fx.Node) -> torch.fx.Node:
+    """A key for a reader. Convolutions of one image have the same key: the image is in memory once."""
     image = reader.args[0] if reader.target is aten.convolution.default else None
     return image if isinstance(image, torch.fx.Node) else reader
 
 
 def _bytes(value: Value) -> int:
-    """Bytes of memory that a value has or would have, typically."""
+    """Bytes that a value takes in memory, at typical sizes."""
     dtype = getattr(torch, value.dtype)
     assert isinstance(dtype, torch.dtype)
     return size_hint(product(value.shape)) * dtype.itemsize
 
 
 def _elements(tensor: torch.Tensor) -> int:
-    """Number of elements that a fake tensor has, or is likely to have; asking the tensor itself would install a guard on its sizes."""
+    """Number of elements of a fake tensor, at typical sizes. Asking the tensor itself would install a guard on its sizes."""
     return size_hint(product(map(dim, tensor.shape)))
 
 
@@ -512,8 +530,8 @@ def _readers(node: torch.fx.Node) -> list[torch.fx.Node]:
 def in_order(ops: Sequence[LoopOp], outputs: Sequence[Buffer]) -> tuple[LoopOp, ...]:
     """The operations that the outputs need, each after those it reads.
 
-    Some nobody reads (a pooling's unused indices, a log-sum-exp). And a value may be given memory, as an output or an anchor's
-    operand, after an operation was emitted that reads it: that one then reads the memory too.
+    Operations whose results are never read are dropped (a pooling's unused indices, a log-sum-exp). The order may change: a value may get
+    memory, as an output or an anchor's operand, after an operation was emitted that reads it, and then the operation reads the memory.
     """
     producer = {out: op for op in ops for out in op.outs}
     reads = {op: op.reads() for op in ops}

@@ -227,8 +227,8 @@ class Index:
     def _coarsen(self, divisor: Dim) -> tuple[Index, Index, Dim]:
         """`self == coarse * grain + fine` with `0 <= fine < grain`, for the largest such grain that divides `divisor`.
 
-        Then `self // divisor == coarse // (divisor // grain)`: what is below the grain, the elements of a vector, say, drops out of divisions.
-        (self, 0, 1) where there is none.
+        Then `self // divisor == coarse // (divisor // grain)`: the part below the grain, such as a vector's elements, drops out of divisions.
+        (self, 0, 1) if there is no such grain.
         """
         for grain in sorted({_common(c, divisor) for _, c in self.terms}, key=size_hint, reverse=True):
             if grain == 1:
@@ -239,7 +239,7 @@ class Index:
         return self, as_index(0), 1
 
     def coarse_bound(self, bound: Dim) -> tuple[Index, Index]:
-        """(index, limit) with `index < limit` exactly where `self < bound`, without a fine part that cannot decide it."""
+        """(index, limit) with `index < limit` exactly where `self < bound`, without the fine part, which cannot change the answer."""
         coarse, _, grain = self._coarsen(bound)
         return coarse, as_index(bound // grain)
 
@@ -260,7 +260,7 @@ class Index:
         return result
 
     def leaves(self) -> Iterator[LoopVar | Scalar]:
-        """Leaves that it is computed from; one that occurs twice comes twice."""
+        """The loop variables and scalars that the index is computed from; one that occurs twice comes twice."""
         for atom, _ in self.terms:
             if isinstance(atom, FloorDiv | Mod):
                 yield from atom.numerator.leaves()
@@ -268,7 +268,7 @@ class Index:
                 yield atom
 
     def divides(self, variable: LoopVar) -> bool:
-        """True if it holds a quotient or a remainder of what `variable` occurs in."""
+        """True if the index holds a quotient or a remainder whose operand depends on `variable`."""
         return any(variable in atom.numerator.leaves() for atom, _ in self.terms if isinstance(atom, FloorDiv | Mod))
 
     def __repr__(self) -> str:
@@ -293,7 +293,7 @@ def _factor(size: Dim) -> str:
 
 
 def _only_quotient(rest: Index, divisor: Dim) -> Dim | None:
-    """`rest // divisor` where it is the same at every point."""
+    """The value of `rest // divisor`, if it is the same at every point."""
     low, high = rest.low, rest.high
     if isinstance(divisor, int) and isinstance(low, int) and isinstance(high, int):
         return low // divisor if low // divisor == high // divisor else None
@@ -349,7 +349,7 @@ def var(name: str, extent: Dim) -> Index:
 
 
 def reach(index: Index) -> Dim:
-    """Bound of the absolute value of every number that occurs on the way to the value of an index."""
+    """Bound of the absolute values of an index and of all intermediate results of its computation."""
     total = magnitude(index.const)
     for atom, coefficient in index.terms:
         total = total + magnitude(coefficient) * _reach_of_atom(atom)
@@ -364,9 +364,9 @@ def _reach_of_atom(atom: Atom) -> Dim:
 
 
 def is_wide(index: Index) -> bool:
-    """True if an index used as a number is computed in 64 bits: where an integer occurs in it that may be any, or numbers too large for 32.
+    """True if an index that is used as a number is computed in 64 bits: it holds an unbounded integer, or numbers too large for 32 bits.
 
-    All others are computed in 32. Where they are made of sizes known only at run time, their `reach` tells at which of these 32 bits do.
+    Any other is computed in 32 bits. If it holds sizes known only at run time, its `reach` tells for which sizes 32 bits suffice.
     """
     most = reach(index)
     return lower_bound(most) > MAX_SIZE or any(s.is_wide for s in symbols([most]))

@@ -29,7 +29,7 @@ _NARROW_FLOATS = frozenset(("bfloat16", "float16", *FLOAT8))
 
 
 def compute_dtype(dtype: str) -> str:
-    """The dtype scalars of a tensor's dtype are computed in."""
+    """The dtype in which scalars of a tensor's dtype are computed."""
     return "float32" if dtype in _NARROW_FLOATS else dtype
 
 
@@ -70,7 +70,7 @@ class Call(Expr):
     args: tuple[Expr, ...]
 
     def with_args(self, args: Iterable[Expr]) -> Call:
-        """The operation of other arguments; itself where they are its own, so that shared parts stay shared."""
+        """The operation with other arguments; `self` if the arguments are the same, so that shared parts stay shared."""
         changed = tuple(args)
         same = all(a is b for a, b in zip(changed, self.args, strict=True))
         return self if same else Call(self.dtype, self.op, changed)
@@ -83,7 +83,7 @@ _CHOOSING = frozenset("max min neg abs sign floor ceil trunc round_even".split()
 
 
 def rounded(e: Expr, dtype: str) -> Expr:
-    """A scalar as a tensor of `dtype` holds it: rounded to a narrow float and kept in float32, itself where that changes nothing."""
+    """A scalar rounded to `dtype`, kept in the compute dtype; the scalar itself if rounding changes nothing."""
     if dtype not in _NARROW_FLOATS or is_rounded(e, dtype):
         return e
     if isinstance(e, Const) and dtype not in FLOAT8:
@@ -119,7 +119,7 @@ def is_rounded(e: Expr, dtype: str) -> bool:
 
 
 def unrounded(e: Expr, dtype: str) -> Expr:
-    """The expression that is left for a store to a buffer of `dtype` to round."""
+    """The expression without its last rounding, which a store to a buffer of `dtype` does anyway."""
     match e:
         case Call(op="round", args=(x, Const(value=target))) if ROUND_TARGETS[int(target)] == dtype:
             return x
@@ -158,9 +158,9 @@ class Value:
 
     @property
     def inverse(self) -> Mapping[Buffer, InverseFn]:
-        """Buffers each of whose elements this value reads for exactly one element of its own, and which one.
+        """Maps from a buffer's indices to this value's, for buffers of which this value reads each element for exactly one of its own.
 
-        That is what makes a value the possible epilogue of the operation that fills the buffer.
+        Such a value can be an epilogue of the operation that fills the buffer.
         """
         return {}
 
@@ -169,7 +169,7 @@ _buffer_numbers = itertools.count()
 
 
 class _Realizations:
-    """Number of values that have been given memory so far: expressions made before the latest may not read it."""
+    """Number of values that were given memory so far. Expressions that were made earlier may not read that memory."""
 
     count = 0
 
@@ -179,7 +179,7 @@ _realizations = _Realizations()
 
 @dataclass(slots=True, eq=False)
 class Buffer(Value):
-    """A tensor in memory. `constant` where it holds parameters or folded values; `name` is for people. `by_value`: a number on the host that
+    """A tensor in memory. `constant`: it holds parameters or folded values. `name` is for people. `by_value`: a number on the host, which
     kernels of another device get as an argument."""
 
     name: str = ""
@@ -199,10 +199,9 @@ class Buffer(Value):
 class Map(Value):
     """A value computed element by element. `fn` returns scalars of the compute dtype of `dtype`; `at` gives them rounded to `dtype`.
 
-    `parents` are the values each of whose elements is read for exactly one element of this one, with the map from their indices
-    to this one's. `base` is set where the value only renames indices of one other value (a view), or clamps a constant's integers
-    as well: that is never worth memory of its own. Once `realized` is set, everything that reads this value, views of it included,
-    reads that buffer.
+    `parents`: values of which each element is read for exactly one element of this value, with maps from their indices to this value's.
+    `base`: the value that this one is a view of, which at most clamps a constant's integers; a view never gets memory of its own.
+    `realized`: once set, the buffer that all readers of this value read, views of it included.
     """
 
     fn: ScalarFn
@@ -224,7 +223,7 @@ class Map(Value):
         return self._last[1]
 
     def realize(self, buffer: Buffer) -> None:
-        """From now on readers of this value read `buffer`."""
+        """Have readers of this value read `buffer` from now on."""
         self.realized = buffer
         _realizations.count += 1
 
@@ -254,17 +253,17 @@ def _compose(outer: InverseFn, inner: InverseFn) -> InverseFn:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoopOp:
-    """Something that fills the buffer `out`."""
+    """An operation that fills the buffer `out`."""
 
     out: Buffer
 
     @property
     def outs(self) -> tuple[Buffer, ...]:
-        """Every buffer it fills, `out` first."""
+        """Every buffer that the operation fills, `out` first."""
         return (self.out,)
 
     def reads(self) -> list[Buffer]:
-        """The buffers read, in first-use order."""
+        """The buffers that the operation reads, in first-use order."""
         raise TypeError(f"{type(self).__name__} does not say what it reads")
 
 
@@ -305,7 +304,7 @@ class ScanOp(LoopOp):
     """out[i] = combine over all points that do not come after i along `axis` of body(point). `out.shape` is the domain.
 
     `combiner`: "sum", "prod", "max", "min" (both NaN-propagating), "argmax", "argmin" (position along the axis, the last of equals, NaN before
-    all; int64), "logaddexp". Accumulates in the body's dtype. Lowered to where the kernels can (`loops.policy.Abilities`).
+    all; int64), "logaddexp". Accumulates in the body's dtype. Only where the kernels can (`loops.policy.Abilities`).
     """
 
     axis: int
@@ -337,15 +336,38 @@ class ScatterOp(LoopOp):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class QuantizedOperand:
+    """A constant right operand of a product, (1, K, N), as integers: (integers - zero_points) * scales, or table[integers].
+
+    `integers`: of 8 bits, between `bounds`. `scales` and `zero_points`: one for `group` neighbours along k, (1, K / group, N), or one number
+    for all. `table`: a codebook, float32; scales are then 1 and zero points 0.
+    """
+
+    integers: Value
+    bounds: tuple[int, int]
+    scales: Value | float
+    zero_points: Value | float
+    group: int
+    table: Buffer | None = None
+
+    @property
+    def bits(self) -> int:
+        """The number of bits, 8 or 4, that hold an integer."""
+        return 4 if self.bounds[1] - self.bounds[0] < 16 else 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class MatMulOp(LoopOp):
     """out[b, m, n] = sum over k of a[b, m, k] * b[b, k, n]. `a` is (B, M, K), `b` is (B, K, N) or (1, K, N).
 
-    a_bits: to how many bits elements of `a` may be rounded (`core.precision.ROW_BITS`); 32: not at all.
+    `a_bits`: the number of bits that elements of `a` may be rounded to (`core.precision.ROW_BITS`); 32: they are not. `quantized`: `b` as
+    integers, if it is constant and quantized and kernels multiply integers (`loops.quantized.quantized_operand`).
     """
 
     a: Value
     b: Value
     a_bits: int = field(default=32, kw_only=True)
+    quantized: QuantizedOperand | None = field(default=None, kw_only=True)
 
     def reads(self) -> list[Buffer]:
         return _unique(buffers_of(self.a) + buffers_of(self.b))
@@ -355,7 +377,7 @@ class MatMulOp(LoopOp):
 class IntegerMatMulOp(MatMulOp):
     """out[b, m, n] = sum over k of (a[b, m, k] - zero(b, m)) * b[b, k, n], exactly: operands of 8 bits, `out` int32, `zero` int32 or int64.
 
-    `zero` None is 0. `out` is float64 where a zero point may be so large that int32 does not hold the result; it holds the sums of a * b.
+    `zero` None is 0. int32 holds the sums of a * b. `out` is float64 if a zero point may be so large that int32 does not hold the result.
     """
 
     zero: ScalarFn | None = None
@@ -374,9 +396,9 @@ class ConvOp(LoopOp):
     `padding` counts the zeros before the first element; how many lie after the last follows from the output's size.
     x is (N, C, *spatial), w is (O, C/groups, *kernel), out is (N, O, *out_spatial); the tuples have one entry per spatial dimension.
 
-    `transposed`: the gradient of such a one by its image, as `torch.nn.ConvTranspose2d` has it. Along each spatial dimension
-    out[p] = sum over k of w[k] * x[(p + padding - k * dilation) / stride], where that is a whole number and inside x. w is then
-    (C, O/groups, *kernel). It, and 3-D ones, only where the kernels can (`loops.policy.Abilities`).
+    `transposed`: the gradient of a convolution by its image, as `torch.nn.ConvTranspose2d` computes it. Along each spatial dimension
+    out[p] = sum over k of w[k] * x[(p + padding - k * dilation) / stride], over the k for which that is a whole number and inside x. w is
+    (C, O/groups, *kernel). Transposed and 3-D convolutions only where the kernels can (`loops.policy.Abilities`).
     """
 
     x: Value
@@ -398,46 +420,21 @@ class IntegerConvOp(ConvOp):
     zero: int = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AttentionOp(LoopOp):
-    """out = softmax(q @ k^T * scale + mask) @ v per batch and head, causal where asked.
-
-    q is (B, H, S, D), k (B, H, T, D), v (B, H, T, E), mask None or (B, H, S, T) additive float; out (B, H, S, E).
-    Causal: position s sees t <= s. A row that sees nothing is 0.
-
-    `log_sum_exp`: a buffer (B, H, S) for the natural logarithm of each row's sum of exponentials, in which a row that sees nothing has `empty`;
-    only where the kernels can (`Abilities.attention_gradients`).
-    """
-
-    q: Value
-    k: Value
-    v: Value
-    mask: Value | None
-    scale: float
-    causal: bool
-    log_sum_exp: Buffer | None = None
-    empty: float = 0.0
-
-    @property
-    def outs(self) -> tuple[Buffer, ...]:
-        return (self.out,) if self.log_sum_exp is None else (self.out, self.log_sum_exp)
-
-    def reads(self) -> list[Buffer]:
-        values = [self.q, self.k, self.v] + ([self.mask] if self.mask is not None else [])
-        return _unique([b for value in values for b in buffers_of(value)])
-
-
-# (q . k, (*lead, s, t)) -> the score at that point
+# (q . k, (*lead, s, t)) -> the score at that point, like the `score_mod` of FlexAttention
 ScoreFn = Callable[[Expr, tuple[Index, ...]], Expr]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ScoredAttentionOp(LoopOp):
-    """out = softmax(score(q @ k^T)) @ v, with any number of leading dimensions, which all operands have.
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class AttentionOp(LoopOp):
+    """Scaled dot-product attention (SDPA): out = softmax(score(q @ k^T)) @ v, with any number of leading dimensions, which all operands have.
 
-    q is (*lead, S, D), k (*lead, T, D), v (*lead, T, E), out (*lead, S, E). `score` says what becomes of each product: scale, mask, cap.
-    `nan_rows`: a row that sees nothing (scores of -inf alone) is NaN, as softmax has it, instead of 0. `log_sum_exp`, `empty`: as in
-    `AttentionOp`. `plain`: the operation without a score that this one stands for, if there is one.
+    q is (*lead, S, D), k (*lead, T, D), v (*lead, T, E), out (*lead, S, E). `score` turns each product into a score: it scales, masks, caps.
+    `attention_scores.SdpaScore` is the score of PyTorch's operators; kernels that have arguments for its parts read them from there.
+
+    A row that sees nothing (scores of -inf alone) is 0, or NaN with `nan_rows`, as a softmax that is written out has it.
+
+    `log_sum_exp`: a buffer (*lead, S) for the natural logarithm of each row's sum of exponentials; a row that sees nothing has `empty` there.
+    Only where the kernels can (`Abilities.attention_gradients`).
     """
 
     q: Value
@@ -447,24 +444,23 @@ class ScoredAttentionOp(LoopOp):
     nan_rows: bool = False
     log_sum_exp: Buffer | None = None
     empty: float = 0.0
-    plain: AttentionOp | None = None
 
     @property
     def outs(self) -> tuple[Buffer, ...]:
         return (self.out,) if self.log_sum_exp is None else (self.out, self.log_sum_exp)
 
     def reads(self) -> list[Buffer]:
-        own = _unique([b for value in (self.q, self.k, self.v) for b in buffers_of(value)])
+        own = [b for value in (self.q, self.k, self.v) for b in buffers_of(value)]
         return _unique([*own, *score_reads(self.score, self.q, self.k)])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class AttentionGradientOp(LoopOp):
     """Operands of `AttentionQueryGradientOp` and `AttentionKeyGradientOp`.
 
     With weights = exp(score(q @ k^T) - log_sum_exp): d = scale * weights * (grad @ v^T - delta). q is (B, H, S, D), k (B, H, T, D),
     v (B, H, T, E), grad (B, H, S, E); log_sum_exp and delta (B, H, S), delta the sums of grad * output along E. `scale` is the derivative
-    of a score by its product. A row that sees nothing has a log-sum-exp of +inf, or scores of -inf alone and a finite one.
+    of a score by its product. A row that sees nothing has a log-sum-exp of +inf, or scores of -inf alone and a finite log-sum-exp.
 
     Source: Dao, "FlashAttention-2", 2023.
     """
@@ -484,12 +480,12 @@ class AttentionGradientOp(LoopOp):
         return _unique([*own, *score_reads(self.score, self.q, self.k)])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class AttentionQueryGradientOp(AttentionGradientOp):
     """out = d @ k, (B, H, S, D)."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class AttentionKeyGradientOp(AttentionGradientOp):
     """out = d^T @ q, (B, G, T, D), and `value` = weights^T @ grad, (B, G, T, E): sums over the H / G query heads that share a key head."""
 
@@ -501,12 +497,12 @@ class AttentionKeyGradientOp(AttentionGradientOp):
 
 
 def score_over(score: ScoreFn, product: Buffer, index: tuple[Index, ...]) -> Expr:
-    """The score at a point, where the product is `product`'s element there."""
+    """The score at a point, of the element of the buffer `product` there."""
     return score(product.at(index), index)
 
 
 def score_reads(score: ScoreFn, q: Value, k: Value) -> list[Buffer]:
-    """The buffers that scores are computed from beside products."""
+    """The buffers that scores read, such as a mask."""
     shape = (*q.shape[:-1], k.shape[-2])
     product = Buffer(shape, compute_dtype(q.dtype), "product")
     return [b for b in buffers_of_expr(score_over(score, product, domain_vars(shape))) if b is not product]
@@ -561,7 +557,7 @@ def post_order(expr: Expr) -> Iterator[Expr]:
 
 
 def depth(expr: Expr, behind: Callable[[Load], int] = lambda _: 0) -> int:
-    """Number of scalar operations that follow one another on the longest way to an expression; `behind`: as many lie behind a load."""
+    """Number of scalar operations on the longest path to an expression; `behind`: how many lie behind a load."""
     depths: dict[Expr, int] = {}
     for e in post_order(expr):
         match e:
@@ -575,7 +571,7 @@ def depth(expr: Expr, behind: Callable[[Load], int] = lambda _: 0) -> int:
 
 
 def indices(expr: Expr) -> tuple[Index, ...]:
-    """The indices that one part of an expression loads at or computes with."""
+    """The indices at which one part of an expression loads, or with which it computes."""
     match expr:
         case Load():
             return expr.index

@@ -4,14 +4,16 @@ A kernel is one anchor (nothing, a reduction, a matmul, a convolution, attention
 out over the kernel's own loop variables, so a kernel can be pickled to a compiler process and has a canonical text for caches.
 
 Loads in expressions name `Buffer` objects. Those in `reads` and `writes` are the kernel's arguments, by position; any other lives inside the
-kernel only: an accumulator, what a stage of a row kernel keeps.
+kernel only: an accumulator, the result of a row kernel's stage.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from torch_hybrid_backend.loops.index import Index, LoopVar, is_wide, reach
 from torch_hybrid_backend.loops.ir import Buffer, Expr, FromIndex, parts
@@ -21,7 +23,7 @@ from torch_hybrid_backend.sizes.size import MAX_SIZE, Dim, Size, Symbol, product
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Argument:
-    """A buffer the kernel reads or writes, and how it lies in memory."""
+    """A buffer that the kernel reads or writes, and its layout in memory."""
 
     buffer: Buffer
     layout: Layout
@@ -42,13 +44,19 @@ class Store:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kernel:
-    """Common to all: arguments in call order (reads first, then the `writes` written ones), and the loop variables of the domain."""
+    """Base of all kernels: arguments in call order, `reads` before `writes`, and the loop variables of the domain."""
 
     reads: tuple[Argument, ...]
     writes: tuple[Argument, ...]
     domain: tuple[LoopVar, ...]  # one per dimension of the domain; extent 1 dimensions included
-    # Which of the ways that its schedule has, in the order of the schedule's own estimate: 0 is the best.
+    # The number of the schedule's choice, in the order of its own estimates: 0 is the best.
     schedule_rank: int = field(default=0, kw_only=True)
+
+    @property
+    def kind(self) -> str:
+        """The beginning of the kernel's name (`codegen.kernel_name`): that of its class in lower case, "map", "fused_conv"."""
+        words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(self).__name__.removesuffix("Kernel"))
+        return words.lower().replace("mat_mul", "matmul")
 
     @property
     def multiply_adds(self) -> float:
@@ -65,7 +73,7 @@ class MapKernel(Kernel):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScatterKernel(Kernel):
-    """For every point of the domain, in no order: `store` combined with what its place holds already (see `loops.ir.ScatterOp`)."""
+    """For every point of the domain, in no order: `store`, combined with the value in its place (see `loops.ir.ScatterOp`)."""
 
     store: Store
     combiner: str
@@ -145,12 +153,12 @@ class ConvKernel(Kernel):
         return _points(points) * _points(self.w_vars[1:])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class AttentionKernel(Kernel):
     """Domain (b, h, s, e): softmax(score) v, then the stores read `accumulator`.
 
-    `score` is over `score_vars` and reads `product`, which lives in the kernel: q k^T * scale at that point; None where it is the product.
-    Causal: -inf where t > s. A row of -inf alone is 0, with `nan_rows` NaN.
+    `score` is over `score_vars` and reads `product`, which lives in the kernel: q k^T * scale at that point. None: the score is the product.
+    Causal: -inf where t > s. A row of -inf alone is 0, or NaN with `nan_rows`.
     """
 
     q: Expr
@@ -181,8 +189,17 @@ def _points(variables: tuple[LoopVar, ...]) -> float:
     return math.prod(float(size_hint(variable.extent)) for variable in variables)
 
 
+KernelT = TypeVar("KernelT", bound=Kernel)
+
+
+def as_kind(kernel: Kernel, kind: type[KernelT], **changed: object) -> KernelT:
+    """The kernel as one of a subclass of its class: `changed` fields, and the kernel's own."""
+    fields = {member.name: getattr(kernel, member.name) for member in dataclasses.fields(kernel)}
+    return kind(**{**fields, **changed})
+
+
 def kernel_sizes(kernel: Kernel) -> list[Symbol]:
-    """The size symbols a kernel depends on: its further arguments, after the buffers, in this order."""
+    """The size symbols that a kernel depends on. They are arguments in this order, after the buffers."""
     found: dict[Symbol, None] = {}
     seen: set[object] = set()
 
@@ -215,7 +232,7 @@ def kernel_sizes(kernel: Kernel) -> list[Symbol]:
 
 
 def counts_far(kernel: Kernel) -> bool:
-    """True if a kernel has arguments of more elements, or more points, than 32 bits count, as far as its sizes are numbers."""
+    """True if a kernel has more points, or arguments of more elements, than 32 bits count; sizes that are no numbers do not count."""
     extents = (
         product(variable.extent for variable in kernel.domain),
         *(a.span for a in (*kernel.reads, *kernel.writes)),
@@ -224,7 +241,7 @@ def counts_far(kernel: Kernel) -> bool:
 
 
 def kernel_counts(kernel: Kernel) -> tuple[Size, ...]:
-    """The sizes that a kernel counts to in 32 bits, and those that it computes so: its points, and indices used as numbers."""
+    """Bounds, as sizes, of what a kernel counts or computes in 32 bits: its points, and indices used as numbers."""
     indices = (e.index for e in parts(expressions(kernel)) if isinstance(e, FromIndex) and not is_wide(e.index))
     counts = (product(variable.extent for variable in kernel.domain), *map(reach, indices))
     return tuple(count for count in counts if isinstance(count, Size))

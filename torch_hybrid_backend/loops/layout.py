@@ -1,4 +1,4 @@
-"""Layouts: where the element at a logical index lies in a buffer's memory."""
+"""Layouts: maps from a logical index to the place in a buffer's memory."""
 
 from __future__ import annotations
 

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch.utils._pytree import tree_map
 
 from torch_hybrid_backend.core.tensor_spec import TensorSpec, dim, is_computable
 from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdict
@@ -45,6 +44,7 @@ from torch_hybrid_backend.loops.ops import cast, const
 from torch_hybrid_backend.loops.policy import COMMON, Abilities
 from torch_hybrid_backend.loops.random_numbers import Generator
 from torch_hybrid_backend.sizes.size import Dim, Size, UndecidedSizeError, known_less, lower_bound, product
+from torch_hybrid_backend.torch_private import OpOverload, tree_map
 
 DTYPES = frozenset(
     "float32 float64 bfloat16 float16 int64 int32 int16 int8 uint8 bool".split()
@@ -52,7 +52,7 @@ DTYPES = frozenset(
 
 
 class Refuse(Exception):
-    """Raised inside a lowering: the operator is not taken with these arguments."""
+    """Raised inside a lowering: the operator is refused with these arguments."""
 
     def __init__(self, code: Reason, why: str) -> None:
         super().__init__(why)
@@ -60,8 +60,8 @@ class Refuse(Exception):
 
 
 Lowering = Callable[..., Any]
-_TABLE: dict[torch._ops.OpOverload, Lowering] = {}
-_UNREAD: dict[torch._ops.OpOverload, frozenset[str]] = {}
+_TABLE: dict[OpOverload, Lowering] = {}
+_UNREAD: dict[OpOverload, frozenset[str]] = {}
 # Imported on first use: the table is these modules' contents and nothing else.
 _MODULES = (
     "pointwise",
@@ -83,10 +83,10 @@ _MODULES = (
 _MODULES_OF_LIBRARIES = {"quantized_decomposed": "quantized"}
 
 
-def lowers(*targets: torch._ops.OpOverload, unread: tuple[str, ...] = ()) -> Callable[[Lowering], Lowering]:
+def lowers(*targets: OpOverload, unread: tuple[str, ...] = ()) -> Callable[[Lowering], Lowering]:
     """Register a lowering for ATen overloads; a second registration of one overload is an error.
 
-    `unread`: tensor arguments, by their names in the schema, that it never reads, whatever they hold; it may be given None for them.
+    `unread`: tensor arguments, by their names in the schema, that the lowering never reads; None may stand for them.
     """
 
     def register(fn: Lowering) -> Lowering:
@@ -101,7 +101,7 @@ def lowers(*targets: torch._ops.OpOverload, unread: tuple[str, ...] = ()) -> Cal
 
 
 @functools.cache
-def table() -> Mapping[torch._ops.OpOverload, Lowering]:
+def table() -> Mapping[OpOverload, Lowering]:
     """Every lowering, by ATen overload."""
     for module in _MODULES:
         importlib.import_module(f"torch_hybrid_backend.loops.lowerings.{module}")
@@ -109,7 +109,7 @@ def table() -> Mapping[torch._ops.OpOverload, Lowering]:
 
 
 def _lowering_of(target: object) -> Lowering | None:
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return None
     lowerings = table()
     if target not in lowerings and target.namespace in _MODULES_OF_LIBRARIES:
@@ -147,7 +147,7 @@ class Context:
         return self.out.shape
 
     def rely_on(self, *sizes: Dim) -> None:
-        """Kernels run only where none of these is negative: where a position known only at run time lies in its tensor."""
+        """Have kernels run only if none of these sizes is negative: a position known only at run time then lies in its tensor."""
         self.relied_on.update((size, None) for size in sizes if isinstance(size, Size) and lower_bound(size) < 0)
 
     def realize(self, op: LoopOp) -> Buffer:
@@ -156,7 +156,7 @@ class Context:
         return op.out
 
     def refuse(self, value: Value, is_refused: Callable[[Expr], Expr]) -> None:
-        """Have a call raise what PyTorch's operator does if `is_refused` (bool) holds for any element of `value`, where kernels tell so."""
+        """Have a call raise PyTorch's error if `is_refused` (bool) holds for any element of `value`, if kernels have flags for it."""
         if not self.abilities.flags:
             return
         # An expanded tensor holds the elements of what it was expanded from.
@@ -267,13 +267,13 @@ def check_tensor(tensor: torch.Tensor, abilities: Abilities = COMMON) -> Refused
 
 
 def _reads(node: torch.fx.Node, position: int) -> bool:
-    """True if anything reads the node's result at `position`."""
+    """True if any node reads the result at `position`."""
     return any(u.target is not operator.getitem or (u.args[1] == position and u.users) for u in node.users)
 
 
 def _unread_inputs(node: torch.fx.Node) -> frozenset[torch.fx.Node]:
-    """The inputs that are arguments only of which the lowering says that it does not read them."""
-    assert isinstance(node.target, torch._ops.OpOverload)
+    """The inputs that the lowering does not read (`unread` of `lowers`)."""
+    assert isinstance(node.target, OpOverload)
     names = _UNREAD[node.target]
     if not names:
         return frozenset()
@@ -285,7 +285,7 @@ def _unread_inputs(node: torch.fx.Node) -> frozenset[torch.fx.Node]:
 
 
 def lower_node(ctx: Context, node: torch.fx.Node, values: Mapping[torch.fx.Node, Any]) -> Any:
-    """The value(s) of one call_function node; raises Refuse where it is not taken. `values` holds a `Size` or int for a size."""
+    """The value(s) of one call_function node; raises Refuse if a lowering refuses it. `values` holds a `Size` or int for a size."""
     if node.target is operator.getitem:
         return values[node.args[0]][node.args[1]]  # type: ignore[index]
     lowering = _lowering_of(node.target)
@@ -320,7 +320,7 @@ def lower_node(ctx: Context, node: torch.fx.Node, values: Mapping[torch.fx.Node,
 
 
 def supports(node: torch.fx.Node, abilities: Abilities = COMMON) -> Verdict:
-    """Supported if a node has a lowering for its arguments and such kernels, found by lowering it on placeholder buffers."""
+    """Supported if a node can be lowered for kernels of these abilities; it is lowered on placeholder buffers to find out."""
     if node.op != "call_function":
         return Refused(Reason.UNKNOWN_OPERATOR, f"a node of kind {node.op} is not an operator")
     if node.target is operator.getitem:
@@ -368,5 +368,5 @@ def supports(node: torch.fx.Node, abilities: Abilities = COMMON) -> Verdict:
 
 
 def _probe(op: LoopOp) -> None:
-    """Evaluates what an operation closes over."""
+    """Evaluate the functions of an operation, so that they raise what they would raise later."""
     op.reads()

@@ -56,7 +56,7 @@ def const(value: float | Size, dtype: str) -> Expr:
 
 
 def times_literal(e: Expr) -> tuple[Expr, float] | None:
-    """(x, factor) of an expression that is x times a literal, or over one; None of others."""
+    """(x, factor) of an expression x * literal or x / literal; None for others."""
     match e:
         case Call(op="mul", args=(x, Const(value=by))) | Call(op="mul", args=(Const(value=by), x)):
             return x, float(by)
@@ -82,7 +82,7 @@ def literal(value: float, dtype: str) -> Const:
 
 
 def call(op: str, *args: Expr, dtype: str | None = None) -> Expr:
-    """`op(*args)`; the result has the first argument's dtype unless said otherwise. Literals are folded where that is exact."""
+    """`op(*args)`, of the first argument's dtype by default. Literals are folded where that is exact."""
     if op not in OPS:
         raise ValueError(f"{op!r} is not a scalar operation of the loops language; legal: {sorted(OPS)}")
     if dtype is None:
@@ -154,7 +154,7 @@ def cast(x: Expr, dtype: str) -> Expr:
 
 
 def round_to(x: Expr, dtype: str) -> Expr:
-    """`x` as a tensor of `dtype` holds it, in the compute dtype: cast, and rounded to a narrow float."""
+    """`x` cast to the compute dtype of `dtype`, and rounded to `dtype` if that is a narrow float."""
     return rounded(cast(x, compute_dtype(dtype)), dtype)
 
 
@@ -203,7 +203,7 @@ def decided(e: Expr, guard: Call, branch: int) -> Expr:
     done: dict[Expr, Expr] = {}
 
     def known(x: Call) -> int | None:
-        """The branch that is left of a guard."""
+        """The branch of a guard with a decided condition; None for another guard."""
         if x.op != "guard":
             return None
         if x.args[0] is condition:

@@ -1,4 +1,4 @@
-"""Abilities of an engine's kernels beyond the common, and its limits of inlining and fusion."""
+"""Abilities of an engine's kernels beyond the common ones, and its limits of inlining and fusion."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """Abilities that lowerings may ask of kernels, beyond those of every backend's.
+    """Abilities that only some backends' kernels have. A lowering asks for them, and refuses without.
 
     `float8`: tensors may hold float8_e4m3fn and float8_e5m2.
     `scans`: kernels for `loops.ir.ScanOp`; elsewhere each element of a running sum reduces all before it, and long ones are refused.
@@ -17,9 +17,9 @@ class Abilities:
     `any_convolution`: convolutions of volumes, and transposed ones whose windows do not tile the result.
     `attention_gradients`: attention writes its log-sum-exp where that is read, and its gradients are kernels.
     `joined_moments`: a mean and the squared deviations from it are found in one reading of a row, where a correction would take a second one.
-    `integer_products`: products of quantised operands are products of integers (`loops.ir.IntegerMatMulOp`, `IntegerConvOp`),
-    and a constant right operand of a matrix product that is dequantised or looked up is read as the expression that it is, as are dequantised
-    queries, keys and values of attention.
+    `integer_products`: products of quantized operands are products of integers (`loops.ir.IntegerMatMulOp`, `IntegerConvOp`),
+    and a constant right operand of a matrix product that is dequantized, or from a codebook, is read as the expression that it is. So are
+    dequantized queries, keys and values of attention.
     `flags`: kernels tell of values that PyTorch's operators refuse (`loops.lowering.Context.refuse`), and the call ends after them.
     `random_blocks`: for kernels that draw random numbers (`loops.random_numbers`), how many blocks of 256 threads PyTorch's own have at most; 0
     where there are none.

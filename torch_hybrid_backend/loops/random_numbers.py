@@ -1,4 +1,4 @@
-"""Random numbers as PyTorch's kernels on NVIDIA GPUs draw them: which number of the generator each element gets.
+"""Random numbers as PyTorch's kernels on NVIDIA GPUs draw them: the number of the generator that each element gets.
 
 A generator is a seed and an offset. Thread number `thread` of a kernel has the Philox sequence with the counter (offset / 4, thread) and the
 key `seed`; each group of four 32-bit numbers adds 1 to the lower half. So a number is a function of the seed, the offset and an element's
@@ -37,7 +37,7 @@ class Generator:
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
-        """Buffers that kernels read of it."""
+        """The buffers of the generator's state that kernels read."""
         return (self.seed, *(draw.counter for draw in self.draws))
 
     def draw(self, numel: Dim, blocks: int, *, per_group: int = _GROUP, vector: int = 1) -> Draw:

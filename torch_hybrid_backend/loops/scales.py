@@ -1,12 +1,12 @@
 """Scales behind sums of integers, multiplied together.
 
-A sum of integers is multiplied by the scales of both operands, by a batch norm's factor, and by what it is quantised with again, with a shift
+A sum of integers is multiplied by the scales of both operands, by a batch norm's factor, and by what it is quantized with again, with a shift
 and a ReLU in between. Each is one more instruction for every element of the result, where products of the sums' own take a sixteenth of one:
 
     clamp(((sum * s) * t[c]) * f[c] + b[c], 0, 6) * r  =  clamp(sum * (s t[c] f[c] r) + (b[c] r), 0, 6 r)
 
 What depends on the column alone is computed once for many rows, by the schedule. Results differ by the roundings of float32, so a number that
-is quantised again may be the neighbouring integer, where it was halfway between two.
+is quantized again may be the neighbouring integer, where it was halfway between two.
 Source: Jacob et al., "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference", CVPR 2018.
 """
 

@@ -1,4 +1,4 @@
-"""Sharing: equal parts of expressions as one object, whether they were built as one or not. What a printer prints once."""
+"""Common subexpressions: equal parts of expressions become one object, which a printer prints once."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from torch_hybrid_backend.loops.ir import Call, Const, Expr, FromIndex, Load
 
 
 class Sharing:
-    """Owns what it has seen; an expression is kept as long as this object."""
+    """The expressions seen so far, one for each value; they live as long as this object."""
 
     def __init__(self) -> None:
         self._first: dict[Expr, Expr] = {}
         self._by_key: dict[tuple[object, ...], Expr] = {}
 
     def of(self, e: Expr) -> Expr:
-        """The first expression seen that computes the same (same operation, same operands), its parts being such ones too."""
+        """The first expression seen with the same operation and the same operands; its parts are shared, too."""
         if e in self._first:
             return self._first[e]
         match e:

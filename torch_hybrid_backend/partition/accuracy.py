@@ -27,7 +27,6 @@ from typing import Any
 import torch
 import torch.fx
 from torch.fx import Node
-from torch.utils._pytree import tree_map
 
 from torch_hybrid_backend.core.precision import ROW_BITS, ROW_GROUPS
 from torch_hybrid_backend.core.region import Region
@@ -36,11 +35,13 @@ from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.errors import OperatorRefusedError, failures, is_out_of_memory
 from torch_hybrid_backend.generators import Replay
 from torch_hybrid_backend.graph.eager_graph import TracedRun
+from torch_hybrid_backend.graph.quantized import PRODUCTS, is_quantized, is_quantizing
 from torch_hybrid_backend.graph.schema import draws, draws_numbers, is_item, is_view
-from torch_hybrid_backend.graph.values import PRODUCTS, is_quantized, is_quantizing, outputs_of, storage_root
+from torch_hybrid_backend.graph.values import outputs_of, storage_root
 from torch_hybrid_backend.machine import EXACT_PRECISIONS, float32_precision
 from torch_hybrid_backend.partition.blocks import blocks, largest, mean_square
 from torch_hybrid_backend.sizes.size import size_hint
+from torch_hybrid_backend.torch_private import tree_map
 
 _log = logging.getLogger(__name__)
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, unset_fake_temporarily
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -19,6 +18,7 @@ from torch_hybrid_backend.core.verdict import Reason, Refused, Verdict
 from torch_hybrid_backend.errors import RegionError, failures
 from torch_hybrid_backend.graph.devices import device_of
 from torch_hybrid_backend.graph.schema import has_effects, is_in_flight, is_item, only_draws
+from torch_hybrid_backend.torch_private import DataDependentOutputException, HigherOrderOperator, unset_fake_temporarily
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def capability(
         elif node.op != "call_function":
             refusal = Refused(Reason.UNKNOWN_OPERATOR, f"a node of kind {node.op} is no ATen operator")
             verdicts[node] = (refusal,) * len(engines)
-        elif isinstance(node.target, torch._ops.HigherOrderOperator):
+        elif isinstance(node.target, HigherOrderOperator):
             refusal = Refused(
                 Reason.UNKNOWN_OPERATOR,
                 f"{node.target} calls sub-graphs: eager runs it, they are compiled apart where possible",

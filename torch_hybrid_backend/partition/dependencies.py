@@ -16,6 +16,7 @@ import torch.fx
 from torch.fx import Node
 
 from torch_hybrid_backend.graph.schema import has_effects, is_item, shared_arguments, written_arguments
+from torch_hybrid_backend.torch_private import HigherOrderOperator
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ def is_operator(node: Node) -> bool:
 
 def _shared_with(node: Node) -> Sequence[Node]:
     """The inputs whose memory the node's value may share."""
-    if is_item(node) or isinstance(node.target, torch._ops.HigherOrderOperator):
+    if is_item(node) or isinstance(node.target, HigherOrderOperator):
         return node.all_input_nodes
     return shared_arguments(node)
 

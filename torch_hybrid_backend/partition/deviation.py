@@ -20,11 +20,11 @@ from typing import Any
 import torch
 import torch.fx
 from torch.fx import Node
-from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.errors import failures
 from torch_hybrid_backend.graph.eager_graph import TracedRun
 from torch_hybrid_backend.partition.blocks import blocks, widened
+from torch_hybrid_backend.torch_private import tree_leaves
 
 # The least share of nonzero values among those that a layer reads. With fewer there are next to no errors to see. After a ReLU half are
 # nonzero.

@@ -79,7 +79,7 @@ def engine_us(region: Region, compiled: CompiledRegion, on: Roofline) -> float:
     if compiled.program is None:
         return fused_us(region, on)
     steps = compiled.program.steps
-    return fused_us(region, on, len(steps)) + CALLBACK_US * sum(step.in_python is not None for step in steps)
+    return fused_us(region, on, len(steps)) + CALLBACK_US * sum(step.runs_in_python for step in steps)
 
 
 def fused_us(region: Region, on: Roofline, kernels: int | None = None) -> float:

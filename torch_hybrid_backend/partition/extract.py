@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.fx
 from torch.fx import Node
-from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
 from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.engine import EAGER
@@ -20,6 +19,7 @@ from torch_hybrid_backend.graph.source import source_line
 from torch_hybrid_backend.partition.dependencies import is_operator
 from torch_hybrid_backend.partition.region_key import region_key
 from torch_hybrid_backend.sizes.size import Dim, symbols
+from torch_hybrid_backend.torch_private import make_graph_module, use_lazy_graph_module
 
 
 def extract(
@@ -61,8 +61,8 @@ def extract(
             copies[node] = graph.node_copy(node, copies.__getitem__)
     outputs = [node for node in nodes if any(_leaves(user, inside) for user in node.users)]
     graph.output(tuple(copies[node] for node in outputs))
-    with _use_lazy_graph_module(True):  # most regions never run from Python again: generate code only for those that do
-        module = _make_graph_module(attributes, graph, name)
+    with use_lazy_graph_module(True):  # most regions never run from Python again: generate code only for those that do
+        module = make_graph_module(attributes, graph, name)
     inputs = tuple(
         RegionInput(source.name, _spec(source), source.name in constants, size_of(source)) for source in sources
     )

@@ -13,6 +13,8 @@ import torch
 import torch.fx
 from torch.utils.flop_counter import flop_registry
 
+from torch_hybrid_backend.torch_private import OpOverload
+
 _ATTENTION = frozenset(
     {
         "aten::scaled_dot_product_attention",
@@ -36,7 +38,7 @@ def node_flops(node: torch.fx.Node) -> int:
 
     Symbolic sizes count with the value they had when the graph was captured; 0 where that is unknown.
     """
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return 0
     name = node.target._schema.name
     formula = flop_registry.get(node.target.overloadpacket)

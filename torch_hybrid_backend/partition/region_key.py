@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.fx
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Node
 
 from torch_hybrid_backend.core.region import RegionInput
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.sizes.size import size_hint
+from torch_hybrid_backend.torch_private import unset_fake_temporarily
 
 
 def region_key(graph_module: torch.fx.GraphModule, inputs: Sequence[RegionInput]) -> str:

@@ -25,7 +25,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.core.engine import EAGER
 from torch_hybrid_backend.core.plan import CallDecision, Plan, Profile, Refusal
@@ -37,6 +36,7 @@ from torch_hybrid_backend.partition.accuracy import difference
 from torch_hybrid_backend.partition.placement import Pricing, cheapest, priced
 from torch_hybrid_backend.processes.fork_lock import ForkLock
 from torch_hybrid_backend.progress import Progress
+from torch_hybrid_backend.torch_private import tree_leaves
 
 _log = logging.getLogger(__name__)
 

@@ -11,6 +11,8 @@ from torch_hybrid_backend.core.captured import CapturedGraph, GraphKind
 from torch_hybrid_backend.core.precision import AS_WRITTEN, SYMMETRIC, WeightForm
 from torch_hybrid_backend.core.verdict import Refused
 from torch_hybrid_backend.graph.devices import device_of
+from torch_hybrid_backend.graph.quantized import KeepsPacked, keeps_nothing
+from torch_hybrid_backend.graph.values import constant_nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,11 @@ class PassContext:
 
     `weights`: form of the weights under `int8-weights` and `int4-weights`.
 
+    `weight_bits`: 7 or 8, of weights that `int8` multiplies by quantized activations on the CPU.
+
     `as_written`: node name of a layer that stays as written in any precision -> the reason.
+
+    `keeps_packed`: True for weights from a codebook that kernels read packed; others are made ahead.
 
     `devices`: types of the devices whose operators the pass may rewrite, from its entry in the pipeline; empty: all devices.
     """
@@ -38,14 +44,33 @@ class PassContext:
     devices: frozenset[str] = frozenset()
     precision: str = AS_WRITTEN
     weights: WeightForm = SYMMETRIC
+    weight_bits: int = 8
     as_written: Mapping[str, Refused] = field(default_factory=dict)
+    keeps_packed: KeepsPacked = keeps_nothing
 
     @staticmethod
-    def of(captured: CapturedGraph, precision: str = AS_WRITTEN, weights: WeightForm = SYMMETRIC) -> PassContext:
+    def of(
+        captured: CapturedGraph,
+        precision: str = AS_WRITTEN,
+        weights: WeightForm = SYMMETRIC,
+        weight_bits: int = 8,
+        keeps_packed: KeepsPacked = keeps_nothing,
+    ) -> PassContext:
         """The context for a captured graph."""
         if captured.kind != "inference":
-            return PassContext(captured.kind)
-        return PassContext(captured.kind, captured.static_inputs, precision=precision, weights=weights)
+            return PassContext(captured.kind, keeps_packed=keeps_packed)
+        return PassContext(
+            captured.kind,
+            captured.static_inputs,
+            precision=precision,
+            weights=weights,
+            weight_bits=weight_bits,
+            keeps_packed=keeps_packed,
+        )
+
+    def constant_nodes(self, gm: torch.fx.GraphModule) -> set[torch.fx.Node]:
+        """Nodes that `hoist` computes ahead: they depend on constants alone."""
+        return constant_nodes(gm, self.constants, self.keeps_packed)
 
     def may_rewrite(self, node: torch.fx.Node) -> bool:
         """True if the operator and all its tensors are on one of the `devices`."""

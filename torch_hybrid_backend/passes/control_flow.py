@@ -15,6 +15,7 @@ import torch
 import torch.fx
 
 from torch_hybrid_backend.core.captured import CapturedGraph
+from torch_hybrid_backend.torch_private import HigherOrderOperator
 
 Node = torch.fx.Node
 
@@ -108,7 +109,7 @@ def _bodies(gm: torch.fx.GraphModule) -> dict[str, tuple[Any, ...]]:
 
 
 def _site(node: Node) -> _Site | None:
-    if not isinstance(node.target, torch._ops.HigherOrderOperator) or node.kwargs:
+    if not isinstance(node.target, HigherOrderOperator) or node.kwargs:
         return None
     read = _OPERATORS.get(str(node.target))
     try:

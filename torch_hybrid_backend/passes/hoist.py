@@ -14,11 +14,10 @@ import torch
 import torch.fx
 
 from torch_hybrid_backend.core.hoisted_inputs import CallInput, FoldedValue, HoistedInputs
+from torch_hybrid_backend.graph.quantized import KeepsPacked, is_dequantized, is_widened_scale, keeps_nothing
 from torch_hybrid_backend.graph.schema import is_pure, is_view
 from torch_hybrid_backend.graph.values import (
     has_mutation,
-    is_dequantized,
-    is_widened_scale,
     output_nodes,
     returned_roots,
     storage_root,
@@ -48,7 +47,9 @@ class Hoisted:
     inputs: HoistedInputs
 
 
-def hoist(gm: torch.fx.GraphModule, constant_names: frozenset[str]) -> Hoisted:
+def hoist(
+    gm: torch.fx.GraphModule, constant_names: frozenset[str], keeps_packed: KeepsPacked = keeps_nothing
+) -> Hoisted:
     """Split off the values that depend on `constant_names` (placeholders) and get_attr tensors alone. `gm` is not changed.
 
     These values stay in `main`:
@@ -60,7 +61,7 @@ def hoist(gm: torch.fx.GraphModule, constant_names: frozenset[str]) -> Hoisted:
     - scales in half types converted to float32
     - `expand`, which costs nothing in a loop, and fills, which depend on nothing
     """
-    movable = {} if has_mutation(gm) else _movable(gm, constant_names)
+    movable = {} if has_mutation(gm) else _movable(gm, constant_names, keeps_packed)
     folded = _frontier(gm, movable)
     placeholders = gm.graph.find_nodes(op="placeholder")
     position = {node: k for k, node in enumerate(placeholders)}
@@ -126,7 +127,7 @@ def _size_bytes(value: Any) -> int | None:
     return value.numel() * value.itemsize
 
 
-def _movable(gm: torch.fx.GraphModule, constant_names: frozenset[str]) -> dict[Node, int]:
+def _movable(gm: torch.fx.GraphModule, constant_names: frozenset[str], keeps_packed: KeepsPacked) -> dict[Node, int]:
     """Nodes that fold may compute -> bytes of the constants from which they are computed; 0 for fills and ranges."""
     returned = returned_roots(gm)
     movable: dict[Node, int] = {}
@@ -141,7 +142,7 @@ def _movable(gm: torch.fx.GraphModule, constant_names: frozenset[str]) -> dict[N
                 movable[node] = size
         elif (
             is_deterministic(node)
-            and not is_dequantized(node)
+            and not is_dequantized(node, keeps_packed)
             and all(argument in movable for argument in node.all_input_nodes)
         ):
             source_bytes = sum(movable[argument] for argument in node.all_input_nodes)

@@ -19,6 +19,7 @@ import torch.fx
 
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.graph.values import outputs_of
+from torch_hybrid_backend.torch_private import HigherOrderOperator
 
 Node = torch.fx.Node
 
@@ -34,7 +35,7 @@ def inline_subgraphs(gm: torch.fx.GraphModule) -> None:
 
 
 def _is_call(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.HigherOrderOperator) and str(node.target) == "invoke_subgraph"
+    return isinstance(node.target, HigherOrderOperator) and str(node.target) == "invoke_subgraph"
 
 
 def _inline(gm: torch.fx.GraphModule, call: Node) -> bool:

@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from torch_hybrid_backend.graph.schema import is_view
 from torch_hybrid_backend.graph.values import output_nodes, returned_roots, storage_root
+from torch_hybrid_backend.torch_private import FakeTensorMode, OpOverload, detect_fake_mode
 
 # Metadata that says where in the user's code a node came from. A rewritten node inherits it. `passes.precision.conversion` sets "site".
 ORIGIN_KEYS = (
@@ -27,7 +26,7 @@ ORIGIN_KEYS = (
 
 
 def fake_value(
-    target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], graph: torch.fx.Graph | None = None
+    target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], graph: torch.fx.Graph | None = None
 ) -> Any:
     """Result of `target` on the arguments' `meta["val"]`, as fake tensors. If no argument has a fake mode, the graph's mode is used."""
     fake_args, fake_kwargs = torch.fx.node.map_arg((args, kwargs), lambda node: node.meta["val"])
@@ -41,7 +40,7 @@ def fake_value(
 
 def insert(
     before: torch.fx.Node,
-    target: torch._ops.OpOverload,
+    target: OpOverload,
     *args: Any,
     origin: torch.fx.Node | None = None,
     **kwargs: Any,

@@ -14,6 +14,7 @@ from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.errors import PassError, failures
 from torch_hybrid_backend.graph.schema import is_collective, is_mutating
 from torch_hybrid_backend.graph.values import outputs_of, storage_root
+from torch_hybrid_backend.torch_private import OpOverload
 
 aten = torch.ops.aten
 
@@ -106,6 +107,6 @@ def verify(gm: torch.fx.GraphModule, contract: Contract) -> None:
 def _returns_nothing(node: torch.fx.Node) -> bool:
     """True if the operator returns nothing, as assertions do, or is a higher-order operator: these need no `meta["val"]`."""
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return not target._schema.returns
     return True

@@ -1,4 +1,4 @@
-"""Errors of a quantised module: its outputs, and its layers one by one; and layers that return to floating point for it."""
+"""Errors of a quantized module: its outputs, and its layers one by one; and layers that return to floating point for it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import bisect
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.core.precision import DEFAULT_TOLERANCES
 from torch_hybrid_backend.errors import QuantizationError
 from torch_hybrid_backend.quantization.call_sites import LayerCall
 from torch_hybrid_backend.quantization.loader import Loader
-from torch_hybrid_backend.quantization.ranges import Ranges
+from torch_hybrid_backend.torch_private import tree_leaves
 
 if TYPE_CHECKING:
     from torch_hybrid_backend.quantization.quantize import QuantizedModule
@@ -48,7 +48,7 @@ def warn_if_far(result: QuantizedModule, model: nn.Module, data: Loader) -> None
 
 
 def output_error(result: QuantizedModule, model: nn.Module, data: Loader) -> float:
-    """The root mean square of what quantising changes, over that of the output: of the output for which that is largest, over the loader's
+    """The root mean square of what quantizing changes, over that of the output: of the output for which that is largest, over the loader's
     first items. Numbers that are not finite in the model's output do not count; outputs that are no tensors of floats neither. What is NaN
     in the result's alone is infinitely far off. Both draw the same random numbers."""
     squares: dict[int, list[float]] = {}
@@ -88,7 +88,7 @@ def return_to_float(result: QuantizedModule, data: Loader, metric: Metric, goal:
     def leave(count: int) -> None:
         gone = dict.fromkeys(worst[:count], "accuracy")
         kept = {site: how for site, how in before.sites.items() if site not in gone}
-        result.ranges = Ranges(before.model, kept, {**before.in_float, **gone})
+        result.ranges = replace(before, sites=kept, in_float={**before.in_float, **gone})
 
     def suffices(count: int) -> bool:
         leave(count)
@@ -113,7 +113,7 @@ def score(metric: Metric, module: nn.Module) -> float:
 
 
 def layer_errors(result: QuantizedModule, data: Loader, most: int | None = None) -> dict[str, float]:
-    """Change of each site's result by quantising its operands, as a share of the result's root mean square; over all items, or the first
+    """Change of each site's result by quantizing its operands, as a share of the result's root mean square; over all items, or the first
     `most`."""
     squares: dict[str, list[float]] = {}
 

@@ -1,4 +1,4 @@
-"""Calibration: from the activations of a few inputs to the range that each is quantised in."""
+"""Calibration: from the activations of a few inputs to the range that each is quantized in."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Collector:
         raise NotImplementedError
 
     def ranges(self) -> Mapping[str, Range]:
-        """For each name the lowest and the highest value that it is quantised to; one that is not there stays in floating point."""
+        """For each name the lowest and the highest value that it is quantized to; one that is not there stays in floating point."""
         raise NotImplementedError
 
 
@@ -52,7 +52,7 @@ class MinMax(Collector):
 class Entropy(Collector):
     """The range that loses least information, and is not off by more than the full one: `calibration="entropy"`.
 
-    Of every threshold, the distribution of what is seen, clipped there, is compared with its quantised form by the Kullback-Leibler divergence.
+    Of every threshold, the distribution of what is seen, clipped there, is compared with its quantized form by the Kullback-Leibler divergence.
     Source: Migacz, "8-bit Inference with TensorRT", 2017; with the bins, levels and smoothing of Apache MXNet's calibrate.cc.
 
     The divergence counts how many values are clipped, not by how much. A few channels that hold most of the energy, as transformers have them,

@@ -23,7 +23,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from torch_hybrid_backend.quantization.attention import arguments_of, is_taken, multi_head_attention
-from torch_hybrid_backend.quantization.signs import Signs
+from torch_hybrid_backend.torch_private import count_torch_function_modes, torch_function_mode_at
 
 KINDS = ("conv", "linear", "matmul", "attention", "add", "pool")
 
@@ -63,7 +63,7 @@ OPERATORS: dict[Callable[..., Any], Operator] = {
 # Of transposed convolutions those are products of integers, as kernels have them, for which both are 1.
 _GROUPS_AND_DILATION = ((6, "groups"), (7, "dilation"))
 
-# What is quantised only beside a convolution that reads the same: sites that are numbered by their kind.
+# What is quantized only beside a convolution that reads the same: sites that are numbered by their kind.
 BESIDE = ("add", "pool")
 POOLINGS = frozenset((functional.avg_pool1d, functional.avg_pool2d, functional.avg_pool3d))
 # Each a function of two tensors; whether it writes to the first.
@@ -81,7 +81,7 @@ class LayerCall(NamedTuple):
     """A call of an operator at a site. `compute` is the operator as a function of its operands.
 
     `known`: what whoever had the model followed told of the site. `axis`: the dimension of the second operand that counts output channels; None
-    where all operands are activations. `never_negative`: whether the first operand cannot be negative, where signs are followed.
+    where all operands are activations.
     """
 
     site: str
@@ -90,7 +90,6 @@ class LayerCall(NamedTuple):
     axis: int | None
     operands: tuple[torch.Tensor, ...]
     compute: Callable[..., Any]
-    never_negative: bool = False
 
 
 Visit = Callable[[LayerCall], Any]
@@ -98,12 +97,11 @@ Visit = Callable[[LayerCall], Any]
 
 class CallSites(TorchFunctionMode):
     """While it is active, `visit` stands in for every operator of `OPERATORS` that modules followed by `follow` call, and for those additions
-    and poolings that something is known of; for all of them with `all_beside`. With `signs`, visitors are told what cannot be negative."""
+    and poolings that something is known of; for all of them with `all_beside`."""
 
-    def __init__(self, visit: Visit, *, all_beside: bool = False, signs: bool = False) -> None:
+    def __init__(self, visit: Visit, *, all_beside: bool = False) -> None:
         super().__init__()
         self._visit = visit
-        self._signs = Signs() if signs else None
         self._all_beside = all_beside
         # Innermost last: a module's name, what is known of its sites by their number, how many calls, additions and poolings it has made.
         self._calls: list[list[Any]] = [_call("", {})]
@@ -120,14 +118,6 @@ class CallSites(TorchFunctionMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
-        if self._signs is None:
-            return self._run(function, args, kwargs)
-        name = self._signs.begins(function)
-        result = self._run(function, args, kwargs)
-        self._signs.ended(name, args, kwargs, result)
-        return result
-
-    def _run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operator = OPERATORS.get(function)
         if function is functional.multi_head_attention_forward and is_taken(given := arguments_of(args, kwargs)):
             return self._attention(given)
@@ -157,10 +147,7 @@ class CallSites(TorchFunctionMode):
         kind, axis, second = operator.kind, operator.axis, operands[1]
         if kind == "matmul" and isinstance(second, nn.Parameter) and second.dim() == 2:
             kind, axis = "linear", 1  # a weight kept as (inputs, outputs), as GPT-2's
-        never_negative = self._signs is not None and self._signs.never_negative(operands[0])
-        return self._visit(
-            LayerCall(_site(name, count), known.get(count), kind, axis, operands, compute, never_negative)
-        )
+        return self._visit(LayerCall(_site(name, count), known.get(count), kind, axis, operands, compute))
 
     def _addition(self, function: Callable[..., Any], first: torch.Tensor, second: torch.Tensor) -> Any:
         site, what = self._site_beside("add", 3)
@@ -307,7 +294,7 @@ def _may_call(module: nn.Module) -> bool:
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that are layers of the kinds that are quantised, by name; an attention by the name of its first projection."""
+    """The modules that are layers of the kinds that are quantized, by name; an attention by the name of its first projection."""
     taken, transposed = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d, nn.ConvTranspose1d | nn.ConvTranspose2d
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
@@ -323,8 +310,8 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
 
 def _active() -> CallSites | None:
     """The innermost one of this thread."""
-    for position in reversed(range(torch._C._len_torch_function_stack())):
-        mode = torch._C._get_function_stack_at(position)
+    for position in reversed(range(count_torch_function_modes())):
+        mode = torch_function_mode_at(position)
         if isinstance(mode, CallSites):
             return mode
     return None

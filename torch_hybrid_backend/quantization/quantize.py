@@ -18,6 +18,7 @@ from torch_hybrid_backend.config import shows_progress
 from torch_hybrid_backend.errors import QuantizationError, did_you_mean, nearest
 from torch_hybrid_backend.graph.quantization import call as of_tensors
 from torch_hybrid_backend.graph.quantization import rows_now, tensor, tensor_now, weight
+from torch_hybrid_backend.machine import default_weight_bits
 from torch_hybrid_backend.progress import Progress
 from torch_hybrid_backend.quantization.accuracy import Metric, layer_errors, return_to_float, score, warn_if_far
 from torch_hybrid_backend.quantization.calibration import Collector, collector_of
@@ -32,7 +33,7 @@ from torch_hybrid_backend.quantization.call_sites import (
     layers_of,
 )
 from torch_hybrid_backend.quantization.loader import Loader, check_loader
-from torch_hybrid_backend.quantization.ranges import Ranges, Site, fingerprint
+from torch_hybrid_backend.quantization.ranges import WEIGHT_BITS, Ranges, Site, fingerprint
 from torch_hybrid_backend.quantization.resampling import Resampled
 from torch_hybrid_backend.quantization.residuals import OTHER, VALUES, Residuals
 from torch_hybrid_backend.quantization.smoothing import Channels, scaled, strengths_of, with_least_error
@@ -53,23 +54,24 @@ def quantize(
     metric: Metric | None = None,
     max_drop: float = 0.002,
     ranges: str | Path | None = None,
+    weight_bits: int | None = None,
 ) -> QuantizedModule:
-    """A module with the model's signature, for inference, whose layers quantise their inputs and weights to 8 bits.
+    """Returns a module with the model's signature, for inference, whose layers quantize their inputs and weights to 8 bits.
 
-    In eager it quantises and dequantises, so that its accuracy can be judged without a compiler; `torch.compile(..., backend="hybrid")` makes
+    In eager it quantizes and dequantizes, so that its accuracy can be judged without a compiler; `torch.compile(..., backend="hybrid")` makes
     integer products of it. Its parameters and buffers are the model's own: an optimizer's step or `load_state_dict` on the model is seen.
-    Weights are quantised per output channel, symmetrically; activations per tensor, to uint8 where calibration saw nothing negative.
+    Weights are quantized per output channel, symmetrically; activations per tensor, to uint8 where calibration saw nothing negative.
 
     model: in eval mode; float32, bfloat16 or float16. It is left as it is.
     loader: calibration data, some hundred inputs. Its items are a tensor, a tuple of arguments, a dict of keyword arguments, or an
         (input, label) pair of these. Not needed for `calibration="none"`, nor with `ranges`.
     calibration: "entropy" (the range that loses least information, of those whose squared error is at most that of all that was seen),
-        "naive" (all that was seen), "none" (scales are found in every call: per tensor for convolutions, per row for linear layers; to uint8
-        behind operators that yield nothing negative; of modules alone, unless a loader shows other calls), or a `Collector`.
+        "naive" (all that was seen), "none" (scales are found in every call: per tensor for convolutions, per row for linear layers; always to
+        int8; of modules alone, unless a loader shows other calls), or a `Collector`.
     exclude: names of modules (as in `named_modules()`, patterns as in `fnmatch`) that stay in floating point, with all that is in them.
     exclude_kinds: kinds of layers that do: "conv", "linear", "matmul" (products of two activations), "attention" (queries, keys and values of
         `scaled_dot_product_attention`, and its softmax in float32), "add" (sums of a convolution's result and what comes from before it),
-        "pool" (average poolings of what a convolution reads too); the last three are quantised where calibration finds ranges.
+        "pool" (average poolings of what a convolution reads too); the last three are quantized where calibration finds ranges.
     smooth: between 0 and 1: by how much the differences between the channels of linear layers' inputs move into their weights; 0.5 is usual
         for transformers. The product stays the same but for rounding (Xiao et al., "SmoothQuant", ICML 2023). A layer whose result is
         further off so, on the loader's data, keeps its channels as they are. Of several numbers each layer takes the best; layers that
@@ -78,6 +80,9 @@ def quantize(
         `metric(model) - metric(result)` is at most `max_drop`. It needs the loader, by which errors are measured. Without a metric a warning
         tells where outputs for the loader's first items are off by more than 0.1 of their root mean square, and which layers are most.
     ranges: a file that `QuantizedModule.save_ranges` wrote for the same model, in place of calibration.
+    weight_bits: 8, or 7, which x86 processors without VNNI multiply faster. By default that of `ranges`, else what suits this machine: 7 for a
+        model on such a processor, otherwise 8. The result computes with these weights wherever it goes; `save_ranges` keeps the number.
+        Depthwise weights always have 8 bits.
 
     Raises QuantizationError, a ValueError, for: a model in training mode, an empty loader, items that forward does not take, activations that
     are not finite (the layer is named), an exclusion that matches no module, unknown kinds or calibrations, a file of ranges that is damaged or
@@ -88,13 +93,15 @@ def quantize(
     check_metric(metric, "quantize")
     if model.training:
         raise QuantizationError(
-            "the model is in training mode, a quantised one is for inference: call model.eval() first"
+            "the model is in training mode, a quantized one is for inference: call model.eval() first"
         )
     excluded = _excluded(model, exclude)
     if unknown := set(exclude_kinds) - set(KINDS):
         hint = "".join(did_you_mean(kind, KINDS) for kind in sorted(unknown))
         said = f"exclude_kinds must be among {', '.join(KINDS)}; {', '.join(sorted(unknown))} is not. {hint}"
         raise QuantizationError(said.rstrip(" ."))
+    if weight_bits not in (None, *WEIGHT_BITS):
+        raise QuantizationError(f"weight_bits must be 7, 8 or None; it is {weight_bits!r}")
     if not max_drop >= 0:
         raise QuantizationError(f"max_drop must be 0 or more; it is {max_drop!r}")
     strengths = strengths_of(smooth)
@@ -112,7 +119,9 @@ def quantize(
         raise QuantizationError(f"{' and '.join(needed)} needs a loader: pass some hundred inputs of the model")
 
     with Progress("quantizing", shown=shows_progress()):
-        return _quantized(model, loader, collector, excluded, exclude_kinds, strengths, metric, max_drop, ranges)
+        return _quantized(
+            model, loader, collector, excluded, exclude_kinds, strengths, metric, max_drop, ranges, weight_bits
+        )
 
 
 def _quantized(
@@ -125,8 +134,9 @@ def _quantized(
     metric: Metric | None,
     max_drop: float,
     ranges: str | Path | None,
+    weight_bits: int | None,
 ) -> QuantizedModule:
-    result = QuantizedModule(model, Ranges(fingerprint(model), {}, {}))
+    result = QuantizedModule(model, Ranges(fingerprint(model), {}, {}, weight_bits or _default_weight_bits(model)))
     goal = score(metric, model) - max_drop if metric is not None else None
     data = Loader(loader, model) if loader is not None else None
     if ranges is not None:
@@ -135,7 +145,10 @@ def _quantized(
             name: site for name, site in found.sites.items() if not excluded(name) and site.kind not in exclude_kinds
         }
         result.ranges = replace(
-            found, sites=kept, in_float={**found.in_float, **_dropped(found.sites, kept, "excluded")}
+            found,
+            sites=kept,
+            in_float={**found.in_float, **_dropped(found.sites, kept, "excluded")},
+            weight_bits=weight_bits or found.weight_bits,
         )
     elif data is None:
         result.ranges = _unseen(result, excluded, exclude_kinds)
@@ -163,13 +176,12 @@ class QuantizedModule(nn.Module):
 
     @property
     def ranges(self) -> Ranges:
-        """Quantisation of each call of a layer, and the layers that stay in floating point, and why."""
+        """Quantization of each call of a layer, and the layers that stay in floating point, and why."""
         return self._ranges
 
     @ranges.setter
     def ranges(self, ranges: Ranges) -> None:
         self._ranges = ranges
-        self._finds_scales = any(site.ranges is None for site in ranges.sites.values())
         self._changes += 1
         for name in set(self._smoothing.values()):
             delattr(self, name)
@@ -187,11 +199,11 @@ class QuantizedModule(nn.Module):
         self._follow()
 
     def _follow(self) -> None:
-        """Has the model's modules tell `CallSites` how their sites are quantised: kind, ranges, the buffer that smooths."""
+        """Has the model's modules tell `CallSites` how their sites are quantized: kind, ranges, the buffer that smooths, bits of weights."""
         known: dict[str, Known] = {}
         for name, site in self._ranges.sites.items():
             pairs = site.ranges and tuple(pair and (float(pair[0]), float(pair[1])) for pair in site.ranges)
-            known[name] = site.kind, pairs, self._smoothing.get(name)
+            known[name] = site.kind, pairs, self._smoothing.get(name), self._ranges.weight_bits
         follow(self.model, known)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -205,7 +217,7 @@ class QuantizedModule(nn.Module):
     def train(self, mode: bool = True) -> QuantizedModule:
         """Raises QuantizationError for training mode: rounding has no gradient."""
         if mode:
-            raise QuantizationError("a quantised module is for inference: train the original, whose weights it shares")
+            raise QuantizationError("a quantized module is for inference: train the original, whose weights it shares")
         super().train(False)
         return self
 
@@ -213,14 +225,14 @@ class QuantizedModule(nn.Module):
         """The model's forward, without gradients."""
         # Dynamo guards a number that is looked at, where torch 2.11's does not guard the classes that `follow` makes.
         assert self._changes > 0
-        with torch.no_grad(), CallSites(self._visit, signs=self._finds_scales):
+        with torch.no_grad(), CallSites(self._visit):
             return self.model(*args, **kwargs)
 
     def run_with(self, visit: Visit, *, all_beside: bool = False) -> Callable[..., Any]:
         """The module with every call of a layer left to `visit`, as `CallSites` describes it."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with torch.no_grad(), CallSites(visit, all_beside=all_beside, signs=self._finds_scales):
+            with torch.no_grad(), CallSites(visit, all_beside=all_beside):
                 return self.model(*args, **kwargs)
 
         return run
@@ -231,20 +243,17 @@ class QuantizedModule(nn.Module):
         return self.quantized(call)
 
     def quantized(self, call: LayerCall) -> Any:
-        """A call of a layer that something is known of, with its operands quantised and dequantised."""
+        """A call of a layer that something is known of, with its operands quantized and dequantized."""
         assert call.known is not None
-        kind, ranges, _ = call.known
+        kind, ranges, _, weight_bits = call.known
         if kind in _WHERE_CALIBRATED:
             pairs = zip(call.operands, ranges or (), strict=True)
             return call.compute(*(x if pair is None else tensor(of_tensors, x, *pair) for x, pair in pairs))
         x, w = self.smoothed(call)
-        if ranges is not None:
-            narrow_x = tensor(of_tensors, x, *ranges[0])
-        else:
-            now = tensor_now if kind == "conv" else rows_now
-            narrow_x = now(of_tensors, x, non_negative=call.never_negative)
+        now = tensor_now if kind == "conv" else rows_now
+        narrow_x = now(of_tensors, x) if ranges is None else tensor(of_tensors, x, *ranges[0])
         if call.axis is not None:
-            narrow_w = weight(of_tensors, w, call.axis)
+            narrow_w = weight(of_tensors, w, call.axis, weight_bits)
         else:
             narrow_w = tensor_now(of_tensors, w) if ranges is None else tensor(of_tensors, w, *ranges[1])
         return call.compute(narrow_x, narrow_w)
@@ -292,6 +301,12 @@ def _near(pattern: str, names: Sequence[str]) -> str:
     return f"Did you mean {by_last[last]!r}?" if last else ""
 
 
+def _default_weight_bits(model: nn.Module) -> int:
+    """Bits of weights that suit the device of the model's first parameter."""
+    parameter = next(model.parameters(), None)
+    return default_weight_bits() if parameter is None or parameter.device.type == "cpu" else 8
+
+
 def _dropped(before: Mapping[str, Site], after: Mapping[str, Site], why: str) -> dict[str, str]:
     return {name: why for name in before if name not in after}
 
@@ -308,7 +323,7 @@ def _unseen(result: QuantizedModule, excluded: Callable[[str], bool], kinds: Seq
         else:
             calls = (name, f"{name}#2", f"{name}#3") if is_attention else (name,)
             sites.update((call, Site(kind)) for call in calls)
-    return Ranges(result.ranges.model, sites, in_float)
+    return replace(result.ranges, sites=sites, in_float=in_float)
 
 
 def _calibrated(
@@ -331,7 +346,7 @@ def _calibrated(
         x, *_ = operands
         if kind in BESIDE:
             own = residuals.sources(name, *operands)
-            # What is quantised in one call and not in another, or otherwise, stays as it is.
+            # What is quantized in one call and not in another, or otherwise, stays as it is.
             sources[name] = own if sources.get(name, own) == own else (None,) * len(own)
             beside[name] = kind
             return call.compute(*operands)
@@ -360,7 +375,7 @@ def _calibrated(
     in_float = {name: why for name, why in in_float.items() if name not in seen}  # a site may have several calls
     linear = [name for group in channels.groups for name in group]
     smoothed = [channels.smoothed(seen, strength) for strength in strengths]
-    # The ways of quantising linear layers: as the first says, or one of the others.
+    # The ways of quantizing linear layers: as the first says, or one of the others.
     others = [*smoothed[1:], {name: seen[name] for name in linear}] if linear else []
     seen |= smoothed[0] if smoothed else {}
     for name in [name for name, own in sources.items() if name not in seen and any(own)]:
@@ -368,7 +383,7 @@ def _calibrated(
             in_float[name] = "excluded"
         else:
             seen[name] = Site(beside[name])
-    result.ranges = Ranges(result.ranges.model, seen, in_float)
+    result.ranges = replace(result.ranges, sites=seen, in_float=in_float)
     if collector is not None:
         seen, others = _with_ranges(result, data, collector, sources, others)
     if others:
@@ -378,9 +393,8 @@ def _calibrated(
         for name in layers_of(result.model)
         if name not in result.ranges.sites and name not in in_float
     }
-    return Ranges(
-        result.ranges.model, seen, {**in_float, **missing, **_dropped(result.ranges.sites, seen, "uncalibrated")}
-    )
+    dropped = _dropped(result.ranges.sites, seen, "uncalibrated")
+    return replace(result.ranges, sites=seen, in_float={**in_float, **missing, **dropped})
 
 
 def _named(site: str, operands: Operands) -> tuple[str, ...]:

@@ -25,15 +25,16 @@ _WHY: Mapping[str, Refused] = {
         ("uncalibrated", "none of the calibration data has reached it"),
         ("unsupported", "quantize does not take its operands"),
         ("slower", "in floating point it goes before the resampling of what it reads, which is less work"),
-        ("accuracy", "quantised, the metric drops by more than max_drop"),
+        ("accuracy", "quantized, the metric drops by more than max_drop"),
     )
 }
 KEPT_IN_FLOAT = tuple(_WHY)
+WEIGHT_BITS = (7, 8)
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Quantisation of one call of a layer.
+    """Quantization of one call of a layer.
 
     `ranges`: the lowest and the highest value of its activations: one pair, or two where both operands are activations, three of an attention.
     One of an addition may be None, as the operand stays as it is. None where scales are found in every call. `smoothing`: for each input
@@ -47,11 +48,16 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
-    """The sites of a model by name, and, for layers that stay in floating point, why: one of `KEPT_IN_FLOAT`."""
+    """The quantization of a model: all that the model's numbers depend on, whatever machine computes them.
 
-    model: str  # `fingerprint` of the model
+    `model`: the model's `fingerprint`. `sites`: calls of layers by name. `in_float`: why layers stay in floating point, by name; each reason is
+    one of `KEPT_IN_FLOAT`. `weight_bits`: one of `WEIGHT_BITS`.
+    """
+
+    model: str
     sites: Mapping[str, Site]
     in_float: Mapping[str, str]
+    weight_bits: int = 8
 
     def save(self, path: str | Path) -> None:
         """Writes them as JSON."""
@@ -59,13 +65,21 @@ class Ranges:
             name: {"kind": site.kind, "ranges": site.ranges, "smoothing": site.smoothing}
             for name, site in self.sites.items()
         }
-        content = {"model": self.model, "sites": sites, "in_float": dict(self.in_float)}
+        content = {
+            "model": self.model,
+            "sites": sites,
+            "in_float": dict(self.in_float),
+            "weight_bits": self.weight_bits,
+        }
         head = {"format": _FORMAT, "version": _VERSION, "sha256": _checksum(content)}
         Path(path).write_text(json.dumps(head | content, indent=1) + "\n")
 
     @staticmethod
     def load(path: str | Path, model: nn.Module) -> Ranges:
-        """Those of a file for this model. Raises QuantizationError for a file that is damaged, no file of ranges, or another model's."""
+        """Read the ranges of this model from a file. Weights have 8 bits where an older file does not say.
+
+        Raises QuantizationError for a file that is damaged, no file of ranges, or another model's.
+        """
         try:
             content = json.loads(Path(path).read_text())
             if content.pop("format", None) != _FORMAT:
@@ -78,6 +92,7 @@ class Ranges:
                 content["model"],
                 {name: _site(**fields) for name, fields in content["sites"].items()},
                 {name: _known(name, why) for name, why in content["in_float"].items()},
+                _weight_bits(content.get("weight_bits", 8)),
             )
         except failures(
             OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError
@@ -94,7 +109,7 @@ class Ranges:
 
 
 def left_in_float(model: nn.Module) -> dict[str, Refused]:
-    """Reasons why layers of a model's quantised modules stay in floating point, by their sites as seen from the model."""
+    """Reasons why layers of a model's quantized modules stay in floating point, by their sites as seen from the model."""
     found: dict[str, Refused] = {}
     for path, module in model.named_modules():
         ranges = getattr(module, "ranges", None)
@@ -123,6 +138,12 @@ def _known(name: str, why: str) -> str:
     if why not in _WHY:
         raise ValueError(f"why {name!r} stays in floating point is none of {', '.join(_WHY)}: {why!r}")
     return why
+
+
+def _weight_bits(bits: int) -> int:
+    if bits not in WEIGHT_BITS:
+        raise ValueError(f"weights of {bits!r} bits are none of {', '.join(map(str, WEIGHT_BITS))}")
+    return bits
 
 
 def _checksum(content: Mapping[str, Any]) -> str:

@@ -1,12 +1,12 @@
-"""Operands of additions and average poolings that are quantised: those that convolutions read or make, too.
+"""Operands of additions and average poolings that are quantized: those that convolutions read or make, too.
 
 A residual network adds to what a convolution makes what was there before:
 
-    out = batch_norm(conv(...)) + x        x is also what the block's first convolution reads, quantised
+    out = batch_norm(conv(...)) + x        x is also what the block's first convolution reads, quantized
 
 The batch norm may be missing, and an activation may follow, as in Darknet and YOLO. The addition belongs to that convolution's kernel, and `x`
 comes from memory: as the integers that the other convolution reads it is a quarter of the bytes, and nobody writes it in float32. Where
-convolutions make both operands (a shortcut has one of its own), the one that is made first is quantised, in a range of its own.
+convolutions make both operands (a shortcut has one of its own), the one that is made first is quantized, in a range of its own.
 
 An average pooling beside convolutions reads what they read, in their range: where a concatenation has several branches behind it, as in
 Inception, nobody writes it in float32 for that one. An average is rounded less than what it is of.
@@ -71,7 +71,7 @@ class Residuals(TorchFunctionMode):
         return result
 
     def convolution(self, name: str, x: torch.Tensor, result: torch.Tensor) -> None:
-        """A convolution has read `x`, which is quantised for it in the range that is found for `name`, and made `result`."""
+        """A convolution has read `x`, which is quantized for it in the range that is found for `name`, and made `result`."""
         # Zero changes no range. A padding by nothing is a copy: what was padded is read as well.
         for image in (x, found(self._padded, x)):
             if image is not None and found(self._read, image) is None:

@@ -3,7 +3,7 @@
     x @ w  =  (x / factors) @ (factors * w)        factors = max|x|^strength / max|w|^(1 - strength), by input channel
 
 Source: Xiao et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language Models", ICML 2023. As there, layers
-that read the same tensor (queries, keys and values) have factors in common: their input is scaled and quantised once.
+that read the same tensor (queries, keys and values) have factors in common: their input is scaled and quantized once.
 """
 
 from __future__ import annotations

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend._version import __version__
 from torch_hybrid_backend.machine import processor
 from torch_hybrid_backend.report.share import counted, tensor_in_words
+from torch_hybrid_backend.torch_private import tree_leaves
 
 _INPUTS_SHOWN = 4
 

@@ -98,13 +98,13 @@ def call_in_words(plan: Plan) -> tuple[str, ...]:
 
 def partitionings_in_words(plan: Plan) -> tuple[str, ...]:
     """Cost of a call by the order in which engines were offered the operators; empty where there was one order."""
-    if not plan.covers:
+    if not plan.partitionings:
         return ()
     kinds = {"more than": "given up at "}
     return tuple(
         f"operators offered to {cost.engine} in this order: {kinds.get(cost.kind, '')}{time_in_words(cost.microseconds)}"
         f"{' (measured earlier)' if cost.kind == 'cached' else ''}"
-        for cost in plan.covers
+        for cost in plan.partitionings
     )
 
 

@@ -37,6 +37,7 @@ from torch_hybrid_backend.runtime.constants import (
 from torch_hybrid_backend.runtime.native.ops import Binding, Callback, Guard, Plan
 from torch_hybrid_backend.runtime.plan_layout import ConstantSlot, Piece, StaticLayout, StepOrigin, lay_out, same_memory
 from torch_hybrid_backend.sizes.size import Dim
+from torch_hybrid_backend.torch_private import mkldnn_layout
 
 log = logging.getLogger(__name__)
 
@@ -308,7 +309,7 @@ def _slot_tensor(slot: ConstantSlot, tensors: Sequence[torch.Tensor]) -> torch.T
         pack = slot.pack
         share = shared if isinstance(pack, Packing) else shared_meanwhile
         [packed] = share(pack, tensors, lambda: [pack(*tensors)])
-        if packed.layout is torch._mkldnn:  # type: ignore[attr-defined]
+        if packed.layout is mkldnn_layout:
             return packed  # only operators read it, and only they know how it lies
         form = (packed.numel(), packed.dtype, TensorSpec.of(packed).device)
         if form != (spec.span, spec.torch_dtype, spec.device) or not packed.is_contiguous():

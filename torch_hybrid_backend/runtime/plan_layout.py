@@ -21,7 +21,6 @@ from torch_hybrid_backend.core.program import (
     Check,
     Copy,
     DeviceLaunch,
-    InPython,
     LaunchGraph,
     PackedConstant,
     Program,
@@ -40,6 +39,7 @@ from torch_hybrid_backend.runtime.native.description import (
     TitledSteps,
     ValueKind,
 )
+from torch_hybrid_backend.runtime.steps_in_python import InPython, in_python
 from torch_hybrid_backend.sizes.size import Size, known_int
 
 # Fewer launches are no graph. A launch takes the host 1.3 us (H100; meta-pytorch/tritonbench, pull request 1016), a graph of any number in a
@@ -195,7 +195,7 @@ class _Builder:
     def _add_program(self, piece: Piece, program: Program, output_specs: Sequence[TensorSpec]) -> None:
         local: dict[int, int] = {}  # buffer of the program -> value
         # Each call hands these over as they are: a callback gets the very tensor.
-        as_tensors = {t.buffer for step in program.steps if step.in_python is not None for t in step.tensors}
+        as_tensors = {t.buffer for step in program.steps if step.runs_in_python for t in step.tensors}
         for name, spec, buffer in zip(piece.inputs, piece.input_specs, program.inputs, strict=True):
             if buffer >= 0 and buffer not in local:
                 given = buffer in program.outputs or buffer in as_tensors
@@ -249,10 +249,10 @@ class _Builder:
             return value
 
         returned = {buffer: self._drafts[local[buffer]].root for buffer in step.returned}
-        if (function := step.in_python) is not None:
+        if step.runs_in_python:
             reads = tuple(map(tensor, step.tensors))
             number = self._pieces + len(self._functions)
-            self._functions.append(function)
+            self._functions.append(in_python(step))
             self._steps.append(PlanStep(Callback(number, reads, tuple(returned[b] for b in step.returned))))
             return
         self._steps.append(PlanStep(step.over({**local, **returned}.__getitem__, tensor), device))

@@ -23,6 +23,7 @@ from torch_hybrid_backend.graph.eager_graph import with_strides
 from torch_hybrid_backend.runtime.constants import Fold, LiveConstants, main_inputs, run_fold, without_owning
 from torch_hybrid_backend.runtime.executor import CompiledSegment, StepTime, static_dims
 from torch_hybrid_backend.runtime.plan_layout import StepOrigin
+from torch_hybrid_backend.torch_private import profiler_enabled
 
 # Runs one segment in place of the executor: (position, segment, its inputs) -> its outputs.
 OnSegment = Callable[[int, Segment, Sequence[Any]], Sequence[Any]]
@@ -109,7 +110,7 @@ class PythonExecutor:
 
 def _profiled(title: str) -> AbstractContextManager[object]:
     """A range in the timeline of a profiler, where one watches this thread."""
-    if title and torch._C._autograd._profiler_enabled():
+    if title and profiler_enabled():
         return torch.profiler.record_function(title)
     return nullcontext()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from torch_hybrid_backend.engines.cpu.kernels import PackedConvKernel, PackedMatMulKernel
+from torch_hybrid_backend.engines.cpu.kernels import CpuConvKernel, CpuMatMulKernel
+from torch_hybrid_backend.engines.cpu.weights import Panels
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import LoopVar, as_index, var
 from torch_hybrid_backend.loops.ir import Buffer, Load, scalar_index
@@ -61,28 +62,26 @@ def scatter_kernel(points: int = 20, size: int = 6) -> ScatterKernel:
     return ScatterKernel((x, index), (out,), (LoopVar("i", points),), store, "max")
 
 
-def matmul_kernel() -> PackedMatMulKernel:
+def matmul_kernel() -> CpuMatMulKernel[Panels]:
     """out[0, m, n] = sum over k of a[m, k] * b[k, n], b packed in tiles of 32 columns."""
     a, packed, out = argument(1, 8, 16), argument(1, 2, 16, 32), argument(1, 8, 64)
     domain = (LoopVar("b", 1), LoopVar("m", 8), LoopVar("n", 64))
     m, n = var("m", 8), var("n", 64)
     accumulator = Buffer((1, 8, 64), "float32", "acc")
     point = (as_index(0), m, n)
-    return PackedMatMulKernel(
-        (a, packed),
-        (out,),
-        domain,
+    return CpuMatMulKernel(
+        reads=(a, packed),
+        writes=(out,),
+        domain=domain,
         k=LoopVar("k", 16),
         a=a.buffer.at((as_index(0), m, var("k", 16))),
-        packed=packed.buffer,
-        tile_n=32,
-        batched_b=False,
+        weight=Panels(buffer=packed.buffer, width=32),
         accumulator=accumulator,
         stores=(Store(out.buffer, point, accumulator.at(point)),),
     )
 
 
-def conv_kernel() -> PackedConvKernel:
+def conv_kernel() -> CpuConvKernel[Panels]:
     """A 3x3 convolution of 16 channels of 6x6 in blocked layout."""
     x = Argument(Buffer((1, 16, 6, 6), "float32"), Blocked(16))
     out = Argument(Buffer((1, 16, 6, 6), "float32"), Blocked(16))
@@ -91,19 +90,18 @@ def conv_kernel() -> PackedConvKernel:
     x_vars = tuple(LoopVar(f"x{d}", n) for d, n in enumerate((1, 16, 6, 6)))
     point = tuple(var(v.name, v.extent) for v in domain)
     accumulator = Buffer((1, 16, 6, 6), "float32", "acc")
-    return PackedConvKernel(
-        (x, packed),
-        (out,),
-        domain,
+    return CpuConvKernel(
+        reads=(x, packed),
+        writes=(out,),
+        domain=domain,
         x_vars=x_vars,
         x=x.buffer.at(tuple(var(v.name, v.extent) for v in x_vars)),
-        packed=packed.buffer,
+        weight=Panels(buffer=packed.buffer, width=16),
         stride=(1, 1),
         padding=(1, 1),
         dilation=(1, 1),
         groups=1,
         kernel=(3, 3),
-        block=16,
         accumulator=accumulator,
         stores=(Store(out.buffer, point, accumulator.at(point)),),
     )

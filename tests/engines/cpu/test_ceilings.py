@@ -58,7 +58,7 @@ def test_products_of_narrow_numbers_compute(
     instruction: str, dtype: torch.dtype, products: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every step adds four products of bytes, or two of 16 bits, to each sum."""
-    if ceilings.PRODUCTS[instruction][0] not in ceilings._target().features:
+    if not ceilings.has(instruction):
         pytest.skip(f"this machine has no {instruction}")
     monkeypatch.setattr(ceilings, "_FMA_STEPS", 5)
     kernel = ceilings._vector_products(ProgramRunner, instruction, 2, 8)
@@ -71,7 +71,7 @@ def test_products_of_narrow_numbers_compute(
 
 def test_what_a_machine_lacks_is_no_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
     """Instructions of extensions that it has not, or that Linux forbids the process, are not run."""
-    target = dataclasses.replace(ceilings._target(), features=("avx",))
+    target = dataclasses.replace(ceilings._target(), features=("avx",), lanes=4)
     monkeypatch.setattr(ceilings, "_target", lambda: target)
     assert ceilings._products(ProgramRunner, 1) == {}
 
@@ -94,7 +94,7 @@ def test_rates_are_those_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> 
     found = ceilings.rates(ProgramRunner, threads, ["float32", ceilings.MEMORY])
     assert set(found) == {"float32", ceilings.MEMORY}
     assert all(rate > 0 for rate in found.values())
-    target = dataclasses.replace(ceilings._target(), features=())
+    target = dataclasses.replace(ceilings._target(), features=(), lanes=4)
     monkeypatch.setattr(ceilings, "_target", lambda: target)
     found = ceilings.rates(ProgramRunner, threads, ["bfloat16", "int8"])
     assert set(found) == {"float32", "bfloat16"}

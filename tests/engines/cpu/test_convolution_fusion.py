@@ -13,15 +13,16 @@ from torch_hybrid_backend.codegen.variants import variants
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.engines.cpu.backend import TvmBackend
 from torch_hybrid_backend.engines.cpu.convolution_fusion import fuse_convolutions
-from torch_hybrid_backend.engines.cpu.kernels import FusedConvKernel, PackedConvKernel
+from torch_hybrid_backend.engines.cpu.kernels import CpuConvKernel, FusedConvKernel
 from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.engines.cpu.variants.alternatives import alternatives
+from torch_hybrid_backend.engines.cpu.weights import Panels
 from torch_hybrid_backend.loops.ir import Buffer, Load
 from torch_hybrid_backend.loops.kernels import Kernel
 from torch_hybrid_backend.partition.regions import partition_graph
 
 
-def joined(kernels: list[PackedConvKernel], outputs: list[Buffer], target: Target = SMALL) -> list[int]:
+def joined(kernels: list[CpuConvKernel[Panels]], outputs: list[Buffer], target: Target = SMALL) -> list[int]:
     """The number of convolutions of each kernel."""
     found: tuple[Kernel, ...] = fuse_convolutions(kernels, outputs, target)
     return [len(kernel.stages) if isinstance(kernel, FusedConvKernel) else 1 for kernel in found]

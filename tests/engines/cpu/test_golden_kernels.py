@@ -33,12 +33,12 @@ from torch_hybrid_backend.codegen.variants import Variant, variants
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.program import KernelCall, Program
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.driver import prepared
 from torch_hybrid_backend.engines.cpu.backend import TvmBackend
 from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.engines.cpu.tir.emit import emit_kernel
 from torch_hybrid_backend.engines.cpu.variants.alternatives import alternatives
 from torch_hybrid_backend.errors import ScheduleError
-from torch_hybrid_backend.graph import quantization
 from torch_hybrid_backend.loops.kernels import Kernel
 from torch_hybrid_backend.partition.regions import Partition
 
@@ -65,7 +65,7 @@ def test_golden_kernels(
     model: str, precision: str, target: str, golden: Golden, golden_texts: Path | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model's programs and kernels are what they were."""
-    monkeypatch.setattr(quantization, "_HOST_BITS", 8)
+    monkeypatch.setattr(prepared, "default_weight_bits", lambda: 8)
     described = _Described(_TARGETS[target])
     for partition in _partitions(model, precision, target):
         described.add(partition)
@@ -121,11 +121,11 @@ class _Described:
             yield f"[{variant.name or 'itself'}{marks} {variant.cost:.4g}{' ' if shown else ''}{shown}]"
 
     def _emitted(self, kernel: Kernel) -> str:
-        """The hash of the kernel's TIR; where its schedule refuses, of the kernel."""
+        """The hash of the kernel's TIR; "refused" where its schedule has no such rank."""
         try:
             function = emit_kernel(kernel, "kernel", self.target)
         except ScheduleError:
-            return f"refused-{_hash(canonical_text(kernel))}"
+            return "refused"
         digest = f"{tvm_ffi.structural_hash(function) & (1 << 64) - 1:016x}"
         self.texts[f"{kernel_name(kernel)}-{digest}"] = f"{canonical_text(kernel)}\n\n{function.script()}\n"
         return digest

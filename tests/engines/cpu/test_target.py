@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from torch_hybrid_backend.engines.cpu import target as target_module
-from torch_hybrid_backend.engines.cpu.target import Target, tvm_target, widest_lanes
+from torch_hybrid_backend.engines.cpu.target import Target, tvm_target
 
 X86 = """processor\t: 0
 vendor_id\t: GenuineIntel
@@ -66,12 +66,6 @@ def test_arm(tmp_path: Path) -> None:
     assert target.lanes == 4
     assert target.features == ("asimd", "asimddp", "bf16")
     assert "0xd40" in target.cpu
-
-
-@pytest.mark.parametrize(("features", "lanes"), [(("avx512f", "avx2"), 16), (("avx2",), 8), (("sse4_2",), 4), ((), 4)])
-def test_lanes(features: tuple[str, ...], lanes: int) -> None:
-    """The widest extension decides the vector length."""
-    assert widest_lanes(features) == lanes
 
 
 def test_hyperthreads_are_one_core(tmp_path: Path) -> None:
@@ -191,7 +185,7 @@ def test_vectors_are_no_wider_than_pytorchs(tmp_path: Path) -> None:
     assert narrow.within("AVX2") == narrow
 
 
-@pytest.mark.skipif(widest_lanes(Target.host().features) < 16, reason="needs AVX-512")
+@pytest.mark.skipif(Target.host().lanes < 16, reason="needs AVX-512")
 def test_kernels_of_a_process_held_to_avx2_have_no_wider_vectors() -> None:
     """ATEN_CPU_CAPABILITY=avx2 holds the kernels as it holds PyTorch's own: LLVM is told so."""
     from tvm.target import codegen

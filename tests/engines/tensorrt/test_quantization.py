@@ -14,8 +14,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch_hybrid_backend.core.verdict import Reason, Refused, Supported
 from torch_hybrid_backend.engines.tensorrt import quantization
 from torch_hybrid_backend.engines.tensorrt.installed import FLAVOURS, Installation
-from torch_hybrid_backend.engines.tensorrt.quantization import judged, quantiser, zero_points
+from torch_hybrid_backend.engines.tensorrt.quantization import judged, zero_points
 from torch_hybrid_backend.graph import quantization as quantised
+from torch_hybrid_backend.graph.quantized import operator_name
 
 F = torch.nn.functional
 Q = torch.ops.quantized_decomposed
@@ -102,7 +103,7 @@ def test_what_is_none_of_its_business() -> None:
     """Plain operators, and whole numbers that are no zero points."""
     assert verdicts(lambda x: (x @ x.t()).relu() + torch.zeros(8, dtype=torch.int64), X) == {}
     graph = make_fx(lambda x: quantised.tensor_now(quantised.call, x), tracing_mode="fake")(X)
-    titles = [quantiser(node) for node in graph.graph.nodes]
+    titles = [operator_name(node) for node in graph.graph.nodes]
     assert titles[-3:-1] == ["quantize_per_tensor.tensor", "dequantize_per_tensor.tensor"]
 
 

@@ -42,7 +42,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
 
 def shown(program: Program) -> list[str]:
     """The names of the operators, and "kernel" for each kernel; all of them run without Python."""
-    assert all(step.in_python is None for step in program.steps if isinstance(step, OperatorCall))
+    assert all(not step.runs_in_python for step in program.steps if isinstance(step, OperatorCall))
     return [step.name.removeprefix("aten::") if isinstance(step, OperatorCall) else "kernel" for step in program.steps]
 
 
@@ -294,7 +294,7 @@ def test_what_only_a_gpu_has(case: str) -> None:
             program = assembled.with_variants([variant]).program([Artifact("", "", "")])
             (call,) = program.steps
             assert isinstance(call, OperatorCall)
-            assert call.in_python is None
+            assert not call.runs_in_python
             over = call.over(lambda buffer: buffer, lambda argument: argument.buffer)
             assert len(over.describe()["arguments"]) == len(call.arguments)
 

@@ -12,10 +12,11 @@ from torch.nn import functional
 
 from tests.passes.test_hoist import call, fold
 from tests.passes.values import verify_values
+from torch_hybrid_backend.core.limits import LEAST_QUANTIZED_ELEMENTS
 from torch_hybrid_backend.core.precision import ROW_BITS, SYMMETRIC, WeightForm
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.passes.cpu.merge_siblings import merge_siblings
-from torch_hybrid_backend.passes.cpu.quantize_weights import GROUP, LEAST_ELEMENTS, quantize_weights
+from torch_hybrid_backend.passes.cpu.quantize_weights import GROUP, quantize_weights
 from torch_hybrid_backend.passes.hoist import hoist
 from torch_hybrid_backend.passes.verify import verify
 
@@ -30,7 +31,7 @@ _KEPT = {
 
 
 def quantized(subject: Any, precision: str, weights: WeightForm = SYMMETRIC) -> list[torch.Tensor]:
-    """The graph's results with quantised weights, checked to be a legal graph."""
+    """The graph's results with quantized weights, checked to be a legal graph."""
     assert quantize_weights(subject.gm, replace(subject.ctx, precision=precision, weights=weights))
     verify(subject.gm, subject.contract)
     verify_values(subject.gm)
@@ -125,7 +126,7 @@ def test_integers_are_made_outside_the_call(captured, precision):
 @pytest.mark.parametrize("precision", FORMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_weights(captured, dtype, precision):
-    """Half weights are quantized as float32 is, and what is dequantised is rounded to their type again: in the call, which keeps integers."""
+    """Half weights are quantized as float32 is, and what is dequantized is rounded to their type again: in the call, which keeps integers."""
     layer = nn.Linear(256, 128, bias=False, dtype=dtype).eval()
     subject = captured(layer, torch.randn(3, 256, dtype=dtype))
     (got,) = quantized(subject, precision)
@@ -141,7 +142,7 @@ def test_half_weights(captured, dtype, precision):
 
 @pytest.mark.parametrize("precision", FORMS)
 def test_weights_that_lie_by_column_and_tied_ones(captured, precision):
-    """GPT-2's (K, N) weights are quantised by output channel too; an embedding reads the float32 weight that the last layer has quantised."""
+    """GPT-2's (K, N) weights are quantized by output channel too; an embedding reads the float32 weight that the last layer has quantized."""
     table, w, b = torch.randn(256, 64, requires_grad=True), torch.randn(64, 256, requires_grad=True), torch.randn(256)
 
     class Tied(nn.Module):
@@ -163,7 +164,7 @@ def test_weights_that_lie_by_column_and_tied_ones(captured, precision):
     assert subject.operators()["embedding.default"] == 1
 
 
-def test_one_weight_of_several_layers_is_quantised_once(captured):
+def test_one_weight_of_several_layers_is_quantized_once(captured):
     """Layers that share a parameter share its integers."""
     layer = nn.Linear(128, 128).eval()
     subject = captured(lambda x: layer(layer(x)), torch.randn(3, 128))
@@ -181,7 +182,7 @@ def test_one_matrix_both_ways_is_two_weights(captured):
     torch.testing.assert_close(got.double(), x.double() @ first.T @ second.T, rtol=1e-5, atol=1e-4)
 
 
-def test_merged_products_are_quantised_whole(captured):
+def test_merged_products_are_quantized_whole(captured):
     """Queries, keys and values that were merged are one weight."""
     query, key = nn.Linear(128, 128).eval(), nn.Linear(128, 160).eval()
     subject = captured(lambda x: (query(x).sum(1), key(x).sum(1)), torch.randn(3, 128))
@@ -193,7 +194,7 @@ def test_merged_products_are_quantised_whole(captured):
 def test_what_stays_as_written(captured):
     """Small layers, float64 ones, and for 4 bits rows that are no whole groups: each with a code. Products of activations are no layers."""
     small, wide, odd = nn.Linear(32, 32), nn.Linear(256, 256, dtype=torch.float64), nn.Linear(250, 256)
-    assert small.weight.numel() < LEAST_ELEMENTS
+    assert small.weight.numel() < LEAST_QUANTIZED_ELEMENTS
 
     def function(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return small(x[:, :32]), wide(x.double()), odd(x[:, :250]), x @ y

@@ -76,7 +76,7 @@ def test_graphs_that_quantise_themselves(captured) -> None:
     first, second = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def function(x: torch.Tensor) -> torch.Tensor:
-        y = nn.functional.linear(tensor(call, x, -1.0, 1.0), weight(call, first.weight, 0), first.bias)
+        y = nn.functional.linear(tensor(call, x, -1.0, 1.0), weight(call, first.weight, 0, 8), first.bias)
         y = second(y)[None, None]
         return nn.functional.scaled_dot_product_attention(y, y, y)
 

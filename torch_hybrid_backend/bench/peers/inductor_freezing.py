@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import torch
-import torch._inductor.config
 from torch import nn
 
 from torch_hybrid_backend.bench.calls import Inputs
 from torch_hybrid_backend.bench.peers import FLOAT32, Prepared, Setting, inductor
+from torch_hybrid_backend.torch_private import inductor_config
 
 
 def prepare(model: nn.Module, inputs: Inputs, setting: Setting) -> Prepared:
     """`torch.compile(model)` with freezing. Below float32 with max-autotune as well, without which its own kernels for bfloat16, integers and
     packed weights are not tried beside oneDNN's."""
-    torch._inductor.config.freezing = True
-    torch._inductor.config.max_autotune = setting.precision != FLOAT32
+    inductor_config.freezing = True
+    inductor_config.max_autotune = setting.precision != FLOAT32
     return inductor.prepare(model, inputs, setting)

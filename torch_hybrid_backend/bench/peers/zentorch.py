@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 
 import torch
-import torch._inductor.config
 import zentorch  # registers its backend
 from torch import nn
 
 from torch_hybrid_backend.bench.calls import Inputs
 from torch_hybrid_backend.bench.peers import LacksError, Prepared, Setting, pytorch
+from torch_hybrid_backend.torch_private import inductor_config
 
 
 def prepare(model: nn.Module, inputs: Inputs, setting: Setting) -> Prepared:
@@ -18,5 +18,5 @@ def prepare(model: nn.Module, inputs: Inputs, setting: Setting) -> Prepared:
     example of a recommender."""
     if setting.weight_bits is not None:
         raise LacksError(f"it documents no {setting.precision}: packed weights are for vLLM alone")
-    torch._inductor.config.freezing = True
+    inductor_config.freezing = True
     return pytorch.prepared(model, inputs, setting, functools.partial(torch.compile, backend=zentorch.__name__))

@@ -20,12 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._functorch.predispatch
 import torch.fx
-from torch._guards import TracingContext
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Node
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_hybrid_backend.capture.cache.composed_tensors import UnkeyedError, class_key, parts_of
 from torch_hybrid_backend.errors import CacheError, failures
@@ -34,10 +30,28 @@ from torch_hybrid_backend.graph.source import module_stack
 from torch_hybrid_backend.machine import float32_precision
 from torch_hybrid_backend.storage.sources import sources_version
 from torch_hybrid_backend.storage.store import Store
+from torch_hybrid_backend.torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    OpOverloadPacket,
+    TracingContext,
+    compiled_autograd,
+    count_torch_dispatch_modes,
+    count_torch_function_modes,
+    functions_of_torch,
+    functorch_config,
+    global_decomposition_table,
+    is_traceable_wrapper_subclass,
+    kernel_switches,
+    peek_interpreter_stack,
+    registered_kernels,
+    vmap_kernels,
+)
 
 _log = logging.getLogger(__name__)
 _KIND = "captures"
-SOURCES = ("capture", "core", "sizes", "graph")  # what the graph that is kept is made by
+SOURCES = ("capture", "core", "sizes", "graph", "torch_private.py")  # what the graph that is kept is made by
 # Elsewhere more decides what is traced than the key covers: which attention operator CUDA gets, say, depends on the GPU.
 _KEYED_DEVICES = {"cpu", "meta"}
 # Dispatch keys of the kernels that torch itself registers for ATen from Python.
@@ -85,9 +99,7 @@ class AotCache:
         return True
 
 
-def capture_key(
-    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], keep_ops: Iterable[torch._ops.OpOverload]
-) -> str | None:
+def capture_key(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], keep_ops: Iterable[OpOverload]) -> str | None:
     """SHA-256 of all that decides what AOTAutograd makes of Dynamo's graph; None where that is not known for sure."""
     try:
         parts = [*_versions(), *sorted(map(str, keep_ops)), *_settings(), gm.code]
@@ -109,14 +121,14 @@ def _settings() -> Iterator[str]:
     context = TracingContext.try_get()
     if context is None or context.fakify_first_call:
         raise UnkeyedError("not called by Dynamo alone")
-    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+    if count_torch_dispatch_modes() or count_torch_function_modes():
         raise UnkeyedError("modes are active")
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if peek_interpreter_stack() is not None:
         raise UnkeyedError("inside a function transform")
-    if torch._functorch.config.functionalize_rng_ops or torch._dynamo.compiled_autograd.in_compiled_autograd_region:
+    if functorch_config.functionalize_rng_ops or compiled_autograd.in_compiled_autograd_region:
         raise UnkeyedError("random numbers are functionalised, or autograd is compiled")
     _check_registrations()
-    yield torch._functorch.config.get_hash().hex()
+    yield functorch_config.get_hash().hex()
     yield repr(
         (
             torch.is_grad_enabled(),
@@ -125,15 +137,10 @@ def _settings() -> Iterator[str]:
             torch.get_default_device(),
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
-            torch._C._get_deterministic_fill_uninitialized_memory(),
             float32_precision("cpu"),
             float32_precision("cuda"),
-            torch._C._get_mkldnn_enabled(),
             torch.backends.mha.get_fastpath_enabled(),
-            torch._C._get_flash_sdp_enabled(),
-            torch._C._get_mem_efficient_sdp_enabled(),
-            torch._C._get_math_sdp_enabled(),
-            torch._C._get_cudnn_sdp_enabled(),
+            kernel_switches(),
             torch.is_autocast_cache_enabled(),
             torch.is_autocast_enabled("cpu"),
             torch.get_autocast_dtype("cpu"),
@@ -143,12 +150,11 @@ def _settings() -> Iterator[str]:
 
 def _check_registrations() -> None:
     """A program may replace what ATen's operators do, or are made of; nothing says how."""
-    vmap = torch._functorch.predispatch.VMAP_DECOMPOSITIONS_LIB  # torch's own, registered by its first vmap
-    known = _KERNELS_OF_TORCH | (vmap._op_impls if vmap is not None else set())
-    kernels = [name.split("/") for name in torch.library._impls - known if name.startswith("aten/")]
+    known = _KERNELS_OF_TORCH | vmap_kernels()
+    kernels = [name.split("/") for name in registered_kernels() - known if name.startswith("aten/")]
     if any(key not in _KEYS_OF_TORCH for *_, key in kernels):
         raise UnkeyedError("the program has kernels of its own for ATen")
-    for table in torch._decomp.global_decomposition_table.values():
+    for table in global_decomposition_table.values():
         for formula in table.values():
             if str(getattr(formula, "__module__", "torch")).partition(".")[0] != "torch":
                 raise UnkeyedError(f"the program has a decomposition of its own: {formula}")
@@ -167,7 +173,7 @@ def _node_parts(node: Node) -> Iterator[str]:
             known = target in (getattr, operator.getitem) or _is_torchs(target)
             if not known:
                 raise UnkeyedError(f"the function {target}")
-            is_operator = isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
+            is_operator = isinstance(target, OpOverload | OpOverloadPacket)
             yield str(target) if is_operator else _qualified(target)
         case "call_method":
             first = node.args[0]
@@ -211,11 +217,11 @@ def _check_argument(value: object) -> None:
 
 def _is_torchs(function: object) -> bool:
     """True if a function is the one of this name in Python's `operator` or in one of torch's own modules, or an operator of torch's own."""
-    if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+    if isinstance(function, OpOverload | OpOverloadPacket):
         return str(function).partition(".")[0] in NAMESPACES
     name = getattr(function, "__name__", "")
-    functions = (torch, torch.functional, torch.nn.functional, torch._C, torch._C._nn, torch.amp.autocast_mode)
-    places: tuple[Any, ...] = (operator, *functions, getattr(torch._C, "_special", None))
+    functions = (torch, torch.functional, torch.nn.functional, torch.amp.autocast_mode)
+    places = (operator, *functions, *functions_of_torch())
     return any(getattr(place, name, None) is function for place in places) and _is_unchanged(function)
 
 
@@ -268,7 +274,7 @@ def _tensor_parts(value: Any, fake: Any, first: dict[int, int]) -> Iterator[str]
 
 def _check_trivial(graph_module: torch.fx.GraphModule) -> None:
     """Raises where AOTAutograd's wrapper has anything to do beside taking inputs apart and calling the graph without autograd."""
-    from torch._functorch._aot_autograd.schemas import MutationType, OutputType, PlainTensorMeta
+    from torch_hybrid_backend.torch_private import MutationType, OutputType, PlainTensorMeta
 
     context = TracingContext.try_get()
     metadata = context.fw_metadata if context is not None else None

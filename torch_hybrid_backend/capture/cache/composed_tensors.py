@@ -20,10 +20,10 @@ from types import FunctionType, GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_hybrid_backend.errors import failures
 from torch_hybrid_backend.storage.sources import sources_version
+from torch_hybrid_backend.torch_private import is_traceable_wrapper_subclass
 
 LIBRARY = "torchao"
 _PRINTED_IN_FULL = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)

@@ -11,9 +11,11 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-from torch.ao.quantization.fx import _decomposed  # defines the operators
 
-_META = torch._C.DispatchKey.Meta
+from torch_hybrid_backend.torch_private import DispatchKey
+from torch_hybrid_backend.torch_private import quantized_decomposed as _decomposed  # defines the operators
+
+_META = DispatchKey.Meta
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate
 
 from torch_hybrid_backend.graph.values import storage_root
+from torch_hybrid_backend.torch_private import OpOverload
 
 aten = torch.ops.aten
 
@@ -48,7 +49,7 @@ class _Write:
     """`operator(inputs[target], *args)`."""
 
     target: int
-    operator: torch._ops.OpOverload
+    operator: OpOverload
     args: tuple[Any, ...]
 
 

@@ -27,6 +27,7 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate
 
 from torch_hybrid_backend.core.lazy_bits import LazyBits
+from torch_hybrid_backend.torch_private import HigherOrderOperator
 
 # (the tensor viewed, the graph's outputs) -> the view
 _Make = Callable[[torch.Tensor, Sequence[Any]], torch.Tensor]
@@ -121,7 +122,7 @@ def _owners(graph_module: torch.fx.GraphModule) -> dict[Node, Node]:
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             continue
         memory = value.untyped_storage()._cdata
-        if node.target is operator.getitem and isinstance(node.args[0].target, torch._ops.HigherOrderOperator):
+        if node.target is operator.getitem and isinstance(node.args[0].target, HigherOrderOperator):
             # Two calls of one sub-graph (`invoke_subgraph`) carry the very same fake tensors: these say nothing of sharing.
             unknown.add(memory)
         if memory in unknown:

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch._guards import TracingContext
+
+from torch_hybrid_backend.torch_private import TracingContext
 
 
 def watch_overlaps(

@@ -22,15 +22,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from torch_hybrid_backend.core.tensor_spec import dim, is_computable
 from torch_hybrid_backend.errors import ignored
 from torch_hybrid_backend.graph.schema import is_random
 from torch_hybrid_backend.sizes.size import size_hint
+from torch_hybrid_backend.torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+    without_autocast,
+    without_modes,
+    without_python_dispatcher,
+)
 
 # Tensors of together so many elements, which take milliseconds, are tried as they are where an operator does not take smaller ones, as other
 # arguments than tensors say how large they are. No results are larger.
@@ -84,7 +93,7 @@ class _Form:
 class _Call:
     """A call of an operator, with a `_Form` for each tensor, tuples for lists, and keyword arguments as pairs."""
 
-    operator: torch._ops.OpOverload
+    operator: OpOverload
     arguments: tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]
 
     @property
@@ -177,7 +186,7 @@ def _is_tried(operator: Any) -> bool:
 @functools.cache
 def _is_function(operator: Any) -> bool:
     """True if an operator of ATen computes new tensors of given ones, the same ones in each call."""
-    if not isinstance(operator, torch._ops.OpOverload) or operator.namespace != "aten" or is_random(operator):
+    if not isinstance(operator, OpOverload) or operator.namespace != "aten" or is_random(operator):
         return False
     if {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}.intersection(operator.tags):
         return False
@@ -332,7 +341,7 @@ def _are_alike(real: Sequence[_Form | None], told: Sequence[_Form | None]) -> bo
 @functools.lru_cache(maxsize=1 << 14)
 def _results(call: _Call, *, in_eager: bool) -> tuple[_Form | None, ...]:
     """The forms of the results that the operator gives, or that PyTorch's rules say; none where it does not take such tensors."""
-    with _disable_current_modes(), torch._C._DisablePythonDispatcher(), torch._C._DisableAutocast(), torch.no_grad():
+    with without_modes(), without_python_dispatcher(), without_autocast(), torch.no_grad():
         for number in (1, 0):  # as indices, ones may lie outside
             mode = contextlib.nullcontext() if in_eager else _Unchecked(allow_non_fake_inputs=True)
             with ignored(Exception), mode:

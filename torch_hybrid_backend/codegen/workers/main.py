@@ -1,7 +1,7 @@
 """The kernel compiler process: jobs in on standard input, artifacts out on disk, answers on standard output.
 
-A process of its own, because a kernel can crash its compiler, and because importing one costs a second and 200 MB that the user's process
-is better off without. `pool` starts it and is the only one to speak to it (`protocol`).
+A process of its own, because a kernel can crash its compiler, and because importing a compiler costs a second and 200 MB, which the user's
+process is spared. Only `pool` starts the process and speaks to it (`protocol`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CHUNK_BYTES = 1 << 16
 
 
 def main(lifeline: int, compiler_name: str, idle_s: str) -> None:
-    """Serve jobs with a compiler module until standard input ends, or exit with IDLE_EXIT_STATUS when none came for `idle_s` seconds.
+    """Serve jobs with a compiler module until standard input ends; exit with IDLE_EXIT_STATUS after `idle_s` seconds without a job.
     `lifeline`: see `inside.begin`."""
     orders, answers = begin(lifeline)
     try:

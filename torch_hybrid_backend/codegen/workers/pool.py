@@ -4,9 +4,9 @@
     for made in compiler.compile([Job(...), Job(...)], deadline_s=60):   # a Path, or the exception that stopped the job
         ...
 
-Processes start when first needed, stay for a while and leave when idle. One that dies costs the job it was at, one that hangs is killed at
-the deadline; neither concerns other jobs. They are plain subprocesses: multiprocessing would import the user's script again. Where no Python is
-found to start, kernels are compiled in this process. Unix only.
+Processes start when first needed, and end when idle for a while. A process that dies costs the job that it worked at, and a process that hangs
+is killed at the deadline; other jobs go on. Processes are plain subprocesses: multiprocessing would import the user's script again. If no
+Python is found to start, kernels are compiled in this process. Unix only.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ _here = threading.Lock()
 def _compile_here(
     module: KernelCompilerModule, jobs: Sequence[Job], deadline_s: float, finished: Finished
 ) -> dict[str, Path | CompileError]:
-    """Compile in this process, one after the other: a kernel at which the compiler crashes ends it, and one at work is not stopped in time."""
+    """Compile in this process, one job after the other. A compiler's crash ends the process, and the deadline stops no job at work."""
     until = time.monotonic() + deadline_s
     made: dict[str, Path | CompileError] = {}
     _warn_of_no_interpreter()
@@ -141,7 +141,7 @@ def _late(job: Job, deadline_s: float) -> str:
 
 
 class _Processes:
-    """The compiler processes of one process: who is idle, and how many there are."""
+    """The compiler processes of one process: the idle ones, and their number."""
 
     def __init__(self, module: KernelCompilerModule, limit: int, idle_s: float) -> None:
         self.pid = os.getpid()
@@ -159,7 +159,7 @@ class _Processes:
                 self._idle.append(self._new())
 
     def take(self, batch: _Batch, until: float | None) -> CompilerProcess | None:
-        """Give `batch` an idle or a new process; where all are in use, wait for one `until` that time (None: do not wait), else None."""
+        """An idle or a new process for `batch`. If all are in use, wait for one `until` that time (None: do not wait), then return None."""
         with self._changed:
             self._batches.add(batch)
             while True:
@@ -184,7 +184,7 @@ class _Processes:
             self._changed.notify()
 
     def discard(self, worker: CompilerProcess) -> int:
-        """End a process that nobody shall use again; its exit status."""
+        """End a process for good, and return its exit status."""
         with self._changed:
             status = self._drop(worker)
             self._changed.notify()
@@ -209,7 +209,7 @@ class _Processes:
         return worker
 
     def _drop_lost(self) -> None:
-        """End processes that nobody has: Ctrl-C may strike between any two steps, also while the last one is dealt with."""
+        """End processes without an owner: Ctrl-C may interrupt between any two steps, also in the handling of an earlier one."""
         held = {worker for batch in self._batches if batch.running for worker in batch.workers}
         for worker in self._all - held - set(self._idle):
             self._drop(worker)
@@ -220,7 +220,7 @@ class _Processes:
 
 
 class _Batch:
-    """A call of `compile`: hands jobs to processes that are ready and collects the answers, in the calling thread."""
+    """A call of `compile`: gives jobs to processes that are ready, and collects the answers, in the calling thread."""
 
     def __init__(
         self, processes: _Processes, jobs: Sequence[Job], deadline_s: float, wanted: int, finished: Finished
@@ -238,7 +238,7 @@ class _Batch:
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> dict[str, Path | CompileError]:
-        """Results by key. Whatever interrupts it (Ctrl-C), processes at work are killed, the others given back."""
+        """Results by key. If an exception interrupts it (Ctrl-C), processes at work are killed, and the others given back."""
         try:
             while self._pending or any(worker.job for worker in self.workers):
                 if time.monotonic() < self._until:
@@ -263,7 +263,7 @@ class _Batch:
         return self._made
 
     def _hire(self) -> None:
-        """Processes for what is pending, as many as wanted; waits for one only where this batch has none."""
+        """Take processes for pending jobs, as many as wanted; wait for one only if this batch has none."""
         while self._pending and len(self.workers) < min(self._wanted, len(self._pending) + self._busy):
             try:
                 worker = self._processes.take(self, None if self.workers else self._until)
@@ -282,7 +282,7 @@ class _Batch:
         return sum(worker.job is not None for worker in self.workers)
 
     def _order(self, worker: CompilerProcess) -> None:
-        """Give the next job to a process that is ready, or give the process back where nothing is left."""
+        """Give the next job to a process that is ready; give the process back if no job is left."""
         while worker.ready and self._pending:
             job = self._pending.popleft()
             order = Order(job, max(self._until - time.monotonic(), 0.0) + _GRACE_S)
@@ -354,7 +354,7 @@ class _Batch:
         self._finished(job, made)
 
     def _release(self, worker: CompilerProcess, *, usable: bool) -> int:
-        """Take a process out of this batch; where it was ended, its exit status."""
+        """Take a process out of this batch; returns its exit status if it ended."""
         for descriptor in (worker.stdin, worker.stdout):
             if descriptor in self._selector.get_map():
                 self._selector.unregister(descriptor)

@@ -31,7 +31,7 @@ from torch_hybrid_backend.loops.ir import Buffer
 from torch_hybrid_backend.loops.kernels import Kernel, kernel_sizes
 from torch_hybrid_backend.loops.layout import Layout
 from torch_hybrid_backend.loops.policy import FusionPolicy
-from torch_hybrid_backend.loops.sdpa_matching import find_attention
+from torch_hybrid_backend.loops.sdpa_matching import match_sdpa
 from torch_hybrid_backend.machine import may_use_tiles
 from torch_hybrid_backend.sizes.size import Dim, as_size
 
@@ -71,7 +71,7 @@ class TvmBackend:
     def describe(self) -> Sequence[tuple[str, str]]:
         """TVM, what kernels are compiled for, and what links them."""
         caches = f"{self.target.l1_bytes >> 10} KiB and {self.target.l2_bytes >> 10} KiB of cache each"
-        lanes = f"{self.target.lanes} lanes of float32{' and AMX' if 'amx_tile' in self.target.features else ''}"
+        lanes = f"{self.target.lanes} lanes of float32{' and AMX' if self.target.isa.tiles else ''}"
         return (
             ("tvm", compiler.version() or "not installed"),
             ("target", f"{lanes}, {self.target.cores} cores with {caches}"),
@@ -79,7 +79,7 @@ class TvmBackend:
         )
 
     def operands(self, graph: LoopGraph, layouts: Mapping[Buffer, Layout]) -> Prepared:
-        return packed_operands(find_attention(graph, gathers=self.policy.gathers_in_attention), layouts, self.target)
+        return packed_operands(match_sdpa(graph, gathers=self.policy.gathers_in_attention), layouts, self.target)
 
     def layouts(self, groups: Sequence[Group], fixed: Mapping[Buffer, Layout]) -> Mapping[Buffer, Layout]:
         return blocked_layouts(groups, fixed, self.target)

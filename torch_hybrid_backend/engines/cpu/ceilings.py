@@ -38,15 +38,15 @@ PATTERNS = ("read", "write", "copy")
 MEMORY = "memory"
 # Of all threads together: more than last-level caches hold, less than a machine has.
 _SHARED_BYTES = 2 << 30
-# An instruction that multiplies narrow numbers -> what Linux calls the extension it is of, and multiplications and additions of one: of a lane,
-# or of a tile. Those without sums of their own take another addition, vpmaddubsw first one of neighbours (`dot_products.py`).
+# An instruction that multiplies narrow numbers -> the dtype that it multiplies on tiles, if it does, and multiplications and additions of one:
+# of a lane, or of a tile. Those without sums of their own take another addition, vpmaddubsw first one of neighbours (`dot_products.py`).
 PRODUCTS = {
-    "vpdpbusd": ("avx512_vnni", 8),
-    "vpmaddubsw": ("avx2", 8),
-    "vpmaddwd": ("avx2", 4),
-    "vdpbf16ps": ("avx512_bf16", 4),
-    "tdpbusd": ("amx_int8", 32_768),
-    "tdpbf16ps": ("amx_bf16", 16_384),
+    "vpdpbusd": ("", 8),
+    "vpmaddubsw": ("", 8),
+    "vpmaddwd": ("", 4),
+    "vdpbf16ps": ("", 4),
+    "tdpbusd": ("int8", 32_768),
+    "tdpbf16ps": ("bfloat16", 16_384),
 }
 _DOTS = {
     "vpdpbusd": DotProduct("vpdpbusd", 4, "uint8", "int8", "int32"),
@@ -235,13 +235,19 @@ def _tile_products(run: RunProgram, instruction: str, threads: int) -> _Compiled
     return _Compiled(run, [256, threads * 4 * 256], emit)
 
 
+def has(instruction: str) -> bool:
+    """True if this process may use an instruction of `PRODUCTS`."""
+    tile, _ = PRODUCTS[instruction]
+    return tile in _target().isa.tiles if tile else instruction in _target().isa.dot_products
+
+
 def _products(run: RunProgram, threads: int, of_sums: str = "") -> dict[str, float]:
     """Billions of operations a second by each instruction that this processor has. `of_sums`: "bf16" or "int8", those alone."""
     found = {}
-    for instruction, (extension, operations) in PRODUCTS.items():
-        if extension not in _target().features or (of_sums and ("bf16" in instruction) != (of_sums == "bf16")):
+    for instruction, (tile, operations) in PRODUCTS.items():
+        if not has(instruction) or (of_sums and ("bf16" in instruction) != (of_sums == "bf16")):
             continue
-        if extension.startswith("amx"):
+        if tile:
             kernels, works = [_tile_products(run, instruction, threads)], [4.0 * _TILE_STEPS]
         else:
             kernels = [_vector_products(run, instruction, threads, chains) for chains in _CHAINS]

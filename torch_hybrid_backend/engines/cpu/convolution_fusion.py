@@ -13,10 +13,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
+from typing import TypeGuard
 
-from torch_hybrid_backend.engines.cpu.kernels import FusedConvKernel, PackedConvKernel
+from torch_hybrid_backend.engines.cpu.kernels import CpuConvKernel, FusedConvKernel
 from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.engines.cpu.tile_sizes import strips
+from torch_hybrid_backend.engines.cpu.weights import Panels
 from torch_hybrid_backend.loops.index import index_of
 from torch_hybrid_backend.loops.ir import Buffer, Load, buffers_of_expr
 from torch_hybrid_backend.loops.kernels import Kernel
@@ -31,10 +33,10 @@ def fuse_convolutions(kernels: Sequence[Kernel], outputs: Collection[Buffer], ta
     """The kernels with one in place of each chain of convolutions, where the last of these was. `outputs`: the region's."""
     shown = set(outputs)
     readers = Counter(argument.buffer for kernel in kernels for argument in kernel.reads)
-    ends: dict[Buffer, list[PackedConvKernel]] = {}  # what a chain, or a convolution alone, writes -> its stages
+    ends: dict[Buffer, list[CpuConvKernel[Panels]]] = {}  # what a chain, or a convolution alone, writes -> its stages
     found: list[Kernel] = []
     for kernel in kernels:
-        if isinstance(kernel, PackedConvKernel) and isinstance(kernel.x, Load):
+        if _is_summed_directly(kernel) and isinstance(kernel.x, Load):
             between = kernel.x.buffer
             before = ends.get(between)
             if before and readers[between] == 1 and between not in shown and _joins(before, kernel, target):
@@ -48,18 +50,23 @@ def fuse_convolutions(kernels: Sequence[Kernel], outputs: Collection[Buffer], ta
     return tuple(found)
 
 
-def fused_kernel(stages: Sequence[PackedConvKernel]) -> FusedConvKernel:
+def _is_summed_directly(kernel: Kernel) -> TypeGuard[CpuConvKernel[Panels]]:
+    return isinstance(kernel, CpuConvKernel) and isinstance(kernel.weight, Panels)
+
+
+def fused_kernel(stages: Sequence[CpuConvKernel[Panels]]) -> FusedConvKernel:
     """Join convolutions, each of which reads the result of the one before it, into one kernel."""
     inner = {stage.writes[0].buffer for stage in stages[:-1]}
     reads = {a.buffer: a for stage in stages for a in stage.reads if a.buffer not in inner}
-    return FusedConvKernel(tuple(reads.values()), stages[-1].writes, stages[-1].domain, tuple(stages))
+    last = stages[-1]
+    return FusedConvKernel(reads=tuple(reads.values()), writes=last.writes, domain=last.domain, stages=tuple(stages))
 
 
-def _is_chain_of(kernel: Kernel, stages: Sequence[PackedConvKernel]) -> bool:
+def _is_chain_of(kernel: Kernel, stages: Sequence[CpuConvKernel[Panels]]) -> bool:
     return isinstance(kernel, FusedConvKernel) and kernel.stages[-1] is stages[-1]
 
 
-def _joins(before: Sequence[PackedConvKernel], second: PackedConvKernel, target: Target) -> bool:
+def _joins(before: Sequence[CpuConvKernel[Panels]], second: CpuConvKernel[Panels], target: Target) -> bool:
     """True if `second` may, and should, read rows of the chain `before` as they are made."""
     first, stages = before[-1], [*before, second]
     if not all(map(_has_rows, stages)) or not _passes_on(first, second):
@@ -77,32 +84,31 @@ def _joins(before: Sequence[PackedConvKernel], second: PackedConvKernel, target:
         < target.cores * target.l2_bytes // 2
     ):
         return False
-    if sum(4 * math.prod(map(known_int, stage.packed.shape)) for stage in stages) > target.l2_bytes // 8:
+    if sum(4 * math.prod(map(known_int, stage.weight.buffer.shape)) for stage in stages) > target.l2_bytes // 8:
         return False
     return _overlap(stages, target) <= _MAX_OVERLAP
 
 
-def _has_rows(kernel: PackedConvKernel) -> bool:
+def _has_rows(kernel: CpuConvKernel[Panels]) -> bool:
     """Two spatial dimensions, float32, summed directly, one result in blocked channels, the input as it lies in memory."""
     return (
         len(kernel.domain) == 4
-        and not kernel.winograd
         and len(kernel.stores) == len(kernel.writes) == 1
         and isinstance(kernel.x, Load)
-        and {kernel.accumulator.dtype, kernel.writes[0].buffer.dtype, kernel.packed.dtype} == {"float32"}
+        and {kernel.accumulator.dtype, kernel.writes[0].buffer.dtype, kernel.weight.buffer.dtype} == {"float32"}
         and (kernel.groups == 1 or _is_depthwise(kernel))
     )
 
 
-def _is_depthwise(kernel: PackedConvKernel) -> bool:
-    return len(kernel.packed.shape) == 4
+def _is_depthwise(kernel: CpuConvKernel[Panels]) -> bool:
+    return len(kernel.weight.buffer.shape) == 4
 
 
-def _is_pointwise(kernel: PackedConvKernel) -> bool:
+def _is_pointwise(kernel: CpuConvKernel[Panels]) -> bool:
     return kernel.groups == 1 and {*kernel.kernel, *kernel.stride} == {1} and not any(kernel.padding)
 
 
-def _passes_on(first: PackedConvKernel, second: PackedConvKernel) -> bool:
+def _passes_on(first: CpuConvKernel[Panels], second: CpuConvKernel[Panels]) -> bool:
     """True if the first one's result, element by element in blocked channels, is the second one's input and nothing else of it."""
     (store,), (argument,), x = first.stores, first.writes, second.x
     assert isinstance(x, Load)
@@ -115,7 +121,7 @@ def _passes_on(first: PackedConvKernel, second: PackedConvKernel) -> bool:
     )
 
 
-def _overlap(stages: Sequence[PackedConvKernel], target: Target) -> float:
+def _overlap(stages: Sequence[CpuConvKernel[Panels]], target: Target) -> float:
     """Rows that two neighbouring strips both compute, as a share of a strip's, at the stage with most of them."""
     images, _, out, _ = stages[-1].domain
     count = strips(images.extent, known_int(out.extent), target)

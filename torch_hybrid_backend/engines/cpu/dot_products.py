@@ -26,7 +26,6 @@ from dataclasses import dataclass
 
 from torch_hybrid_backend.core.precision import ROW_GROUPS, are_seven_bits
 from torch_hybrid_backend.engines.cpu.target import Target
-from torch_hybrid_backend.engines.cpu.tile_sizes import register_count
 
 # Bytes of a number of a row of float32 that is multiplied as integers (`schedules/matmul/integer_rows.py`): all that keep its digits.
 ROW_PARTS = 3
@@ -60,7 +59,7 @@ MULTIPLICATION = DotProduct("", 1, "int32", "int32", "int32")
 
 def bf16_dot_product(target: Target) -> DotProduct | None:
     """The processor's dot product of bfloat16; None where it has none."""
-    if target.lanes != 16 or "avx512_bf16" not in target.features:
+    if "vdpbf16ps" not in target.isa.dot_products:
         return None
     return DotProduct("vdpbf16ps", 2, "bfloat16", "bfloat16", "float32")
 
@@ -73,16 +72,13 @@ def integer_dot_product(
     knows_sums: the sums of the right operand are at hand, so that what moves a signed left operand can be made up for. bounds: between which
     the elements of the right operand lie, where that is less than their dtype's.
     """
-    if target.lanes < 8:
-        return None
-    shift = 128 if left == "int8" else 0
-    has_vnni = "avx512_vnni" in target.features or (target.lanes == 8 and "avx_vnni" in target.features)
+    shift, has = 128 if left == "int8" else 0, target.isa.dot_products
     if right == "int8" and (knows_sums or shift == 0):
-        if has_vnni:
+        if "vpdpbusd" in has:
             return DotProduct("vpdpbusd", 4, "uint8", right, "int32", shift)
-        if bounds is not None and are_seven_bits(bounds):
+        if "vpmaddubsw" in has and bounds is not None and are_seven_bits(bounds):
             return DotProduct("vpmaddubsw", 4, "uint8", right, "int32", shift)
-    return DotProduct("vpmaddwd", 2, "int16", "int16", "int32")
+    return DotProduct("vpmaddwd", 2, "int16", "int16", "int32") if "vpmaddwd" in has else None
 
 
 def row_parts(bits: int, *, may_round: bool) -> int:
@@ -104,4 +100,4 @@ def row_dot_product(group: int, rows: int, vectors: int, parts: int, target: Tar
     if dot is None or dot.instruction != "vpdpbusd" or row_group(group, parts, target) is None:
         return None
     # A sum for each part, the sum of groups; two masks, the words of a vector, a word of a row.
-    return dot if (parts + 1) * rows * vectors + 6 <= register_count(target) else None
+    return dot if (parts + 1) * rows * vectors + 6 <= target.isa.registers else None

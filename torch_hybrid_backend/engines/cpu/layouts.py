@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torch_hybrid_backend.engines.cpu.operations import PackedConvOp
+from torch_hybrid_backend.engines.cpu.operations import CpuConvOp
 from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.engines.cpu.tile_sizes import output_block
+from torch_hybrid_backend.engines.cpu.weights import Panels
 from torch_hybrid_backend.loops.fusion import Group
 from torch_hybrid_backend.loops.ir import Buffer, ConvOp, buffers_of
 from torch_hybrid_backend.loops.layout import Blocked, Layout, contiguous
@@ -24,10 +25,9 @@ def blocked_layouts(groups: Sequence[Group], fixed: Mapping[Buffer, Layout], tar
     convolved = {b for g in groups for m in g.members if isinstance(m.op, ConvOp) for b in buffers_of(m.op.x)}
     # What is read word by word needs blocks of whole words, however few channels a group of the convolution before it has.
     words = {
-        m.op.x: m.op.dot.group
-        for g in groups
-        for m in g.members
-        if isinstance(m.op, PackedConvOp) and m.op.dot is not None and isinstance(m.op.x, Buffer)
+        op.x: op.weight.dot.group
+        for op in (m.op for g in groups for m in g.members)
+        if isinstance(op, CpuConvOp) and isinstance(op.weight, Panels) and op.weight.dot and isinstance(op.x, Buffer)
     }
     for group in groups:
         blocked = [b for b in group.reads() if isinstance(layouts.get(b), Blocked)]
@@ -39,7 +39,7 @@ def blocked_layouts(groups: Sequence[Group], fixed: Mapping[Buffer, Layout], tar
             if len(buffer.shape) not in (3, 4) or buffer.shape[1] == 1 or isinstance(buffer.shape[1], Size):
                 continue
             anchor = group.members[0].op
-            block = anchor.block if isinstance(anchor, PackedConvOp) and buffer.shape == group.shape else 0
+            block = anchor.weight.width if isinstance(anchor, CpuConvOp) and buffer.shape == group.shape else 0
             if block and block % words.get(buffer, 1) == 0:
                 layouts[buffer] = Blocked(block)
             elif _keeps_channels(buffer, blocked) or buffer in convolved:

@@ -1,72 +1,49 @@
-"""Operations whose operands are packed for the schedules of a processor: they say which by their class."""
+"""Operations with their weights as the schedules of a processor read them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch_hybrid_backend.codegen.operands import StridedView
-from torch_hybrid_backend.engines.cpu.dot_products import DotProduct
-from torch_hybrid_backend.loops.ir import Buffer, ConvOp, MatMulOp
+from torch_hybrid_backend.engines.cpu.weights import InPlace, Panels, Quantized, Taps
+from torch_hybrid_backend.loops.ir import Buffer, ConvOp, MatMulOp, Value, buffers_of
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PackedMatMulOp(MatMulOp):
-    """A matmul whose `b` is packed in panels of `tile_n` columns (`packing.pack_b`).
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class CpuMatMulOp(MatMulOp):
+    """A matmul that reads `weight` for `b`. With `Panels` that have a `dot`, `a` is what words are read from, (B, M, words * group)."""
 
-    With a `dot`: `a` is what words are read from, (B, M, words * group), `b` is packed in words, and sums start at `start`.
-    """
-
-    b: Buffer
-    tile_n: int
-    dot: DotProduct | None = None
-    start: Buffer | None = None
+    weight: Panels | InPlace | Quantized
 
     def reads(self) -> list[Buffer]:
-        return [*MatMulOp.reads(self), *([] if self.start is None else [self.start])]
+        return list(dict.fromkeys([*buffers_of(self.a), *self.weight.reads]))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DequantizedMatMulOp(MatMulOp):
-    """A matmul, one b, whose `b` is packed as `kernels.DequantizedMatMulKernel` says, which the other fields are of too."""
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class CpuConvOp(ConvOp):
+    """A convolution that reads `weight` for `w`. With `Panels` that have a `dot`, `x` has whole words of channels in each group.
 
-    b: Buffer
-    bits: int
-    scales: Buffer
-    zeros: Buffer | None
-    group: int
-    tile_n: int
-    table: Buffer | None = None
-
-    def reads(self) -> list[Buffer]:
-        return [*MatMulOp.reads(self), *self.beside]
-
-    @property
-    def beside(self) -> list[Buffer]:
-        """Buffers that are read of the weight beside its integers."""
-        return [self.scales, *(buffer for buffer in (self.zeros, self.table) if buffer is not None)]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class UnpackedMatMulOp(MatMulOp):
-    """A matmul whose right operand, (1, k, n), is read where it lies: as the view `weight` of memory."""
-
-    weight: StridedView
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PackedConvOp(ConvOp):
-    """A convolution whose `w` is packed in blocks of `block` output channels (`packing.pack_conv_weight`). `kernel`: its sizes before.
-
-    With a `dot`: `x` has whole words of channels in each group, and `w` is packed in words. Integers' sums start at `start`, and what counts as
-    nothing around the image is `border`.
+    `border`: what counts as nothing around an image of integers.
     """
 
-    w: Buffer
-    block: int
-    kernel: tuple[int, ...]
-    dot: DotProduct | None = None
-    start: Buffer | None = None
+    weight: Panels | Taps
     border: int = 0
 
     def reads(self) -> list[Buffer]:
-        return [*ConvOp.reads(self), *([] if self.start is None else [self.start])]
+        return list(dict.fromkeys([*buffers_of(self.x), *self.weight.reads]))
+
+
+def convolution_with(
+    op: ConvOp, weight: Panels | Taps, *, out: Buffer | None = None, x: Value | None = None, border: int = 0
+) -> CpuConvOp:
+    """The convolution with its weight in another form, and with `out` and `x` in place of its own where they are given."""
+    return CpuConvOp(
+        op.out if out is None else out,
+        op.x if x is None else x,
+        op.w,
+        op.stride,
+        op.padding,
+        op.dilation,
+        op.groups,
+        weight=weight,
+        border=border,
+    )

@@ -16,54 +16,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch_hybrid_backend.engines.cpu.isa import (
+    ASKED_OF_PYTORCH,
+    FEATURES,
+    FEATURES_OF_CAPABILITY,
+    FIRST_PROCESSOR,
+    NEON_FEATURES,
+    X86_FEATURES,
+    Isa,
+    isa_of,
+    widest_lanes,
+)
 from torch_hybrid_backend.errors import failures
-from torch_hybrid_backend.machine import cpuinfo
+from torch_hybrid_backend.machine import cpuinfo, flags_within, is_of_tiles
 
 _log = logging.getLogger(__name__)
 
 NATIVE = "native"
 # Of the caches of x86 and of ARM servers.
 LINE_BYTES = 64
-# What LLVM calls an instruction set extension -> what Linux calls it. Only those that LLVM might use in a kernel unasked, and AMX-FP16. Linux
-# has no names for that, AVX-VNNI-INT8 and AVX10 (its arch/x86/include/asm/cpufeatures.h keeps them for guests of KVM): PyTorch is asked for the
-# first, kernels do without the others.
-_X86_FEATURES = {
-    "adx": "adx",
-    "amx-bf16": "amx_bf16",
-    "amx-fp16": "amx_fp16",
-    "amx-int8": "amx_int8",
-    "amx-tile": "amx_tile",
-    "avx": "avx",
-    "avx2": "avx2",
-    "avx512bf16": "avx512_bf16",
-    "avx512bitalg": "avx512_bitalg",
-    "avx512bw": "avx512bw",
-    "avx512cd": "avx512cd",
-    "avx512dq": "avx512dq",
-    "avx512f": "avx512f",
-    "avx512fp16": "avx512_fp16",
-    "avx512ifma": "avx512ifma",
-    "avx512vbmi": "avx512vbmi",
-    "avx512vbmi2": "avx512_vbmi2",
-    "avx512vl": "avx512vl",
-    "avx512vnni": "avx512_vnni",
-    "avx512vp2intersect": "avx512_vp2intersect",
-    "avx512vpopcntdq": "avx512_vpopcntdq",
-    "avxvnni": "avx_vnni",
-    "bmi": "bmi1",
-    "bmi2": "bmi2",
-    "f16c": "f16c",
-    "fma": "fma",
-    "gfni": "gfni",
-    "lzcnt": "abm",
-    "movbe": "movbe",
-    "popcnt": "popcnt",
-    "sse4.1": "sse4_1",
-    "sse4.2": "sse4_2",
-    "vaes": "vaes",
-    "vpclmulqdq": "vpclmulqdq",
-}
-_ARM_FEATURES = ("asimd", "asimddp", "asimdhp", "bf16", "i8mm", "sve", "sve2")
 # Where the operating system does not tell: the smallest of any processor with AVX2 or NEON in use.
 _DEFAULT_L1_BYTES, _DEFAULT_L2_BYTES = 32 << 10, 256 << 10
 
@@ -89,8 +60,7 @@ class Target:
     def host(root: Path = Path("/")) -> Target:
         """The machine this process runs on. `root` holds `proc/` and `sys/`; where they are absent, portable guesses are made."""
         cpu, flags = _cpu_and_flags(root)
-        relevant = (*_X86_FEATURES.values(), *_ARM_FEATURES)
-        features = tuple(sorted(flags.intersection(relevant)))
+        features = tuple(sorted(flags & FEATURES))
         l1_bytes, l2_bytes = _cache_bytes(root)
         return Target(NATIVE, cpu, features, widest_lanes(features), _cores(root), l1_bytes, l2_bytes)
 
@@ -99,10 +69,8 @@ class Target:
 
         PyTorch can be held to AVX2 where there is AVX-512 (ATEN_CPU_CAPABILITY=avx2): kernels then have vectors of 8 lanes too.
         """
-        if capability != "AVX2":
-            return self
-        features = tuple(name for name in self.features if not name.startswith(("avx512", "amx")))
-        return replace(self, features=features, lanes=widest_lanes(features))
+        features = flags_within(self.features, capability)
+        return self if features == self.features else replace(self, features=features, lanes=widest_lanes(features))
 
     def permitted(self, may_use_tiles: Callable[[], bool]) -> Target:
         """This processor without AMX, where the operating system does not let this process use its tile registers; asked only where it has AMX.
@@ -110,8 +78,13 @@ class Target:
         The first instruction on tiles would end the process. Kernels are compiled in other processes and run in this one, so what counts is
         what this one may do, before any key is made.
         """
-        features = tuple(name for name in self.features if not name.startswith("amx"))
+        features = tuple(name for name in self.features if not is_of_tiles(name))
         return self if features == self.features or may_use_tiles() else replace(self, features=features)
+
+    @property
+    def isa(self) -> Isa:
+        """The instructions that kernels for this processor may use."""
+        return isa_of(self.features, self.lanes)
 
     @property
     def fingerprint(self) -> str:
@@ -120,18 +93,9 @@ class Target:
         return "|".join(map(str, parts))
 
 
-def widest_lanes(features: tuple[str, ...]) -> int:
-    """float32 lanes of the widest vectors: 16 with AVX-512, 8 with AVX2, else 4 (SSE, NEON)."""
-    if "avx512f" in features:
-        return 16
-    return 8 if "avx2" in features else 4
-
-
 # Schedules unroll themselves what is to be unrolled. LLVM, to find out whether more would gain, runs through the iterations of every loop that
 # has at most ten: with at most five the code is the same, byte by byte, for 102 kernels of three models, in 4 % less time.
 _LLVM = {"kind": "llvm", "cl-opt": ["-unroll-max-iteration-count-to-analyze:uint=5"]}
-# LLVM's name for the first processor with AMX.
-_WITH_TILES = "sapphirerapids"
 
 
 def tvm_target(target: Target) -> Any:
@@ -151,12 +115,13 @@ def tvm_target(target: Target) -> Any:
     if platform.machine().lower() not in ("x86_64", "amd64") or not target.features:
         return tvm.target.Target(named)
     used = _llvm_features(named)
-    if "amx_tile" in target.features and "amx-tile" not in used:
-        named["mcpu"] = mcpu = _WITH_TILES
-        used = _llvm_features(named)
-    hidden = [llvm for llvm, linux in _X86_FEATURES.items() if llvm in used and linux not in target.features]
+    for extension, processor in FIRST_PROCESSOR.items():
+        if X86_FEATURES[extension] in target.features and extension not in used:
+            named["mcpu"] = mcpu = processor
+            used = _llvm_features(named)
+    hidden = [llvm for llvm, linux in X86_FEATURES.items() if llvm in used and linux not in target.features]
     # A processor newer than LLVM has a generic name: the extensions it shows are switched on.
-    unused = [llvm for llvm, linux in _X86_FEATURES.items() if llvm not in used and linux in target.features]
+    unused = [llvm for llvm, linux in X86_FEATURES.items() if llvm not in used and linux in target.features]
     if hidden or unused:
         _log.info("LLVM's %s is adapted to this machine: without %s, with %s", mcpu, hidden, unused)
         named["mattr"] = [*(f"+{name}" for name in unused), *(f"-{name}" for name in hidden)]
@@ -180,8 +145,8 @@ def _cpu_and_flags(root: Path) -> tuple[str, frozenset[str]]:
     flags = frozenset((fields.get("flags") or fields.get("features") or "").split())
     if not flags:
         flags = _flags_without_proc()
-    elif "amx_tile" in flags and root == Path("/") and torch_sees("amx_fp16"):
-        flags |= {"amx_fp16"}
+    elif root == Path("/"):
+        flags |= {name for name, beside in ASKED_OF_PYTORCH.items() if beside in flags and torch_sees(name)}
     identity = [platform.machine()]
     # x86 names the first four, Arm the rest.
     for name in ("vendor_id", "cpu family", "model", "stepping", "cpu implementer", "cpu variant", "cpu part"):
@@ -203,16 +168,10 @@ def torch_sees(flag: str) -> bool:
 def _flags_without_proc() -> frozenset[str]:
     """Features that PyTorch found (macOS, Windows), spelled as Linux would. The processor may have more."""
     if platform.machine().lower() in ("arm64", "aarch64"):
-        return frozenset(("asimd",))
+        return NEON_FEATURES
     import torch
 
-    avx2 = ("sse4_1", "sse4_2", "popcnt", "avx", "avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe")
-    match torch.backends.cpu.get_cpu_capability():
-        case "AVX512" | "AVX512_VNNI":
-            return frozenset((*avx2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"))
-        case "AVX2":
-            return frozenset(avx2)
-    return frozenset()
+    return FEATURES_OF_CAPABILITY.get(torch.backends.cpu.get_cpu_capability(), frozenset())
 
 
 def _cores(root: Path) -> int:

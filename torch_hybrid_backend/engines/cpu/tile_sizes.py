@@ -26,14 +26,9 @@ def nibble_place(j: int) -> int:
 _MAX_ROWS = 14
 
 
-def register_count(target: Target) -> int:
-    """Vector registers of the instruction set: 32 with AVX-512, 16 with AVX2."""
-    return 32 if target.lanes >= 16 else 16
-
-
 def max_rows(vectors: int, target: Target, spare: int = 0) -> int:
     """The tallest tile whose accumulators leave registers for one row of vectors, one broadcast scalar and `spare` more."""
-    return max(1, min(_MAX_ROWS, (register_count(target) - 1 - spare - vectors) // vectors))
+    return max(1, min(_MAX_ROWS, (target.isa.registers - 1 - spare - vectors) // vectors))
 
 
 def reads_unpacked(m: Dim, k: Dim, n: Dim, target: Target) -> bool:
@@ -43,7 +38,7 @@ def reads_unpacked(m: Dim, k: Dim, n: Dim, target: Target) -> bool:
     thirtieth it is slower, and so it is below four vectors of them. Each core packs all of them, 0.3 cycles an element, for its share of
     the columns, half a cycle a vector of them: 2.5 % for 384 columns a core with 16 lanes.
     """
-    if not (isinstance(m, int) and isinstance(k, int) and isinstance(n, int)) or target.lanes < 8:
+    if not (isinstance(m, int) and isinstance(k, int) and isinstance(n, int)) or not target.isa.reads_unpacked:
         return False
     if m == 1:
         return k >= 4 * target.lanes and n >= 4 * target.lanes * target.cores
@@ -62,7 +57,7 @@ def copies_panels(m: Dim, k: Dim, n: Dim, target: Target) -> bool:
     A copy is four instructions a vector (asked for ahead, addressed, read, written) against m multiply-adds: 3 % at 128 rows, some of it
     beside them. Panels must be whole, and each core needs a dozen, for they are what is shared among cores.
     """
-    if not (isinstance(m, int) and isinstance(k, int) and isinstance(n, int)) or target.lanes < 8:
+    if not (isinstance(m, int) and isinstance(k, int) and isinstance(n, int)) or not target.isa.copies_panels:
         return False
     panels, left = divmod(n, tile_n(n, target))
     waves = -(-panels // target.cores)

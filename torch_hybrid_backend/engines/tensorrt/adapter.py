@@ -41,9 +41,9 @@ from torch_hybrid_backend.engines.tensorrt.decompositions import DECOMPOSITIONS,
 from torch_hybrid_backend.engines.tensorrt.fakes import Fakes
 from torch_hybrid_backend.engines.tensorrt.log import their_log
 from torch_hybrid_backend.engines.tensorrt.overlap import Overlapping
-from torch_hybrid_backend.engines.tensorrt.quantization import quantiser
 from torch_hybrid_backend.engines.tensorrt.size_arithmetic import spell_sizes
 from torch_hybrid_backend.errors import CompileError, failures
+from torch_hybrid_backend.graph.quantized import operator_name
 
 _log = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ def _keep_quantisers() -> Iterator[None]:
     """Keep dequantized constants as they are: folded, they would take four times the memory, and products of integers would be none."""
     theirs = constant_folding._TorchTensorRTConstantFolder
     is_impure = theirs.is_impure
-    theirs.is_impure = lambda self, node: quantiser(node) is not None or is_impure(self, node)
+    theirs.is_impure = lambda self, node: operator_name(node) is not None or is_impure(self, node)
     yield
     theirs.is_impure = is_impure
 

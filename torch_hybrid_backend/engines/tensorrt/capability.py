@@ -20,7 +20,6 @@ import torch
 import torch.fx
 from torch.fx import Node
 from torch.fx.node import Argument, map_aggregate, map_arg
-from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.core.device import CPU
 from torch_hybrid_backend.core.tensor_spec import TensorSpec, dim, is_computable
@@ -32,6 +31,7 @@ from torch_hybrid_backend.engines.tensorrt.verdicts import Verdicts
 from torch_hybrid_backend.errors import failures
 from torch_hybrid_backend.graph.schema import is_item, is_mutating
 from torch_hybrid_backend.sizes.size import symbol, symbols
+from torch_hybrid_backend.torch_private import OpOverload, tree_leaves
 
 if TYPE_CHECKING:
     from torch_hybrid_backend.engines.tensorrt.adapter import Converters
@@ -109,7 +109,7 @@ def supports(node: Node, kept: Verdicts) -> Verdict:
     target = node.target
     if is_item(node):  # goes with its operator, about which it was asked
         return Supported()
-    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(target, OpOverload):
         return Refused(Reason.NOT_A_TENSOR, f"{target} is no ATen operator: sizes are computed on the host")
     if is_mutating(node):
         return Refused(Reason.IN_PLACE, f"{target} writes into an argument; an engine writes new tensors only")

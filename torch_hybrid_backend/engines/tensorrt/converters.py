@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.ao.quantization.fx._decomposed
 from torch.fx import Node
 from torch_tensorrt._enums import dtype as trt_dtype
 from torch_tensorrt.dynamo.conversion._TRTInterpreter import trt
 from torch_tensorrt.dynamo.conversion.converter_utils import get_trt_tensor
 
 from torch_hybrid_backend.engines.tensorrt.quantization import NARROW
+from torch_hybrid_backend.torch_private import quantized_operators
 
-quantized = torch.ops.quantized_decomposed
+quantized = quantized_operators()
 aten = torch.ops.aten
 
 

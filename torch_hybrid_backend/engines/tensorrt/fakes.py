@@ -16,14 +16,12 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-from torch.utils._sympy.value_ranges import ValueRanges
 
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.graph.tracing import traced
 from torch_hybrid_backend.sizes.size import Dim, evaluate, symbols
+from torch_hybrid_backend.torch_private import ConstantSource, FakeTensorMode, ValueRanges
 
 
 class Fakes:

@@ -1,10 +1,10 @@
-"""The form in which TensorRT's builder makes integer products of what a graph quantises.
+"""The form in which TensorRT's builder makes integer products of what a graph quantizes.
 
     mm(dequantize(a, s), dequantize(b, t))    becomes    mm(dequantize(a, 1), dequantize(b, 1)) * s * t
 
-It computes a product of integers where both operands are dequantised with scales that are constants. Scales of live weights are none, nor are
-those found in each call: so they are taken out of products of two quantised operands, which sum integers then, exactly, and what comes out is
-scaled. Beside weights alone that are quantised scales stay where they are: there the builder dequantises within the product's kernel.
+It computes a product of integers where both operands are dequantized with scales that are constants. Scales of live weights are none, nor are
+those found in each call: so they are taken out of products of two quantized operands, which sum integers then, exactly, and what comes out is
+scaled. Beside weights alone that are quantized scales stay where they are: there the builder dequantizes within the product's kernel.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import torch
 import torch.fx
 from torch.fx import Node
 
-from torch_hybrid_backend.engines.tensorrt.quantization import MOVES, NARROW, arguments_of, dtype_of, quantiser
+from torch_hybrid_backend.engines.tensorrt.quantization import MOVES, NARROW, arguments_of, dtype_of
+from torch_hybrid_backend.graph.quantized import operator_name
 
 aten = torch.ops.aten
 
@@ -26,8 +27,8 @@ _QUANTIZE, _DEQUANTIZE = "quantize_per_tensor", "dequantize_per_tensor"
 
 
 def spell_out(module: torch.fx.GraphModule) -> None:
-    """Have a lowered graph, with metadata, quantise by constant scales alone, and dequantise by these or by scales of channels; what is
-    quantised otherwise is scaled apart. Scales leave the products of two quantised operands."""
+    """Have a lowered graph, with metadata, quantize by constant scales alone, and dequantize by these or by scales of channels; what is
+    quantized otherwise is scaled apart. Scales leave the products of two quantized operands."""
     spelling = _Spelling(module)
     for node in list(module.graph.nodes):
         spelling.spell(node)
@@ -50,9 +51,9 @@ class _Spelling:
     # operators, one by one
 
     def spell(self, node: Node) -> None:
-        title = quantiser(node)
+        title = operator_name(node)
         if title is not None and title.startswith("quantize"):
-            self._spell_quantising(node, title)
+            self._spell_quantizing(node, title)
         elif title in ("dequantize_per_tensor.tensor", "dequantize_per_token"):
             arguments = arguments_of(node)
             by_rows = title == "dequantize_per_token"
@@ -62,8 +63,8 @@ class _Spelling:
                 self._scaled[wide] = arguments["input"], scale, by_rows
                 self._replace(node, wide)
 
-    def _spell_quantising(self, node: Node, title: str) -> None:
-        """quantise(x, scale) as quantise(x / scale, 1), in the order of PyTorch's roundings; float8 is rounded to whole numbers before."""
+    def _spell_quantizing(self, node: Node, title: str) -> None:
+        """quantize(x, scale) as quantize(x / scale, 1), in the order of PyTorch's roundings; float8 is rounded to whole numbers before."""
         arguments = arguments_of(node)
         x, dtype = arguments["input"], arguments["dtype"]
         scale = arguments.get("scale", arguments.get("scales"))
@@ -97,7 +98,7 @@ class _Spelling:
     # products
 
     def free_product(self, node: Node) -> None:
-        """a * b, where both are dequantised, as the product of their integers times both scales."""
+        """a * b, where both are dequantized, as the product of their integers times both scales."""
         places = _OPERANDS.get(node.target)
         if places is None or not _is_plain(node):
             return
@@ -143,10 +144,10 @@ class _Spelling:
             if value in self._scaled:
                 integers, scale, by_rows = self._scaled[value]
                 return _Operand(integers, scale, moves, by_rows=by_rows)
-            if quantiser(value) == _DEQUANTIZE:
+            if operator_name(value) == _DEQUANTIZE:
                 arguments = arguments_of(value)
                 return _Operand(arguments["input"], arguments["scale"], moves)
-            if quantiser(value) == "dequantize_per_channel":
+            if operator_name(value) == "dequantize_per_channel":
                 arguments = arguments_of(value)
                 return _Operand(arguments["input"], arguments["scales"], moves, axis=arguments["axis"])
             if _widens(value):

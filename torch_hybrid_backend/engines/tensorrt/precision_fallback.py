@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.fx
 from torch.fx import Node
-from torch.utils._pytree import tree_leaves, tree_map
 
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.graph.precision import computes
 from torch_hybrid_backend.graph.schema import is_item
+from torch_hybrid_backend.torch_private import OpOverload, tree_leaves, tree_map
 
 aten = torch.ops.aten
 
@@ -90,7 +90,7 @@ def keeps_tf32_exact(region: Region, accumulation: AccumulationPrecision) -> boo
 def name(node: Node) -> str:
     """The name of a node's operator, such as "addmm"; "" if the node is no operator."""
     target = node.target
-    return target._schema.name.partition("::")[2] if isinstance(target, torch._ops.OpOverload) else ""
+    return target._schema.name.partition("::")[2] if isinstance(target, OpOverload) else ""
 
 
 def is_product(node: Node) -> bool:

@@ -1,10 +1,10 @@
 """Values of 8 bits: which operators that make, move and read them TensorRT takes, and why not.
 
-TensorRT quantises explicitly, by layers, and symmetrically: int8, and float8_e4m3fn from sm_89 on.
+TensorRT quantizes explicitly, by layers, and symmetrically: int8, and float8_e4m3fn from sm_89 on.
 
 Found by building with TensorRT-RTX 1.5.0.114, for sm_75 to sm_121: products of int8 by int8 and of float8 are one `gemm` layer each; so
 are convolutions of float8; of int8 they fail to build ("MyelinCheckException: cudnn_impl.cpp:89"), and where pooling, slices or joins are in
-between too. Weights of int8 alone are dequantised within a matrix product's own kernel, and before a convolution's.
+between too. Weights of int8 alone are dequantized within a matrix product's own kernel, and before a convolution's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdict
 from torch_hybrid_backend.engines.tensorrt.installed import Installation, installation
 from torch_hybrid_backend.errors import CompileError
-from torch_hybrid_backend.graph.values import QUANTIZED
+from torch_hybrid_backend.graph.quantized import CASTS, operator_name
+from torch_hybrid_backend.torch_private import OpOverload
 
 aten = torch.ops.aten
 
@@ -30,7 +31,6 @@ NARROW = frozenset({torch.int8, torch.float8_e4m3fn})
 FP8_CAPABILITY = (8, 9)
 FIRST_RTX = (1, 5)  # 1.4 fails to build them: "cannot be quantized by input1"
 _LARGEST_FP8 = 448.0
-_CASTS = frozenset({aten._to_copy.default, torch.ops.prims.convert_element_type.default})
 _FILLS = frozenset({aten.full.default, aten.full_like.default})
 _ZEROS = frozenset({aten.zeros.default, aten.zeros_like.default})
 # They move values of any type.
@@ -71,7 +71,7 @@ _CHOOSE = frozenset(
 )
 _CONVOLUTIONS = frozenset({aten.convolution.default, aten.conv1d.default, aten.conv2d.default, aten.conv3d.default})
 # By name and overload.
-_QUANTISERS = frozenset(
+_QUANTIZERS = frozenset(
     {
         "quantize_per_tensor",
         "quantize_per_tensor.tensor",
@@ -87,9 +87,9 @@ _QUANTISERS = frozenset(
 
 def judged(node: Node) -> Verdict | None:
     """Supported if TensorRT takes an operator that makes, moves or reads values of 8 bits, and fills of zero points; None for all others."""
-    title = quantiser(node)
+    title = operator_name(node)
     if title is not None:
-        return _judged_quantiser(node, title)
+        return _judged_quantizer(node, title)
     if _is_zero(node) and node.users and all(_is_zero_point(node, user) for user in node.users):
         return Supported()
     if node.target in _CONVOLUTIONS:
@@ -97,7 +97,7 @@ def judged(node: Node) -> Verdict | None:
     made, read = dtype_of(node), dtype_of(node.args[0]) if node.args else None
     if node.target in MOVES and made in NARROW:
         return _judged_chip(node)
-    if node.target not in _CASTS or made is None or read is None:
+    if node.target not in CASTS or made is None or read is None:
         return None
     if made is torch.float8_e4m3fn:
         if not _is_clamped(node.args[0]):
@@ -107,22 +107,13 @@ def judged(node: Node) -> Verdict | None:
     return _judged_chip(node) if read in NARROW and made.is_floating_point else None
 
 
-def quantiser(node: Node) -> str | None:
-    """The name of an operator of torch.ao's on quantised tensors, with its overload: "quantize_per_tensor.tensor"; None for all others."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != QUANTIZED:
-        return None
-    name = target._schema.name.partition("::")[2]
-    return name if target._overloadname == "default" else f"{name}.{target._overloadname}"
-
-
-def _judged_quantiser(node: Node, title: str) -> Verdict:
-    if title not in _QUANTISERS:
+def _judged_quantizer(node: Node, title: str) -> Verdict:
+    if title not in _QUANTIZERS:
         return Refused(Reason.UNKNOWN_OPERATOR, f"TensorRT has no layer for {node.target}")
     arguments = arguments_of(node)
     dtype = arguments["dtype"]
     if dtype not in NARROW:
-        return Refused(Reason.DTYPE, f"{node.target} is of {dtype}; TensorRT quantises to int8 and float8_e4m3fn")
+        return Refused(Reason.DTYPE, f"{node.target} is of {dtype}; TensorRT quantizes to int8 and float8_e4m3fn")
     zero_point = arguments.get("zero_point", arguments.get("zero_points"))
     if not (zero_point is None or _is_zero(zero_point)):
         known = isinstance(zero_point, int) or dtype_of(zero_point) is None
@@ -172,15 +163,15 @@ def is_rtx_before(version: tuple[float, ...]) -> bool:
 
 
 def _reads_int8(value: object) -> bool:
-    """True if values are dequantised from int8, and at most moved or chosen among since: the builder does that with the integers."""
+    """True if values are dequantized from int8, and at most moved or chosen among since: the builder does that with the integers."""
     left = [value]
     while left:
         each = left.pop()
         if not isinstance(each, Node):
             continue
-        if quantiser(each) is not None and dtype_of(each.args[0]) is torch.int8:
+        if operator_name(each) is not None and dtype_of(each.args[0]) is torch.int8:
             return True
-        if each.target in MOVES or each.target in _CASTS or each.target in _CHOOSE:
+        if each.target in MOVES or each.target in CASTS or each.target in _CHOOSE:
             left += each.all_input_nodes
     return False
 
@@ -211,15 +202,15 @@ def _is_zero(value: object) -> bool:
 
 
 def _is_zero_point(value: Node, user: Node) -> bool:
-    if quantiser(user) is None:
+    if operator_name(user) is None:
         return False
     others = [given for name, given in arguments_of(user).items() if not name.startswith("zero_point")]
     return value not in others
 
 
 def arguments_of(node: Node) -> Mapping[str, Any]:
-    """A quantiser's arguments by name."""
-    assert isinstance(node.target, torch._ops.OpOverload)
+    """A quantizer's arguments by name."""
+    assert isinstance(node.target, OpOverload)
     names = [each.name for each in node.target._schema.arguments]
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.engines.tensorrt.build import Range
 from torch_hybrid_backend.sizes.size import Dim, Symbol, symbols
+from torch_hybrid_backend.torch_private import tree_leaves
 
 # An engine serves sizes of up to so many times the power of two above the first one, where the size's own range goes as far; beyond that
 # others run the region. A wider range costs memory and speed; how much was not measured, for want of a GPU.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 from torch_hybrid_backend.codegen.variants import Variant
@@ -20,7 +19,7 @@ from torch_hybrid_backend.engines.triton.target import Target
 from torch_hybrid_backend.loops.fusion import replace_loads
 from torch_hybrid_backend.loops.index import LoopVar, as_index, contiguous_strides, index_of
 from torch_hybrid_backend.loops.ir import Buffer, Expr, Load, buffers_of_expr
-from torch_hybrid_backend.loops.kernels import Argument, ConvKernel, Kernel, MapKernel, MatMulKernel, Store
+from torch_hybrid_backend.loops.kernels import Argument, ConvKernel, Kernel, MapKernel, MatMulKernel, Store, as_kind
 from torch_hybrid_backend.loops.layout import Strided, contiguous
 from torch_hybrid_backend.loops.ops import add
 
@@ -106,9 +105,7 @@ def _stream(kernel: MatMulKernel, tiling: Tiling) -> tuple[Kernel, ...]:
 def _with(kernel: MatMulKernel | ConvKernel, kind: type[Kernel] | None = None, **changed: object) -> Kernel:
     """The kernel with a tiling, and other fields changed."""
     kind = kind or (TiledMatMulKernel if isinstance(kernel, MatMulKernel) else TiledConvKernel)
-    fields = {field.name: getattr(kernel, field.name) for field in dataclasses.fields(kernel)}
-    made: Kernel = kind(**{**fields, **changed})
-    return made
+    return as_kind(kernel, kind, **changed)
 
 
 def _read_by(kernel: Kernel, exprs: Sequence[Expr]) -> tuple[Argument, ...]:

@@ -25,7 +25,7 @@ from torch_hybrid_backend.engines.triton.artifact import read as read_artifact
 from torch_hybrid_backend.engines.triton.aten import aten_variants
 from torch_hybrid_backend.engines.triton.host_driver import HostLaunch
 from torch_hybrid_backend.engines.triton.installed import NO_GPU, described
-from torch_hybrid_backend.engines.triton.kernels import attention_kernel, with_scores
+from torch_hybrid_backend.engines.triton.kernels import attention_kernel
 from torch_hybrid_backend.engines.triton.layouts import channels_last_layouts
 from torch_hybrid_backend.engines.triton.policy import DETERMINISTIC, POLICY
 from torch_hybrid_backend.engines.triton.schedules import schedule_of
@@ -35,12 +35,12 @@ from torch_hybrid_backend.engines.triton.standalone import standalone
 from torch_hybrid_backend.engines.triton.target import Target
 from torch_hybrid_backend.loops.fusion import Group
 from torch_hybrid_backend.loops.graph import LoopGraph
-from torch_hybrid_backend.loops.ir import AttentionGradientOp, Buffer, ScoredAttentionOp
+from torch_hybrid_backend.loops.ir import AttentionGradientOp, AttentionOp, Buffer
 from torch_hybrid_backend.loops.kernels import Kernel, kernel_sizes
 from torch_hybrid_backend.loops.layout import Layout
 from torch_hybrid_backend.loops.policy import FusionPolicy
 from torch_hybrid_backend.loops.random_numbers import BLOCK
-from torch_hybrid_backend.loops.sdpa_matching import find_attention
+from torch_hybrid_backend.loops.sdpa_matching import match_sdpa
 from torch_hybrid_backend.machine import float32_precision
 from torch_hybrid_backend.sizes.size import Dim, as_size, product
 
@@ -104,13 +104,13 @@ class TritonBackend:
         return described([f"{d}: sm_{t.capability}, {t.multiprocessors} multiprocessors" for d, t in found])
 
     def operands(self, graph: LoopGraph, layouts: Mapping[Buffer, Layout]) -> Prepared:
-        return Prepared(with_scores(find_attention(graph, gathers=self.policy.gathers_in_attention)))
+        return Prepared(match_sdpa(graph, gathers=self.policy.gathers_in_attention))
 
     def layouts(self, groups: Sequence[Group], fixed: Mapping[Buffer, Layout]) -> Mapping[Buffer, Layout]:
         return channels_last_layouts(groups, fixed, self.target) if self._operators else row_major(groups, fixed)
 
     def anchor(self, anchor: Anchor) -> Kernel:
-        if isinstance(anchor.op, ScoredAttentionOp | AttentionGradientOp):
+        if isinstance(anchor.op, AttentionOp | AttentionGradientOp):
             return attention_kernel(anchor)
         return neutral_kernel(anchor)
 

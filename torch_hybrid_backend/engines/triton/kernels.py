@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch_hybrid_backend.codegen.anchors import Anchor, over
-from torch_hybrid_backend.loops.attention_scores import is_free_of, plain_score
+from torch_hybrid_backend.loops.attention_scores import SdpaScore, is_free_of
 from torch_hybrid_backend.loops.index import Index, LoopVar, index_of
 from torch_hybrid_backend.loops.ir import (
     AttentionGradientOp,
@@ -15,8 +15,7 @@ from torch_hybrid_backend.loops.ir import (
     AttentionOp,
     Buffer,
     Expr,
-    LoopOp,
-    ScoredAttentionOp,
+    ScoreFn,
     buffers_of_expr,
     compute_dtype,
     score_over,
@@ -26,11 +25,8 @@ from torch_hybrid_backend.loops.layout import contiguous
 from torch_hybrid_backend.loops.ops import call, literal
 from torch_hybrid_backend.sizes.size import Dim
 
-if TYPE_CHECKING:  # its module imports torch, which worker processes do without
-    from torch_hybrid_backend.loops.graph import LoopGraph
 
-
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ScoreKernel(Kernel):
     """The base of the kernels of attention. Leading dimensions are written *lead; the last of them are the heads.
 
@@ -57,7 +53,7 @@ class ScoreKernel(Kernel):
         return self.q_vars[:-2]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class FlashKernel(ScoreKernel):
     """Domain (*lead, s, e): softmax of the scores times v, then `stores` read `accumulator`.
 
@@ -90,7 +86,7 @@ class FlashKernel(ScoreKernel):
         return self.split.extent
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class GradientKernel(ScoreKernel):
     """See `loops.ir.AttentionGradientOp`."""
 
@@ -102,12 +98,12 @@ class GradientKernel(ScoreKernel):
     scale: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class QueryGradientKernel(GradientKernel):
     """Domain (*lead, s, d): the queries' gradient."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class KeyGradientKernel(GradientKernel):
     """Domain (b, g, t, d): the keys' gradient, for each head of keys. `value_stores` are over `value_vars` (b, g, t, e) and read the values'
     gradient, `value_accumulator`."""
@@ -117,57 +113,56 @@ class KeyGradientKernel(GradientKernel):
     value_stores: tuple[Store, ...]
 
 
-def with_scores(graph: LoopGraph) -> LoopGraph:
-    """The graph with every attention as one of scores."""
-    return replace(graph, ops=tuple(_scored(op) if isinstance(op, AttentionOp) else op for op in graph.ops))
-
-
-def _scored(op: AttentionOp) -> LoopOp:
-    score = plain_score(op.mask, op.scale, op.causal)
-    return ScoredAttentionOp(op.out, op.q, op.k, op.v, score, False, op.log_sum_exp, op.empty, op)
-
-
 def attention_kernel(anchor: Anchor) -> Kernel:
     """The kernel of a group around attention, or around one of its gradients."""
     op = anchor.op
-    assert isinstance(op, ScoredAttentionOp | AttentionGradientOp)
+    assert isinstance(op, AttentionOp | AttentionGradientOp)
     (q_vars, q), (k_vars, k), (v_vars, v) = over(op.q, "q"), over(op.k, "k"), over(op.v, "v")
     score_vars = _variables((*op.q.shape[:-1], op.k.shape[-2]), "z")
     product = Buffer((*op.q.shape[:-1], op.k.shape[-2]), compute_dtype(op.q.dtype), "product")
     score = score_over(op.score, product, tuple(map(index_of, score_vars)))
     share = _share(q_vars[-3].extent, (k, k_vars), (v, v_vars))
-    operands = (q, q_vars, k, k_vars, v, v_vars, score, score_vars, product, share)
-    scored = (anchor.writes, anchor.domain, *operands, anchor.accumulator, anchor.stores)  # a `ScoreKernel`'s but reads
+    fields = dict[str, Any](q=q, q_vars=q_vars, k=k, k_vars=k_vars, v=v, v_vars=v_vars, product=product, share=share)
+    fields |= {"score": score, "score_vars": score_vars, "accumulator": anchor.accumulator, "stores": anchor.stores}
     written = {argument.buffer: argument for argument in anchor.writes}
     shape = op.q.shape[:-1]
-    match op:
-        case ScoredAttentionOp():
-            log_sum_exp = Buffer(shape, compute_dtype(op.out.dtype), "log-sum-exp")
-            row_vars = _variables(shape, "r")
-            rows = _plain_stores(op.log_sum_exp, log_sum_exp, row_vars, written)
-            reads = _reads(anchor, [q, k, v, score], product)
-            plain = _plain(op.plain, stored_alone=not rows)
-            return FlashKernel(reads, *scored, log_sum_exp, row_vars, rows, op.empty, op.nan_rows, **plain)
-    grad_vars, grad = over(op.grad, "g")
     row_vars = _variables(shape, "r")
+    if isinstance(op, AttentionOp):
+        log_sum_exp = Buffer(shape, compute_dtype(op.out.dtype), "log-sum-exp")
+        rows = _plain_stores(op.log_sum_exp, log_sum_exp, row_vars, written)
+        return FlashKernel(
+            _reads(anchor, [q, k, v, score], product),
+            anchor.writes,
+            anchor.domain,
+            **fields,
+            log_sum_exp=log_sum_exp,
+            row_vars=row_vars,
+            row_stores=rows,
+            empty=op.empty,
+            nan_rows=op.nan_rows,
+            **({} if rows else _arguments_of(op.score)),
+        )
+    grad_vars, grad = over(op.grad, "g")
     point = tuple(map(index_of, row_vars))
-    log_sum_exp_, delta = op.log_sum_exp.at(point), op.delta.at(point)
-    reads = _reads(anchor, [q, k, v, score, grad, log_sum_exp_, delta], product)
-    common = (reads, *scored, grad, grad_vars, log_sum_exp_, delta, row_vars, op.scale)
+    statistics, delta = op.log_sum_exp.at(point), op.delta.at(point)
+    reads = _reads(anchor, [q, k, v, score, grad, statistics, delta], product)
+    fields |= {"grad": grad, "grad_vars": grad_vars, "log_sum_exp": statistics, "delta": delta}
+    fields |= {"row_vars": row_vars, "scale": op.scale}
     if not isinstance(op, AttentionKeyGradientOp):
-        return QueryGradientKernel(*common)
+        return QueryGradientKernel(reads, anchor.writes, anchor.domain, **fields)
     value_vars = _variables(op.value.shape, "w")
     value_accumulator = Buffer(op.value.shape, compute_dtype(op.value.dtype), "value accumulator")
     value_stores = _plain_stores(op.value, value_accumulator, value_vars, written)
-    return KeyGradientKernel(*common, value_accumulator, value_vars, value_stores)
+    fields |= {"value_accumulator": value_accumulator, "value_vars": value_vars, "value_stores": value_stores}
+    return KeyGradientKernel(reads, anchor.writes, anchor.domain, **fields)
 
 
-def _plain(op: AttentionOp | None, *, stored_alone: bool) -> dict[str, Any]:
+def _arguments_of(score: ScoreFn) -> dict[str, Any]:
     """The arguments of a FlashKernel that say what scores are in the terms of attention operators."""
-    if op is None or not stored_alone:
+    if not isinstance(score, SdpaScore):
         return {}
-    mask_vars, mask = over(op.mask, "m") if op.mask is not None else ((), None)
-    return {"scale": op.scale, "causal": op.causal, "mask": mask, "mask_vars": mask_vars}
+    mask_vars, mask = over(score.mask, "m") if score.mask is not None else ((), None)
+    return {"scale": score.scale, "causal": score.causal, "mask": mask, "mask_vars": mask_vars}
 
 
 def _variables(shape: Sequence[Dim], prefix: str) -> tuple[LoopVar, ...]:

@@ -1,8 +1,8 @@
 """Scaled dot-product attention as one AttentionOp, and its gradients.
 
-Operators that PyTorch has for one device each compute the same thing: each is lowered to the same operation. What differs is the form of the
-log-sum-exp that training reads: its shape, and what a row that sees nothing has there. An engine that writes none (its policy says so) is
-refused where the graph reads it, and eager's operator runs.
+PyTorch has operators of attention for single devices and libraries. All compute the same, and are lowered to the same operation. They differ
+in the log-sum-exp that training reads: in its shape, and in its value for a row that sees nothing. If the graph reads the log-sum-exp and the
+engine writes none (its policy says so), the lowering refuses, and eager's operator runs.
 
 A row that sees nothing is 0, as in the composite operator of PyTorch.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from torch_hybrid_backend.core.verdict import Reason
-from torch_hybrid_backend.loops.attention_scores import plain_score
+from torch_hybrid_backend.loops.attention_scores import SdpaScore
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import (
     AttentionKeyGradientOp,
@@ -34,6 +34,7 @@ from torch_hybrid_backend.loops.lowering import Context, Refuse, lowers, reindex
 from torch_hybrid_backend.loops.lowerings.views import expanded, reshaped
 from torch_hybrid_backend.loops.ops import call, cast, const, from_index, guard, index_in, is_float, mul, where
 from torch_hybrid_backend.sizes.size import Dim, ceil_div, known_int
+from torch_hybrid_backend.torch_private import OpOverload
 
 aten = torch.ops.aten
 
@@ -52,12 +53,11 @@ _ALIGNED_ROWS = 32  # of the efficient operator's log-sum-exp
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """Arguments of an operator of attention, or of its gradients. Each has arguments of its own, and an order of its own, but all have
-    the same names in their schemas.
+class _Arguments:
+    """Arguments of an operator of attention, or of its gradients, by their names in the schemas. The operators have them in different orders.
 
-    q is (*lead, S, D), k and v (*lead, T, D), `mask` None or something that broadcasts to (*lead, S, T). Of gradients alone: `grad` and `out`,
-    like the result, and `log_sum_exp`. `others`: the other arguments.
+    q is (*lead, S, D), k and v (*lead, T, D), `mask` None or a value that broadcasts to (*lead, S, T). Gradients only: `grad` and `out`, of the
+    result's shape, and `log_sum_exp`. `others`: the other arguments.
     """
 
     q: Value
@@ -88,11 +88,11 @@ _NAMES = {
     "out": "out",
     "logsumexp": "log_sum_exp",
 }
-_Lowering = Callable[[Context, _Asked], Any]
+_Lowering = Callable[[Context, _Arguments], Any]
 
 
-def _attends(*targets: torch._ops.OpOverload, unread: tuple[str, ...] = ()) -> Callable[[_Lowering], _Lowering]:
-    """`lowers`, for lowerings that get the arguments by name."""
+def _lowers_attention(*targets: OpOverload, unread: tuple[str, ...] = ()) -> Callable[[_Lowering], _Lowering]:
+    """Register a lowering as `lowers` does; it gets the arguments by name."""
 
     def register(lowering: _Lowering) -> _Lowering:
         for target in targets:
@@ -102,12 +102,12 @@ def _attends(*targets: torch._ops.OpOverload, unread: tuple[str, ...] = ()) -> C
     return register
 
 
-def _lower(target: torch._ops.OpOverload, lowering: _Lowering, ctx: Context, *args: Any, **kwargs: Any) -> Any:
+def _lower(target: OpOverload, lowering: _Lowering, ctx: Context, *args: Any, **kwargs: Any) -> Any:
     schema = target._schema.arguments
     given = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
     given |= dict(zip((argument.name for argument in schema), args, strict=False)) | kwargs
     known = {"mask": None} | {own: given.pop(name) for name, own in _NAMES.items() if name in given}
-    return lowering(ctx, _Asked(**known, others=given))
+    return lowering(ctx, _Arguments(**known, others=given))
 
 
 def _four_dimensional(value: Value) -> Value:
@@ -137,7 +137,7 @@ def _batches_repeated(value: Value, batch: Dim) -> Value:
 
 
 def _additive(ctx: Context, mask: Value, lead: tuple[Dim, ...], rows: Dim, columns: Dim) -> Value:
-    """The mask as floats to add, broadcast to the scores' shape; booleans say what takes part."""
+    """The mask as floats to add, broadcast to the scores' shape. True in a mask of booleans: the key is visible."""
     shape = (*lead, rows, columns)
     if mask.dtype == "bool":
         float_dtype = compute_dtype(ctx.out.dtype)
@@ -162,11 +162,11 @@ def _last_aligned(shape: tuple[Dim, ...], dtype: str) -> Value:
     return Map(shape, dtype, at)
 
 
-def _attention(ctx: Context, asked: _Asked, empty: float | None = None) -> tuple[Value, Buffer | None]:
-    """(result, log-sum-exp): that with `empty` for rows that see nothing, (B, H, S); None where `empty` is."""
-    _check_exact(ctx, asked.dropout)
+def _attention(ctx: Context, args: _Arguments, empty: float | None = None) -> tuple[Value, Buffer | None]:
+    """(result, log-sum-exp). The second is (B, H, S), with `empty` for rows that see nothing; None if `empty` is None."""
+    _check_exact(ctx, args.dropout)
     shape = ctx.shape
-    q, k, v, mask = asked.q, asked.k, asked.v, asked.mask
+    q, k, v, mask = args.q, args.k, args.v, args.mask
     lead, rows, columns = q.shape[:-2], q.shape[-2], k.shape[-2]
     if mask is not None:
         mask = _additive(ctx, mask, lead, rows, columns)
@@ -176,7 +176,8 @@ def _attention(ctx: Context, asked: _Asked, empty: float | None = None) -> tuple
     k, v = (_batches_repeated(_heads_repeated(value, heads), batch) for value in (k, v))
     out = Buffer((batch, heads, rows, v.shape[-1]), ctx.out.dtype)
     log_sum_exp = None if empty is None else Buffer((batch, heads, rows), compute_dtype(ctx.out.dtype))
-    op = AttentionOp(out, q, k, v, mask, _factor(q, asked.scale), asked.causal, log_sum_exp, empty or 0.0)
+    score = SdpaScore(scale=_factor(q, args.scale), causal=args.causal, mask=mask)
+    op = AttentionOp(out, q=q, k=k, v=v, score=score, log_sum_exp=log_sum_exp, empty=empty or 0.0)
     return reshaped(ctx.realize(op), shape), log_sum_exp
 
 
@@ -197,9 +198,9 @@ def _check_widths(*operands: Value) -> None:
 
 
 def _read_log_sum_exp(ctx: Context, results: int, empty: float) -> float | None:
-    """`empty` where the graph reads the log-sum-exp, None where it does not.
+    """`empty` if the graph reads the log-sum-exp, the second of an operator's `results`, else None.
 
-    Refuses an operator of so many results whose others are read, and a log-sum-exp that the engine does not write.
+    Refuses if the graph reads a later result, or a log-sum-exp that the engine does not write.
     """
     if any(ctx.wants(position) for position in range(2, results)):
         raise Refuse(Reason.ARGUMENT, "the state of attention's random numbers, which backward needs, is eager's")
@@ -210,34 +211,34 @@ def _read_log_sum_exp(ctx: Context, results: int, empty: float) -> float | None:
     return empty
 
 
-@_attends(aten._scaled_dot_product_flash_attention_for_cpu.default)
-def flash_attention_for_cpu(ctx: Context, asked: _Asked) -> tuple[Value, Value | None]:
+@_lowers_attention(aten._scaled_dot_product_flash_attention_for_cpu.default)
+def flash_attention_for_cpu(ctx: Context, args: _Arguments) -> tuple[Value, Value | None]:
     """The CPU's flash attention: (result, log-sum-exp (B, H, S))."""
-    return _attention(ctx, asked, _read_log_sum_exp(ctx, 2, 0.0))
+    return _attention(ctx, args, _read_log_sum_exp(ctx, 2, 0.0))
 
 
-@_attends(aten._scaled_dot_product_flash_attention.default)
-def flash_attention(ctx: Context, asked: _Asked) -> tuple[Value | None, ...]:
+@_lowers_attention(aten._scaled_dot_product_flash_attention.default)
+def flash_attention(ctx: Context, args: _Arguments) -> tuple[Value | None, ...]:
     """CUDA's flash attention: (result, log-sum-exp (B, H, S), None, ...)."""
     empty = _read_log_sum_exp(ctx, 9, math.inf)
-    return *_attention(ctx, _as_flash(asked), empty), *(None,) * 7
+    return *_attention(ctx, _as_flash(args), empty), *(None,) * 7
 
 
-def _as_flash(asked: _Asked) -> _Asked:
-    """CUDA's flash attention has its causal mask aligned at the last query and the last key, the other operators at the first ones."""
-    q, rows, columns = asked.q, asked.q.shape[-2], asked.k.shape[-2]
-    if not asked.causal or rows == columns:
-        return asked
-    return replace(asked, mask=_last_aligned((*q.shape[:-1], columns), compute_dtype(q.dtype)), causal=False)
+def _as_flash(args: _Arguments) -> _Arguments:
+    """The arguments of CUDA's flash attention, whose causal mask lets the last query see the last key, with a mask instead of the flag."""
+    q, rows, columns = args.q, args.q.shape[-2], args.k.shape[-2]
+    if not args.causal or rows == columns:
+        return args
+    return replace(args, mask=_last_aligned((*q.shape[:-1], columns), compute_dtype(q.dtype)), causal=False)
 
 
-@_attends(aten._scaled_dot_product_efficient_attention.default)
-def efficient_attention(ctx: Context, asked: _Asked) -> tuple[Value | None, ...]:
+@_lowers_attention(aten._scaled_dot_product_efficient_attention.default)
+def efficient_attention(ctx: Context, args: _Arguments) -> tuple[Value | None, ...]:
     """CUDA's memory-efficient attention: (result, log-sum-exp, None, None).
 
     Its log-sum-exp has a multiple of 32 rows; those beyond are +inf.
     """
-    result, log_sum_exp = _attention(ctx, asked, _read_log_sum_exp(ctx, 4, -math.inf))
+    result, log_sum_exp = _attention(ctx, args, _read_log_sum_exp(ctx, 4, -math.inf))
     return result, None if log_sum_exp is None else _rows_padded(log_sum_exp), None, None
 
 
@@ -254,37 +255,39 @@ def _rows_padded(log_sum_exp: Buffer) -> Value:
     return Map((*lead, padded), log_sum_exp.dtype, at)
 
 
-@_attends(aten._scaled_dot_product_cudnn_attention.default)
-def cudnn_attention(ctx: Context, asked: _Asked) -> tuple[Value | None, ...]:
+@_lowers_attention(aten._scaled_dot_product_cudnn_attention.default)
+def cudnn_attention(ctx: Context, args: _Arguments) -> tuple[Value | None, ...]:
     """cuDNN's attention: (result, log-sum-exp (B, H, S, 1), None, ...)."""
-    result, log_sum_exp = _attention(ctx, asked, _read_log_sum_exp(ctx, 9, -math.inf))
+    result, log_sum_exp = _attention(ctx, args, _read_log_sum_exp(ctx, 9, -math.inf))
     if log_sum_exp is None:
         return result, *(None,) * 8
     return result, reshaped(log_sum_exp, (*log_sum_exp.shape, 1)), *(None,) * 7
 
 
-@_attends(aten.scaled_dot_product_attention.default)
-def scaled_dot_product_attention(ctx: Context, asked: _Asked) -> Value:
-    return _attention(ctx, asked)[0]
+@_lowers_attention(aten.scaled_dot_product_attention.default)
+def scaled_dot_product_attention(ctx: Context, args: _Arguments) -> Value:
+    return _attention(ctx, args)[0]
 
 
-@_attends(aten._scaled_dot_product_attention_math.default, aten._scaled_dot_product_attention_math_for_mps.default)
-def attention_math(ctx: Context, asked: _Asked) -> tuple[Value, None]:
+@_lowers_attention(
+    aten._scaled_dot_product_attention_math.default, aten._scaled_dot_product_attention_math_for_mps.default
+)
+def attention_math(ctx: Context, args: _Arguments) -> tuple[Value, None]:
     """(result, None): the attention weights are not kept."""
-    if ctx.wants(1) or asked.others["dropout_mask"] is not None:
+    if ctx.wants(1) or args.others["dropout_mask"] is not None:
         raise Refuse(Reason.ARGUMENT, "the attention weights are wanted, which the fused operation does not keep")
-    return _attention(ctx, asked)[0], None
+    return _attention(ctx, args)[0], None
 
 
 # Gradients
 
 
-def _gradients(ctx: Context, asked: _Asked) -> tuple[Value, Value, Value]:
+def _gradients(ctx: Context, args: _Arguments) -> tuple[Value, Value, Value]:
     """Gradients of queries, keys and values, in their dtypes. `log_sum_exp`: (B, H, S)."""
     if not ctx.abilities.attention_gradients:
         raise Refuse(Reason.ARGUMENT, "the gradients of attention are computed by eager")
-    _check_exact(ctx, asked.dropout)
-    q, k, v, mask, log_sum_exp = asked.q, asked.k, asked.v, asked.mask, asked.log_sum_exp
+    _check_exact(ctx, args.dropout)
+    q, k, v, mask, log_sum_exp = args.q, args.k, args.v, args.mask, args.log_sum_exp
     if len(q.shape) != 4:
         raise Refuse(Reason.ARGUMENT, "gradients of attention are taken with operands of four dimensions")
     batch, heads, rows, _ = q.shape
@@ -293,16 +296,18 @@ def _gradients(ctx: Context, asked: _Asked) -> tuple[Value, Value, Value]:
         raise Refuse(Reason.ARGUMENT, "keys and values of attention have different heads or batches in backward")
     if mask is not None:
         mask = _additive(ctx, mask, (batch, heads), rows, columns)
-    dtype, factor = compute_dtype(q.dtype), _factor(q, asked.scale)
-    score = plain_score(mask, factor, asked.causal)
-    products = ctx.pointwise(mul, asked.grad, asked.out, dtype=dtype, compute=dtype, shape=asked.grad.shape)
+    dtype, factor = compute_dtype(q.dtype), _factor(q, args.scale)
+    score = SdpaScore(scale=factor, causal=args.causal, mask=mask)
+    products = ctx.pointwise(mul, args.grad, args.out, dtype=dtype, compute=dtype, shape=args.grad.shape)
     delta = ctx.reduce("sum", products, (3,), dtype=dtype)
     statistics = ctx.pointwise(_finite_or_infinite, log_sum_exp, dtype=dtype, compute=dtype, shape=log_sum_exp.shape)
     keys, values = _heads_repeated(k, heads), _heads_repeated(v, heads)
-    read = (q, keys, values, asked.grad, statistics, delta, score, factor)
-    for_queries = ctx.realize(AttentionQueryGradientOp(Buffer(q.shape, q.dtype), *read))
+    read = dict[str, Any](
+        q=q, k=keys, v=values, grad=args.grad, log_sum_exp=statistics, delta=delta, score=score, scale=factor
+    )
+    for_queries = ctx.realize(AttentionQueryGradientOp(Buffer(q.shape, q.dtype), **read))
     for_values = Buffer(v.shape, v.dtype)
-    for_keys = ctx.realize(AttentionKeyGradientOp(Buffer(k.shape, k.dtype), *read, for_values))
+    for_keys = ctx.realize(AttentionKeyGradientOp(Buffer(k.shape, k.dtype), **read, value=for_values))
     return for_queries, for_keys, for_values
 
 
@@ -312,10 +317,10 @@ def _finite_or_infinite(log_sum_exp: Expr) -> Expr:
     return where(call("eq", log_sum_exp, const(-math.inf, log_sum_exp.dtype)), infinity, log_sum_exp)
 
 
-@_attends(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
-def flash_attention_for_cpu_backward(ctx: Context, asked: _Asked) -> tuple[Value, Value, Value]:
+@_lowers_attention(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+def flash_attention_for_cpu_backward(ctx: Context, args: _Arguments) -> tuple[Value, Value, Value]:
     """(gradient of q, of k, of v)."""
-    return _gradients(ctx, asked)
+    return _gradients(ctx, args)
 
 
 # Without dropout the state of random numbers is not read.
@@ -323,24 +328,24 @@ _STATE = ("philox_seed", "philox_offset")
 _LENGTHS = ("cum_seq_q", "cum_seq_k")
 
 
-@_attends(aten._scaled_dot_product_flash_attention_backward.default, unread=(*_LENGTHS, *_STATE))
-def flash_attention_backward(ctx: Context, asked: _Asked) -> tuple[Value, Value, Value]:
-    """CUDA's: (gradient of q, of k, of v)."""
-    return _gradients(ctx, _as_flash(asked))
+@_lowers_attention(aten._scaled_dot_product_flash_attention_backward.default, unread=(*_LENGTHS, *_STATE))
+def flash_attention_backward(ctx: Context, args: _Arguments) -> tuple[Value, Value, Value]:
+    """CUDA's flash attention: (gradient of q, of k, of v)."""
+    return _gradients(ctx, _as_flash(args))
 
 
-@_attends(aten._scaled_dot_product_efficient_attention_backward.default, unread=_STATE)
-def efficient_attention_backward(ctx: Context, asked: _Asked) -> tuple[Value | None, ...]:
-    """CUDA's memory-efficient one: (gradient of q, of k, of v, None)."""
-    if ctx.wants(3) and asked.mask is not None and asked.others["grad_input_mask"][3]:
+@_lowers_attention(aten._scaled_dot_product_efficient_attention_backward.default, unread=_STATE)
+def efficient_attention_backward(ctx: Context, args: _Arguments) -> tuple[Value | None, ...]:
+    """CUDA's memory-efficient attention: (gradient of q, of k, of v, None)."""
+    if ctx.wants(3) and args.mask is not None and args.others["grad_input_mask"][3]:
         raise Refuse(Reason.ARGUMENT, "the gradient of attention's bias is computed by eager")
-    if asked.k.shape[1] != asked.q.shape[1]:
+    if args.k.shape[1] != args.q.shape[1]:
         raise Refuse(Reason.ARGUMENT, "memory-efficient attention has as many heads of keys as of queries in backward")
-    rows = reindex(asked.log_sum_exp, asked.q.shape[:3], lambda index: index)
-    return *_gradients(ctx, replace(asked, log_sum_exp=rows)), None
+    rows = reindex(args.log_sum_exp, args.q.shape[:3], lambda index: index)
+    return *_gradients(ctx, replace(args, log_sum_exp=rows)), None
 
 
-@_attends(aten._scaled_dot_product_cudnn_attention_backward.default, unread=(*_LENGTHS, *_STATE))
-def cudnn_attention_backward(ctx: Context, asked: _Asked) -> tuple[Value, Value, Value]:
-    """cuDNN's: (gradient of q, of k, of v)."""
-    return _gradients(ctx, replace(asked, log_sum_exp=reshaped(asked.log_sum_exp, asked.q.shape[:3])))
+@_lowers_attention(aten._scaled_dot_product_cudnn_attention_backward.default, unread=(*_LENGTHS, *_STATE))
+def cudnn_attention_backward(ctx: Context, args: _Arguments) -> tuple[Value, Value, Value]:
+    """cuDNN's attention: (gradient of q, of k, of v)."""
+    return _gradients(ctx, replace(args, log_sum_exp=reshaped(args.log_sum_exp, args.q.shape[:3])))

@@ -1,7 +1,7 @@
 """Convolutions: a ConvOp without bias, the bias added on top so that it joins the epilogue.
 
-Their gradients (`aten.convolution_backward`) have no lowering: that one operator gives those of image and weight together, and PyTorch's
-libraries have been tuned for both.
+Their gradients (`aten.convolution_backward`) have no lowering: that operator computes those of image and weight together, for which PyTorch's
+libraries are tuned.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def convolution(
     output_padding: Sequence[int],
     groups: int,
 ) -> Value:
-    """1-D and 2-D, transposed where windows tile the result exactly (kernel == stride); all others where the kernels can."""
+    """A convolution. 1-D, 2-D, and transposed with windows that tile the result (kernel == stride); of other kinds where the kernels can."""
     rank = len(weight.shape) - 2
     if rank not in (1, 2) and not ctx.abilities.any_convolution:
         raise Refuse(Reason.ARGUMENT, f"only 1-D and 2-D convolutions are taken, this one is {rank}-D")

@@ -17,7 +17,7 @@ prims = torch.ops.prims
 
 
 def _filled(ctx: Context, value: float | Size) -> Value:
-    """Every element is `value`, rounded to the result's dtype."""
+    """A result with `value` in every element, rounded to its dtype."""
     if isinstance(value, Size):
         size = const(value, compute_dtype(ctx.out.dtype))
         return Map(ctx.shape, ctx.out.dtype, lambda index: size)
@@ -28,7 +28,7 @@ def _filled(ctx: Context, value: float | Size) -> Value:
 
 @lowers(aten.full.default, aten.full_like.default, aten.new_full.default, aten.fill.Scalar)
 def full(ctx: Context, *arguments: object, **_options: object) -> Value:
-    """The fill value is the last positional argument of all of them."""
+    """A result filled with a number, the last positional argument of each of these operators."""
     value = arguments[-1]
     if not isinstance(value, (bool, int, float, Size)):
         raise Refuse(Reason.ARGUMENT, f"the fill value is a {type(value).__name__}, not a number")
@@ -109,7 +109,7 @@ def converted(ctx: Context, x: Value, dtype: str) -> Value:
 
 @lowers(aten._to_copy.default, prims.convert_element_type.default)
 def to_copy(ctx: Context, x: Value, *_dtype: object, **_options: object) -> Value:
-    """A cast; memory formats and devices do not concern values (other devices are refused by the node's specs)."""
+    """A cast. Memory formats do not matter to values, and another device is refused by the node's specs."""
     if ctx.out.dtype == x.dtype:
         return ctx.pointwise(lambda a: a, x)
     return converted(ctx, x, ctx.out.dtype)

@@ -1,5 +1,5 @@
-"""Gradients of resampling, adaptive pooling and padding, for kernels that combine in place: each element of the result's gradient is added to
-those elements that it was made of. Other engines leave them to eager."""
+"""Gradients of resampling, adaptive pooling and padding, by scatters: each element of the result's gradient is added to the elements that it
+was computed from. Engines without scatters leave them to eager."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from torch_hybrid_backend.loops.lowerings.pooling import (
 from torch_hybrid_backend.loops.lowerings.scattering import filled, scattered
 from torch_hybrid_backend.loops.ops import call, cast, const, div, from_index, is_float, mul, where
 from torch_hybrid_backend.sizes.size import known_int, product
+from torch_hybrid_backend.torch_private import OpOverload
 
 aten = torch.ops.aten
 
 
-def _nearest_gradient(shift: float, *targets: torch._ops.OpOverload) -> None:
+def _nearest_gradient(shift: float, *targets: OpOverload) -> None:
     @lowers(*targets)
     def lower(
         ctx: Context, grad: Value, output_size: Sequence[int], input_size: Sequence[int], *scales: float | None
@@ -52,7 +53,7 @@ _nearest_gradient(
 
 
 def _interpolation_gradient(
-    taps: Callable[[Index, int, int, float | None, bool, str], list[Tap]], *targets: torch._ops.OpOverload
+    taps: Callable[[Index, int, int, float | None, bool, str], list[Tap]], *targets: OpOverload
 ) -> None:
     @lowers(*targets)
     def lower(
@@ -111,7 +112,7 @@ _interpolation_gradient(cubic_taps, aten.upsample_bicubic2d_backward.default)
 
 @lowers(aten._adaptive_avg_pool2d_backward.default, aten._adaptive_avg_pool3d_backward.default)
 def adaptive_avg_pool_backward(ctx: Context, grad: Value, x: Value) -> Value:
-    """Each pixel of a window receives the window's gradient, divided by how many they are."""
+    """Each pixel of a window receives the window's gradient divided by the number of its pixels."""
     assert ctx.node is not None
     rank = 3 if "3d" in str(ctx.node.target) else 2
     lead = len(x.shape) - rank

@@ -1,7 +1,7 @@
 """Indexing by data, joining, padding and replacing parts.
 
-Data-dependent indices: eager raises for those out of range. Kernels clamp them (after negatives have been wrapped, where eager wraps), so that
-no memory outside the tensor is ever read, and where they can set a flag, for which the call raises (`refuse_outside`); kernels of a GPU cannot.
+Eager raises for data-dependent indices out of range. Kernels clamp them, after wrapping negative ones where eager wraps, so that no memory
+outside the tensor is read. Kernels that can set a flag have the call raise (`refuse_outside`); those of a GPU cannot.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from torch_hybrid_backend.loops.ops import (
     where,
 )
 from torch_hybrid_backend.sizes.size import Dim, known_at_most, known_less
+from torch_hybrid_backend.torch_private import OpOverload
 
 aten = torch.ops.aten
 
@@ -75,8 +76,7 @@ def refuse_outside(ctx: Context, positions: Value, size: Dim, wrap: bool) -> Non
 
 
 def _are_codes(ctx: Context) -> bool:
-    """True if the indices are parameters, computed from unsigned bytes: the codes of compressed weights, which a pass over them in each call
-    would read twice."""
+    """True if the indices are computed from parameters of unsigned bytes: codes of compressed weights. Checking them would read them twice."""
     assert ctx.node is not None
     pending, read = (
         [n for n in ctx.node.all_input_nodes if n.meta["val"].dtype in (torch.int32, torch.int64)],
@@ -214,7 +214,7 @@ def _first(given: Mapping[int, Value]) -> int:
 
 
 def _common_shape(shapes: Sequence[tuple[Dim, ...]]) -> tuple[Dim, ...]:
-    """Shape that tensors of these shapes broadcast to."""
+    """The shape that tensors of these shapes broadcast to."""
     rank = max(map(len, shapes))
     aligned = [(1,) * (rank - len(shape)) + shape for shape in shapes]
     return tuple(next((size for size in sizes if size != 1), 1) for sizes in zip(*aligned, strict=True))
@@ -298,12 +298,12 @@ def _before(pad: Sequence[int], rank: int) -> list[int]:
 
 
 def _mirrored(i: Index, n: Dim) -> Index:
-    """Position of one beside 0 .. n-1, mirrored at the ends."""
+    """A position outside 0 .. n-1, mirrored at the ends."""
     return i if _lies_in(i, n) else bounded(_reflected(from_index(i), n), n, wrap=False)
 
 
 def replicated(i: Index, n: Dim) -> Index:
-    """The end that a position beside 0 .. n-1 is nearest to."""
+    """The end that is nearest to a position outside 0 .. n-1."""
     return i if _lies_in(i, n) else bounded(from_index(i), n, wrap=False)
 
 
@@ -371,7 +371,7 @@ def select_scatter(ctx: Context, x: Value, src: Value, dim: int, index: int) -> 
     return Map(ctx.shape, x.dtype, at)
 
 
-def _triangle(target: torch._ops.OpOverload, comparison: str) -> None:
+def _triangle(target: OpOverload, comparison: str) -> None:
     @lowers(target)
     def lower(ctx: Context, x: Value, diagonal: int = 0) -> Value:
         def at(place: tuple[Index, ...]) -> Expr:

@@ -9,7 +9,6 @@ import torch
 from torch_hybrid_backend.core.precision import ROW_BITS
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.loops.index import Index, as_index, var
-from torch_hybrid_backend.loops.integer_products import NARROW
 from torch_hybrid_backend.loops.ir import (
     Buffer,
     Expr,
@@ -26,6 +25,7 @@ from torch_hybrid_backend.loops.lowerings import arithmetic as formula
 from torch_hybrid_backend.loops.lowerings.reducing import axes_of, reduced_body
 from torch_hybrid_backend.loops.lowerings.views import permuted, reshaped, selected
 from torch_hybrid_backend.loops.ops import add, cast, mul
+from torch_hybrid_backend.loops.quantized import NARROW
 
 aten = torch.ops.aten
 

@@ -21,6 +21,7 @@ from torch_hybrid_backend.loops.lowerings import arithmetic as formula
 from torch_hybrid_backend.loops.lowerings.arithmetic import lit
 from torch_hybrid_backend.loops.ops import FLOAT_UNARY, add, call, const, div, is_float, mul, sub, where
 from torch_hybrid_backend.sizes.size import Size
+from torch_hybrid_backend.torch_private import OpOverload
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -48,7 +49,7 @@ def _stand_in(operand: Operand) -> torch.Tensor | float:
     return 1 if isinstance(operand, Size) else operand  # any integer promotes alike
 
 
-def _unary(target: torch._ops.OpOverload, fn: Callable[[Expr], Expr]) -> None:
+def _unary(target: OpOverload, fn: Callable[[Expr], Expr]) -> None:
     @lowers(target)
     def lower(ctx: Context, x: Value) -> Value:
         return ctx.pointwise(fn, x)
@@ -81,7 +82,7 @@ def abs_(ctx: Context, x: Value) -> Value:
     return ctx.pointwise(lambda a: a if a.dtype in ("uint8", "bool") else call("abs", a), x)
 
 
-def _rounding(target: torch._ops.OpOverload, name: str) -> None:
+def _rounding(target: OpOverload, name: str) -> None:
     @lowers(target)
     def lower(ctx: Context, x: Value) -> Value:
         return ctx.pointwise(lambda a: call(name, a) if is_float(a.dtype) else a, x)
@@ -242,8 +243,8 @@ def _clamp(ctx: Context, x: Value, low: Operand | None, high: Operand | None) ->
 
 
 def _common(ctx: Context, operand: Operand) -> Operand:
-    """An operand in the result's dtype, as eager's kernels of the host convert it: where a half type meets a number or a tensor without
-    dimensions, that is rounded to the half type."""
+    """An operand in the result's dtype, as eager's kernels of the host convert it: a number, or a tensor without dimensions, beside a half type
+    is rounded to the half type."""
     if not ctx.out.device.is_host:
         return operand
     if isinstance(operand, Value):
@@ -256,14 +257,14 @@ def _common_number(ctx: Context, number: float) -> float:
     return nearest(number, ctx.out.dtype) if ctx.out.device.is_host else number
 
 
-def _binary(targets: tuple[torch._ops.OpOverload, ...], fn: Callable[[Expr, Expr], Expr]) -> None:
+def _binary(targets: tuple[OpOverload, ...], fn: Callable[[Expr, Expr], Expr]) -> None:
     @lowers(*targets)
     def lower(ctx: Context, x: Operand, y: Operand) -> Value:
         return ctx.pointwise(fn, _common(ctx, x), _common(ctx, y))
 
 
-def _scaling(targets: tuple[torch._ops.OpOverload, ...], fn: Callable[[Expr, Expr], Expr]) -> None:
-    """Lower as `_binary`; but eager takes a half tensor times or over a number with the number in float32."""
+def _scaling(targets: tuple[OpOverload, ...], fn: Callable[[Expr, Expr], Expr]) -> None:
+    """Lower as `_binary`, but with a number beside a half tensor in float32: eager multiplies and divides so."""
 
     @lowers(*targets)
     def lower(ctx: Context, x: Operand, y: Operand) -> Value:
@@ -297,8 +298,8 @@ _binary((aten.logaddexp.default,), lambda a, b: formula.log_add_exp(a, b, "exp",
 _binary((aten.logaddexp2.default,), lambda a, b: formula.log_add_exp(a, b, "exp2", "log2"))
 
 
-def _quotient(targets: tuple[torch._ops.OpOverload, ...], fn: Callable[[Expr, Expr], Expr], *, scales: bool) -> None:
-    """Lower as `_scaling` or `_binary`; of integers eager refuses a divisor of 0."""
+def _quotient(targets: tuple[OpOverload, ...], fn: Callable[[Expr, Expr], Expr], *, scales: bool) -> None:
+    """Lower as `_scaling` or `_binary`. Integers divided by 0 are refused, as in eager."""
 
     @lowers(*targets)
     def lower(ctx: Context, x: Operand, y: Operand) -> Value:
@@ -323,7 +324,7 @@ def div_mode(ctx: Context, x: Value, y: Operand, *, rounding_mode: str | None) -
 
 
 def _divided(ctx: Context, x: Operand, y: Operand, fn: Callable[[Expr, Expr], Expr]) -> Value:
-    """A quotient or remainder: of integers eager refuses one by 0."""
+    """A quotient or remainder. Integers divided by 0 are refused, as in eager."""
     if not is_float(compute_dtype(ctx.out.dtype)):
         if isinstance(y, Value):
             ctx.refuse(y, lambda divisor: call("eq", divisor, const(0, divisor.dtype)))
@@ -332,7 +333,7 @@ def _divided(ctx: Context, x: Operand, y: Operand, fn: Callable[[Expr, Expr], Ex
     return ctx.pointwise(fn, x, y)
 
 
-def _extremum(targets: tuple[torch._ops.OpOverload, ...], op: str, skip_nan: bool) -> None:
+def _extremum(targets: tuple[OpOverload, ...], op: str, skip_nan: bool) -> None:
     def fn(a: Expr, b: Expr) -> Expr:
         if a.dtype == "bool":
             return call("or" if op == "max" else "and", a, b)
@@ -406,7 +407,7 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     _comparison(_name)
 
 
-def _logical(target: torch._ops.OpOverload, name: str) -> None:
+def _logical(target: OpOverload, name: str) -> None:
     @lowers(target)
     def lower(ctx: Context, *operands: Value) -> Value:
         return ctx.pointwise(_op(name), *operands, compute="bool")
@@ -416,7 +417,7 @@ for _name in ("and", "or", "xor", "not"):
     _logical(getattr(aten, f"logical_{_name}").default, _name)
 
 
-def _predicate(target: torch._ops.OpOverload, fn: Callable[[Expr], Expr]) -> None:
+def _predicate(target: OpOverload, fn: Callable[[Expr], Expr]) -> None:
     @lowers(target)
     def lower(ctx: Context, x: Value) -> Value:
         def test(a: Expr) -> Expr:
@@ -446,7 +447,7 @@ def masked_fill(ctx: Context, x: Value, mask: Value, value: Operand) -> Value:
 
 
 def _choose(ctx: Context, condition: Value, x: Operand, y: Operand) -> Value:
-    """x where the condition holds, else y. The condition goes through the operands' dtype, which keeps 0 and 1 apart."""
+    """x where the condition holds, else y. The condition is cast to the operands' dtype on the way, which holds 0 and 1."""
     if ctx.out.dtype == "bool":
         return ctx.pointwise(where, condition, x, y)
     return ctx.pointwise(lambda c, a, b: where(formula.nonzero(c), a, b), condition, x, y)

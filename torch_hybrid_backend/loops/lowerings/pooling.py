@@ -202,7 +202,7 @@ def adaptive_avg_pool1d(ctx: Context, x: Value, output_size: Sequence[int]) -> V
 
 
 def _adaptive(ctx: Context, x: Value, rank: int, combiner: str) -> Value:
-    """Windows from floor(o * n / m) to ceil((o + 1) * n / m); of one size where m divides n."""
+    """Reduce windows from floor(o * n / m) to ceil((o + 1) * n / m), all of one size if m divides n."""
     lead = len(x.shape) - rank
     spatial, outs = tuple(map(known_int, x.shape[lead:])), tuple(map(known_int, ctx.shape[lead:]))
     kernel = adaptive_kernel(spatial, outs)
@@ -408,7 +408,7 @@ def linear_taps(o: Index, n: int, m: int, factor: float | None, align_corners: b
 
 
 def cubic_taps(o: Index, n: int, m: int, factor: float | None, align_corners: bool, dtype: str) -> list[Tap]:
-    """The same for cubic convolution with a = -0.75 (Keys, "Cubic Convolution Interpolation for Digital Image Processing", 1981)."""
+    """`linear_taps` for cubic convolution with a = -0.75 (Keys, "Cubic Convolution Interpolation for Digital Image Processing", 1981)."""
     place = _place(o, n, m, factor, align_corners, dtype)
     start = call("floor", place)
     t = sub(place, start)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.ao.quantization.fx._decomposed
 
 from torch_hybrid_backend.core.precision import are_seven_bits
 from torch_hybrid_backend.core.verdict import Reason
@@ -24,8 +23,9 @@ from torch_hybrid_backend.loops.lowerings.creation import to_copy
 from torch_hybrid_backend.loops.lowerings.reducing import reduced
 from torch_hybrid_backend.loops.lowerings.views import reshaped
 from torch_hybrid_backend.loops.ops import add, call, cast, const, div, is_float, mul, sub, where
+from torch_hybrid_backend.torch_private import quantized_operators
 
-quantized = torch.ops.quantized_decomposed
+quantized = quantized_operators()
 
 # One number for the whole tensor: a literal, or a tensor of one element.
 Number = Value | float

@@ -1,7 +1,7 @@
-"""Operators that draw random numbers: those of eager on the same GPU, from the same state of its generator.
+"""Operators that draw random numbers: the numbers that eager draws on the same GPU, from the same state of its generator.
 
-What is drawn with a tensor of parameters (bernoulli of a tensor), by rejection (poisson) or one after the other (multinomial) stays with eager,
-as does what another generator than the default one is given for.
+Operators with a tensor of parameters (bernoulli of a tensor), by rejection (poisson) or one number after the other (multinomial) stay with
+eager, and so do those that are given another generator than the default one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def uniform(ctx: Context, x: Value, low: float = 0.0, high: float = 1.0, *, gene
 
 
 def _uniform(ctx: Context, low: float, high: float) -> Value:
-    """From `low` to below `high`: cuRAND's numbers are in (0, 1], and what rounds to `high` becomes `low`."""
+    """Numbers in [low, high): cuRAND's are in (0, 1], and a number that rounds to `high` becomes `low`."""
     dtype = ctx.out.torch_dtype
     begin, end = (torch.tensor(bound, dtype=dtype, device=str(CPU)) for bound in (low, high))
     compute = compute_dtype(ctx.out.dtype)
@@ -81,7 +81,7 @@ def bernoulli(ctx: Context, x: Value, p: float = 0.5, *, generator: object = Non
 
 @lowers(aten.native_dropout.default)
 def native_dropout(ctx: Context, x: Value, p: float, train: bool | None) -> tuple[Value, Value]:
-    """(x * kept / (1 - p), kept), with `kept` where a number in (0, 1] is below 1 - p; all of it where `train` is False."""
+    """(x * kept / (1 - p), kept): `kept` is True where a number in (0, 1] is below 1 - p, and everywhere if `train` is False."""
     if train is False:
         kept = Map(ctx.shape, "bool", lambda index: const(True, "bool"))
         return ctx.pointwise(lambda a: a, x), kept
@@ -149,7 +149,7 @@ def _divides(vector: int, numel: Dim) -> bool:
 
 
 def _drawn(ctx: Context, op: str, transformed: Callable[[Expr], Expr]) -> Value:
-    """A result of one number for each element; `transformed` makes an element of it."""
+    """A result of one random number for each element, which `transformed` makes the element's value."""
     out = ctx.out
     if out.dtype not in _FLOATS:
         raise Refuse(Reason.DTYPE, f"random numbers are drawn in {', '.join(_FLOATS)}, not in {out.dtype}")

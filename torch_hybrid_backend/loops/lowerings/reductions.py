@@ -29,6 +29,7 @@ from torch_hybrid_backend.loops.lowerings.reducing import (
 from torch_hybrid_backend.loops.lowerings.views import channelwise, reshaped
 from torch_hybrid_backend.loops.ops import add, call, cast, div, mul, sub, where
 from torch_hybrid_backend.sizes.size import Dim, function
+from torch_hybrid_backend.torch_private import OpOverload
 
 aten = torch.ops.aten
 
@@ -115,20 +116,20 @@ def var_dim(ctx: Context, x: Value, dim: Axes, unbiased: bool = True, keepdim: b
 # Extrema and logic
 
 
-def _extremum(target: torch._ops.OpOverload, combiner: str) -> None:
+def _extremum(target: OpOverload, combiner: str) -> None:
     @lowers(target)
     def lower(ctx: Context, x: Value, dim: Axes = None, keepdim: bool = False) -> Value:
         return extreme(ctx, combiner, x, axes_of(dim, len(x.shape)), keepdim)
 
 
 def extreme(ctx: Context, combiner: str, x: Value, axes: tuple[int, ...], keepdim: bool) -> Value:
-    """The largest or smallest element; NaN where there is one. Of booleans: any or all."""
+    """The largest or smallest element, NaN if there is one; any or all of booleans."""
     if x.dtype == "bool":
         combiner = {"max": "any", "min": "all"}[combiner]
     return reduced(ctx, combiner, x, axes, dtype=x.dtype, keepdim=keepdim)
 
 
-def _position(target: torch._ops.OpOverload, combiner: str) -> None:
+def _position(target: OpOverload, combiner: str) -> None:
     @lowers(target)
     def lower(ctx: Context, x: Value, dim: int | None = None, keepdim: bool = False) -> Value:
         return position(ctx, combiner, x, axes_of(dim, len(x.shape)), keepdim)
@@ -140,7 +141,7 @@ def position(ctx: Context, combiner: str, x: Value, axes: tuple[int, ...], keepd
     return reduced(ctx, combiner, x, axes, widen, "int64", keepdim)
 
 
-def _extremum_and_position(target: torch._ops.OpOverload, combiner: str) -> None:
+def _extremum_and_position(target: OpOverload, combiner: str) -> None:
     @lowers(target)
     def lower(ctx: Context, x: Value, dim: int, keepdim: bool = False) -> tuple[Value | None, Value | None]:
         axes = axes_of(dim, len(x.shape))
@@ -256,7 +257,7 @@ def softmax(ctx: Context, x: Value, dim: int, half_to_float: bool) -> Value:
 
 @lowers(aten._safe_softmax.default)
 def safe_softmax(ctx: Context, x: Value, dim: int, dtype: torch.dtype | None = None) -> Value:
-    """Softmax that is 0, not NaN, in rows of nothing but -inf."""
+    """Softmax that is 0, not NaN, in rows of -inf alone."""
     top, total = _row_statistics(ctx, x, dim)
 
     def fn(a: Expr, m: Expr, s: Expr) -> Expr:

@@ -1,8 +1,7 @@
 """Running sums, products, extrema.
 
-Where the backend has no kernels for `ScanOp`, each element reduces all before it. That is n times the work, and yet cheap for the small masks
-and positions that models make from a cumulative sum, and keeps them in one region. Larger ones are left to eager, which passes once, and so are
-running extrema.
+If the backend has no kernels for `ScanOp`, each element reduces all before it. That is n times the work, but cheap for the small masks and
+positions that models make from a cumulative sum, and keeps them in one region. Eager runs larger scans, in one pass, and running extrema.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from torch_hybrid_backend.loops.ir import Buffer, Expr, ReduceOp, ScanOp, Value,
 from torch_hybrid_backend.loops.lowering import Context, Refuse, lowers
 from torch_hybrid_backend.loops.lowerings.views import axis
 from torch_hybrid_backend.loops.ops import call, cast, const, from_index, where
+from torch_hybrid_backend.torch_private import OpOverload
 
 aten = torch.ops.aten
 
@@ -45,10 +45,10 @@ def logcumsumexp(ctx: Context, x: Value, dim: int) -> Value:
     return _scan(ctx, "logaddexp", x, dim)
 
 
-def _extremum_and_position(target: torch._ops.OpOverload, combiner: str) -> None:
+def _extremum_and_position(target: OpOverload, combiner: str) -> None:
     @lowers(target)
     def lower(ctx: Context, x: Value, dim: int) -> tuple[Value, Value]:
-        """(the most extreme of x[0] ... x[i], where it is: the last of equals, int64); a NaN stays."""
+        """(running extreme of x[0] ... x[i], its position: the last of equals, int64). A NaN stays."""
         if not ctx.abilities.scans:
             raise _without_scans()
         if not x.shape:

@@ -1,4 +1,4 @@
-"""Values that many points of another domain write to: what lowerings of scatters and of gradients share.
+"""Scatter-add and its like, for lowerings of scatters and of gradients: many points of one domain write to elements of another.
 
 Sums of half types and of narrow integers are held in float32 and int32, so that many of them lose nothing and each is one atomic operation.
 """
@@ -38,7 +38,7 @@ def scattered(
 ) -> Value:
     """`base`, every point of `domain` combined with the element at its place: see `ScatterOp`. `ordered`: no order changes the result.
 
-    Refuses where kernels have no such thing, or where the result would depend on an order and may not.
+    Refuses if kernels cannot scatter, or if the result would depend on an order and must not.
     """
     _check(ctx, base.dtype, combiner, ordered)
     if combiner == "write":
@@ -69,7 +69,7 @@ def reduced(
     reduce: str,
     include_self: bool,
 ) -> Value:
-    """x combined by "sum", "mean", "amax" or "amin" of ATen's; without `include_self`, of the points alone where there are any."""
+    """x combined by ATen's "sum", "mean", "amax" or "amin". Without `include_self`, elements that points write to ignore x."""
     combiner = _COMBINERS.get(reduce)
     if combiner is None:
         raise Refuse(Reason.ARGUMENT, f"a scatter that combines by {reduce!r} is left to eager")
@@ -94,7 +94,7 @@ def reduced(
 
 
 def filled(ctx: Context, number: float, shape: tuple[Dim, ...] | None = None, dtype: str = "") -> Map:
-    """Fill with one number; of the node's result's shape and dtype by default."""
+    """A value filled with one number, of the shape and dtype of the node's result by default."""
     dtype = dtype or ctx.out.dtype
     value = const(number, compute_dtype(dtype))
     return Map(ctx.shape if shape is None else shape, dtype, lambda _: value)

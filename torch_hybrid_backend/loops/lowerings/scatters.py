@@ -1,9 +1,9 @@
 """Scatters: elements written, or combined with what is there, at positions that data name.
 
-Where few slices are written along one dimension, each element asks of every slice whether it is meant. That is exact whatever the indices, and
-as cheap as a copy: the gradient of a loss of class numbers, one new position of a KV cache. Where many are written, kernels must be able to
+If few slices are written along one dimension, each element compares its position with every slice's index. That is exact for all indices, and
+as cheap as a copy: the gradient of a loss of class numbers, one new position of a KV cache. If many are written, kernels must be able to
 combine in place (`loops.lowerings.scattering`): the gradients of embeddings, of gathers and of resampling, sums over the edges of a graph.
-Indices out of range are clamped and told of, as in `loops.lowerings.indexing`.
+Indices out of range are clamped and reported, as in `loops.lowerings.indexing`.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def index_add(ctx: Context, x: Value, dim: int, index: Value, source: Value, *, 
     d = axis(dim, len(x.shape))
     if _are_few(ctx, domain[d]):
         positions = reshaped(index, (domain[d],))
-        return _asked(
+        return _compared(
             ctx, x, d, domain[d], lambda i: positions.at((i[d],)), lambda i: scaled(source.at(i), alpha), "sum"
         )
     return scattered(ctx, x, domain, place, lambda i: scaled(source.at(i), alpha), "sum")
@@ -113,7 +113,7 @@ def _scattered(
     d = axis(dim, len(x.shape))
     reaches_all = all(n == m for k, (n, m) in enumerate(zip(domain, x.shape, strict=True)) if k != d)
     if reaches_all and _are_few(ctx, domain[d]):
-        return _asked(ctx, x, d, domain[d], index.at, source, combiner)
+        return _compared(ctx, x, d, domain[d], index.at, source, combiner)
     if not reaches_all and ctx.abilities.scatters == "none":
         raise Refuse(Reason.ARGUMENT, "a scatter that does not reach all of the other dimensions is left to eager")
     return scattered(ctx, x, domain, place, source, combiner, ordered=ordered)
@@ -122,7 +122,7 @@ def _scattered(
 def _along(
     ctx: Context, x: Value, dim: int, index: Value
 ) -> tuple[tuple[Dim, ...], Callable[[tuple[Index, ...]], tuple[Index, ...]]]:
-    """The points that `index` has, and where in x each of them is meant along one dimension."""
+    """The points of `index`, and the position in x that each names along one dimension."""
     if len(index.shape) != len(x.shape) or not x.shape:
         raise Refuse(Reason.ARGUMENT, "a scatter with an index of another rank, or to a scalar, is left to eager")
     d = axis(dim, len(x.shape))
@@ -133,7 +133,7 @@ def _along(
 def _slices(
     ctx: Context, x: Value, dim: int, index: Value
 ) -> tuple[tuple[Dim, ...], Callable[[tuple[Index, ...]], tuple[Index, ...]]]:
-    """The points of slices of one dimension, and where in x those are that `index` names."""
+    """The points of slices of one dimension, and the positions in x that `index` names for them."""
     if not x.shape:
         raise Refuse(Reason.ARGUMENT, "slices added to a scalar are left to eager")
     d, count = axis(dim, len(x.shape)), product(index.shape)
@@ -148,7 +148,7 @@ def replaced_size(shape: tuple[Dim, ...], d: int, by: Dim) -> tuple[Dim, ...]:
     return (*shape[:d], by, *shape[d + 1 :])
 
 
-def _asked(
+def _compared(
     ctx: Context,
     x: Value,
     d: int,
@@ -157,7 +157,7 @@ def _asked(
     source: Callable[[tuple[Index, ...]], Expr],
     combiner: str,
 ) -> Value:
-    """Each element asks of each of `count` slices of dimension d whether it is meant. `position`, `source`: over the points of the slices."""
+    """Each element compares itself with each of `count` slices of dimension d. `position`, `source`: over the points of the slices."""
 
     def at(place: tuple[Index, ...]) -> Expr:
         result = x.at(place)
@@ -172,7 +172,7 @@ def _asked(
 
 
 def _are_few(ctx: Context, count: Dim) -> bool:
-    """True if so few slices are written that each element may ask about all of them; refuses more where kernels cannot write them."""
+    """True if so few slices are written that each element may compare with all. Refuses more if kernels cannot write them."""
     if ctx.abilities.scatters != "none":
         return isinstance(count, int) and count <= MAX_SLICES
     count = known_int(count)
@@ -210,7 +210,7 @@ def index_put(
             here = cast(index.at((i[d],)), "int64")
             return where(call("lt", here, lit(here, 0)), add(here, lit(here, size)), here)
 
-        return _asked(ctx, x, d, count, position, new.at, combiner)
+        return _compared(ctx, x, d, count, position, new.at, combiner)
     if ctx.abilities.scatters == "none":
         raise Refuse(Reason.ARGUMENT, "writing along several dimensions at once is left to eager")
     domain = indexed_shape(x, given)
@@ -246,7 +246,7 @@ def put(ctx: Context, x: Value, index: Value, source: Value, accumulate: bool = 
 def embedding_backward(
     ctx: Context, grad: Value, indices: Value, rows: Dim, padding_idx: int, scale_grad_by_freq: bool
 ) -> Value:
-    """The gradient of a table: each row is the sum of those of its readings; that of `padding_idx` stays 0. grad: (*indices.shape, D)."""
+    """The gradient of a table: each row sums the gradients of its look-ups, but row `padding_idx` stays 0. grad: (*indices.shape, D)."""
     if scale_grad_by_freq:
         raise Refuse(Reason.ARGUMENT, "the gradient of an embedding that is scaled by frequency is left to eager")
     zero = const(0, compute_dtype(grad.dtype))

@@ -25,7 +25,7 @@ def axis(dim: int, rank: int) -> int:
 
 
 def reshaped(value: Value, shape: tuple[Dim, ...]) -> Value:
-    """The value's elements in row-major order under another shape of as many elements."""
+    """The value's elements, in row-major order, in another shape of as many elements."""
     if shape == value.shape:
         return value
     source = value.shape
@@ -117,7 +117,7 @@ def _clipped(position: Dim, size: Dim) -> Dim:
     aten.unsqueeze.default,
 )
 def view(ctx: Context, x: Value, *_shape: object) -> Value:
-    """The result's shape is the node's own: -1 and the like are resolved there."""
+    """The value in the shape of the node's result, in which -1 is resolved."""
     return reshaped(x, ctx.shape)
 
 
@@ -287,7 +287,7 @@ def pixel_unshuffle(ctx: Context, x: Value, downscale_factor: int) -> Value:
 def as_strided(
     ctx: Context, x: Value, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> Value:
-    """By the strides that the traced input has; only where those cover its elements densely, in whatever order."""
+    """A view by the strides of the traced input. Refused unless those cover the input's elements densely, in any order."""
     node = ctx.node.args[0] if ctx.node is not None else None
     meta = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
     if not isinstance(meta, torch.Tensor):

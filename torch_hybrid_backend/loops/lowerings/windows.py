@@ -1,6 +1,6 @@
 """Windows unfolded and folded back: im2col, col2im and the gradients of pooling.
 
-A scatter to overlapping windows is written as what it is for the result: each pixel gathers from the windows that cover it.
+Overlapping windows are not scattered: each pixel of the result gathers from the windows that cover it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torch_hybrid_backend.loops.ops import (
     sub,
 )
 from torch_hybrid_backend.sizes.size import Dim, known_at_most, known_int, product, size_hint
+from torch_hybrid_backend.torch_private import OpOverload
 
 aten = torch.ops.aten
 
@@ -39,17 +40,17 @@ PerDimension = int | Sequence[int]
 def pooled_dimensions(ctx: Context) -> int:
     """Number of dimensions that the node's operator pools over: the digit in its name."""
     assert ctx.node is not None
-    assert isinstance(ctx.node.target, torch._ops.OpOverload)
+    assert isinstance(ctx.node.target, OpOverload)
     return next(int(letter) for letter in ctx.node.target._opname if letter.isdigit())
 
 
 def strides_of(stride: PerDimension, kernel: tuple[int, ...]) -> tuple[int, ...]:
-    """From one window to the next; not given, windows lie side by side."""
+    """Steps from one window to the next; by default windows lie side by side."""
     return kernel if not isinstance(stride, int) and len(stride) == 0 else per_dimension(stride, len(kernel))
 
 
 def window_size(window: Index, k: int, s: int, p: int, n: int, count_include_pad: bool) -> Expr:
-    """Elements of one window in one dimension of an average; what ceil_mode lets stick out of the padding does not count."""
+    """Elements of an average's window in one dimension, without those outside the padding, which ceil_mode allows."""
     start = window * s - p
     end = _least(start + k, n + p)
     if count_include_pad:
@@ -209,7 +210,7 @@ def avg_pool_backward(
     count_include_pad: bool,
     divisor_override: int | None,
 ) -> Value:
-    """Each pixel receives its share of the gradients of the windows that cover it; what they are divided by is the forward operator's rule."""
+    """Each pixel receives its share of the gradients of the windows that cover it, divided as in the forward operator."""
     rank = pooled_dimensions(ctx)
     kernel = per_dimension(kernel_size, rank)
     strides = strides_of(stride, kernel)

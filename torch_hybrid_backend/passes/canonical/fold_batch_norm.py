@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from torch_hybrid_backend.graph.values import constant_nodes, has_mutation
+from torch_hybrid_backend.graph.values import has_mutation
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.rewrite import insert, same_spec
 
@@ -28,7 +28,7 @@ def fold_batch_norm(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
     """
     if has_mutation(gm):
         return False
-    constant = constant_nodes(gm, ctx.constants)
+    constant = ctx.constant_nodes(gm)
     changed = False
     for node in gm.graph.find_nodes(op="call_function", target=aten._native_batch_norm_legit_no_training.default):
         # Inference does not read the saved statistics (empty on CPU). If something reads them, the operator stays whole.

@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.graph.eager_graph import TracedRun
+from torch_hybrid_backend.graph.quantized import is_dequantized
 from torch_hybrid_backend.graph.schema import is_pure, is_view
-from torch_hybrid_backend.graph.values import has_mutation, is_dequantized, returned_roots
+from torch_hybrid_backend.graph.values import has_mutation, returned_roots
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.rewrite import ORIGIN_KEYS
+from torch_hybrid_backend.torch_private import OpOverload, unset_fake_temporarily
 
 aten = torch.ops.aten
 
@@ -70,7 +71,7 @@ def input_free(gm: torch.fx.GraphModule, ctx: PassContext) -> dict[torch.fx.Node
         else:
             foldable = (
                 is_deterministic(node)
-                and not is_dequantized(node)
+                and not is_dequantized(node, ctx.keeps_packed)
                 and all(argument in constant for argument in node.all_input_nodes)
                 and all(_can_be_read(tensor, ctx.fold_limit_bytes) for tensor in _tensors(value))
             )
@@ -83,7 +84,7 @@ def is_deterministic(node: torch.fx.Node) -> bool:
     """True if the node is a tensor operator (or getitem) whose result depends on its arguments alone."""
     if not is_pure(node) or node.target in UNDEFINED:
         return False
-    return isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
+    return isinstance(node.target, OpOverload) or node.target is operator.getitem
 
 
 def _tensors(value: Any) -> list[Any]:

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from torch_hybrid_backend.graph.values import has_mutation
 from torch_hybrid_backend.passes.canonical.fold_constants import evaluate, input_free
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.rewrite import insert, may_replace
+from torch_hybrid_backend.torch_private import unset_fake_temporarily
 
 aten = torch.ops.aten
 Node = torch.fx.Node

@@ -29,8 +29,9 @@ import torch
 import torch.fx
 from torch.fx import Node
 
+from torch_hybrid_backend.graph.quantized import operator_name
 from torch_hybrid_backend.graph.schema import is_item, is_view
-from torch_hybrid_backend.graph.values import QUANTIZED, has_mutation
+from torch_hybrid_backend.graph.values import has_mutation
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.rewrite import insert, replace, replace_by_new
 
@@ -67,8 +68,7 @@ class _Numbers:
     @staticmethod
     def of(node: Node, name: str) -> _Numbers | None:
         """The parameters of a node that calls the per-tensor operator `name` with literal parameters; None for other nodes."""
-        target = node.target
-        if not isinstance(target, torch._ops.OpOverload) or str(target) != f"{QUANTIZED}.{name}_per_tensor.default":
+        if operator_name(node) != f"{name}_per_tensor":
             return None
         arguments = node.args[1:6]
         if len(arguments) < 5 or any(isinstance(number, Node) for number in arguments):

@@ -9,8 +9,9 @@ import torch.fx
 
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.errors import failures
+from torch_hybrid_backend.graph.quantized import is_quantize_operator
 from torch_hybrid_backend.graph.schema import is_view
-from torch_hybrid_backend.graph.values import QUANTIZED, has_mutation
+from torch_hybrid_backend.graph.values import has_mutation
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.rewrite import insert, replace, replace_by_new, same_dim, same_spec
 
@@ -59,7 +60,7 @@ def _pads_nothing(node: torch.fx.Node) -> bool:
     parameters."""
     pad: Any = node.args[1] if node.target is aten.constant_pad_nd.default else (None,)
     is_whole = all(isinstance(size, int) and size == 0 for size in pad)
-    return is_whole and all(str(user.target).startswith(f"{QUANTIZED}.quantize") for user in node.users)
+    return is_whole and all(map(is_quantize_operator, node.users))
 
 
 def _before_widening(value: torch.fx.Node) -> torch.fx.Node:

@@ -13,6 +13,7 @@ import torch.fx
 from torch_hybrid_backend.graph.values import has_mutation
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.rewrite import insert, replace, same_spec
+from torch_hybrid_backend.torch_private import OpOverload
 
 aten = torch.ops.aten
 
@@ -110,9 +111,7 @@ def _item(gm: torch.fx.GraphModule, node: torch.fx.Node) -> bool:
     return changed
 
 
-def _become(
-    gm: torch.fx.GraphModule, node: torch.fx.Node, target: torch._ops.OpOverload, *args: Any, **kwargs: Any
-) -> bool:
+def _become(gm: torch.fx.GraphModule, node: torch.fx.Node, target: OpOverload, *args: Any, **kwargs: Any) -> bool:
     new = insert(node, target, *args, **kwargs)
     if not same_spec(new.meta["val"], node.meta["val"]):
         gm.graph.erase_node(new)

@@ -9,9 +9,10 @@ import torch.fx
 
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.graph.schema import is_view
-from torch_hybrid_backend.graph.values import constant_nodes, has_mutation, storage_root
+from torch_hybrid_backend.graph.values import has_mutation, storage_root
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.rewrite import insert, same_spec
+from torch_hybrid_backend.torch_private import OpOverload
 
 aten = torch.ops.aten
 Node = torch.fx.Node
@@ -28,7 +29,7 @@ def contiguous_tables(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
     """
     if has_mutation(gm):
         return False
-    constants = constant_nodes(gm, ctx.constants)
+    constants = ctx.constant_nodes(gm)
     changed = False
     for node in [n for n in gm.graph.nodes if n in constants and _is_transposed(n, ctx)]:
         readers = [user for user in node.users if user not in constants]
@@ -88,6 +89,6 @@ def _strides_after(readers: list[Node], old: Node, new: Node) -> dict[Node, Any]
 
 def _is_elementwise(node: Node) -> bool:
     target = node.target
-    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or is_view(node):
+    if node.op != "call_function" or not isinstance(target, OpOverload) or is_view(node):
         return False
     return torch.Tag.pointwise in target.tags or target is aten.clone.default

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from torch_hybrid_backend.graph.values import constant_nodes, has_mutation
+from torch_hybrid_backend.graph.values import has_mutation
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.rewrite import insert, replace_by_new
 
@@ -31,7 +31,7 @@ def dilated_convolutions(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
     """Rewrite large dilated 3x3 convolutions with constant float32 weights, static sizes, stride 1 and one group, that keep the image size."""
     if has_mutation(gm) or not ctx.constants:
         return False
-    constant = constant_nodes(gm, ctx.constants)
+    constant = ctx.constant_nodes(gm)
     changed = False
     for node in gm.graph.find_nodes(op="call_function", target=aten.convolution.default):
         if ctx.may_rewrite(node) and _is_candidate(node, constant):

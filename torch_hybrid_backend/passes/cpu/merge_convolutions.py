@@ -15,10 +15,11 @@ import torch
 import torch.fx
 
 from torch_hybrid_backend.graph.schema import is_random
-from torch_hybrid_backend.graph.values import constant_nodes, has_mutation, returned_roots
+from torch_hybrid_backend.graph.values import has_mutation, returned_roots
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.cpu.merge_siblings import feeds_epilogue, move_before, values_with
 from torch_hybrid_backend.passes.rewrite import insert
+from torch_hybrid_backend.torch_private import OpOverload
 
 aten = torch.ops.aten
 Node = torch.fx.Node
@@ -54,7 +55,7 @@ def merge_convolutions(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
     """
     if has_mutation(gm) or not ctx.constants:
         return False
-    constant = constant_nodes(gm, ctx.constants)
+    constant = ctx.constant_nodes(gm)
     returned = returned_roots(gm)
     siblings: dict[tuple[object, ...], list[_Branch]] = {}
     for node in gm.graph.find_nodes(op="call_function", target=aten.convolution.default):
@@ -71,7 +72,7 @@ def _epilogue(node: Node) -> tuple[Node, ...]:
     while len(node.users) == 1:
         node = next(iter(node.users))
         target = node.target
-        if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags:
+        if not isinstance(target, OpOverload) or torch.Tag.pointwise not in target.tags:
             break
         others = [*node.args[1:], *node.kwargs.values()]
         if is_random(target) or any(isinstance(other, Node) for other in others):

@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_hybrid_backend.errors import failures
 from torch_hybrid_backend.graph.schema import is_view
-from torch_hybrid_backend.graph.values import constant_nodes, has_mutation, returned_roots
+from torch_hybrid_backend.graph.values import has_mutation, returned_roots
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.rewrite import insert, same_spec
+from torch_hybrid_backend.torch_private import FakeTensorMode, OpOverload, detect_fake_mode
 
 aten = torch.ops.aten
 Node = torch.fx.Node
@@ -49,7 +48,7 @@ def merge_siblings(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
     """
     if has_mutation(gm) or not ctx.constants:
         return False
-    constant = constant_nodes(gm, ctx.constants)
+    constant = ctx.constant_nodes(gm)
     returned = returned_roots(gm)
     siblings: dict[tuple[object, ...], list[Node]] = {}
     for node in gm.graph.nodes:
@@ -95,7 +94,7 @@ def feeds_epilogue(node: Node) -> bool:
     while len(readers) == 1 and is_view(readers[0]):
         readers = list(readers[0].users)
     target = readers[0].target if len(readers) == 1 else None
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+    return isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags
 
 
 def _merge(gm: torch.fx.GraphModule, group: Sequence[Node]) -> bool:
@@ -151,7 +150,7 @@ def values_with(gm: torch.fx.GraphModule, changed: dict[Node, Any]) -> dict[Node
     for node in gm.graph.nodes:
         if node in changed or not any(argument in known for argument in node.all_input_nodes):
             continue
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        if node.op != "call_function" or not isinstance(node.target, OpOverload):
             return None
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: known.get(n, n.meta["val"]))
         try:

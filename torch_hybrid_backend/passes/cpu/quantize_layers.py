@@ -2,7 +2,7 @@
 
     addmm(b, x, t(w))  ->  addmm(b, dequantize(quantize(x, rows)), t(dequantize(quantize(w, channels))))
 
-`passes.hoist` quantises weights once, and anew when a parameter changes; the pairs that stay in the call are an integer product to engines.
+`passes.hoist` quantizes weights once, and anew when a parameter changes; the pairs that stay in the call are an integer product to engines.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import torch.fx
 from torch.fx import Node
 
 from torch_hybrid_backend.core.verdict import Reason, Refused
+from torch_hybrid_backend.graph.quantized import is_dequantized
 from torch_hybrid_backend.graph.schema import is_item, is_view
-from torch_hybrid_backend.graph.values import constant_nodes, has_mutation, is_dequantized, storage_root
+from torch_hybrid_backend.graph.values import has_mutation, storage_root
 from torch_hybrid_backend.passes.context import PassContext
+from torch_hybrid_backend.passes.precision.lists import is_on, packets
 from torch_hybrid_backend.passes.rewrite import insert, same_dim
 
 aten = torch.ops.aten
@@ -32,44 +34,30 @@ _LAYERS: dict[object, tuple[int, int, int]] = {
     aten.addmm.default: (1, 2, 1),
 }
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# What is never negative whatever it is given, and what is where its inputs are not.
-_NEVER_NEGATIVE = frozenset(
-    {
-        aten.relu.default,
-        aten.relu6.default,
-        aten.sigmoid.default,
-        aten.hardsigmoid.default,
-        aten.abs.default,
-        aten.exp.default,
-    }
+# Operators whose results cannot be negative, whatever they are given.
+_NEVER_NEGATIVE = packets("relu relu6 sigmoid hardsigmoid abs exp square _softmax")
+# The same, where none of their tensors is negative.
+_KEEP_SIGNS = packets(
+    "max_pool2d_with_indices max_pool3d_with_indices avg_pool1d _adaptive_avg_pool2d _adaptive_avg_pool3d mean sum "
+    "silu hardswish gelu leaky_relu sqrt maximum cat stack clone _to_copy pixel_shuffle pixel_unshuffle"
 )
-_KEEP_SIGNS = frozenset(
-    {
-        aten.max_pool2d_with_indices.default,
-        aten.avg_pool2d.default,
-        aten.mean.dim,
-        aten.sum.dim_IntList,
-        aten.clone.default,
-        aten.silu.default,
-        aten.hardswish.default,
-        aten.cat.default,
-        aten.add.Tensor,
-        aten.mul.Tensor,
-        aten.div.Tensor,
-    }
-)
+# The same, where none of their tensors and none of their numbers is: a factor, the divisor of a pooling.
+_KEEP_SIGNS_BY_NUMBERS = packets("add mul div pow elu avg_pool2d avg_pool3d")
+# The same, where none of their numbers is, whatever their tensor is. Clamps are to be given their lower end.
+_BY_NUMBERS = packets("hardtanh clamp clamp_min threshold softplus")
+_CLAMPS = packets("hardtanh clamp clamp_min")
 
 
 def quantize_layers(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
-    """Quantise the layers whose weights are constants, as `ctx.precision` says; whether there were any.
+    """Quantize the layers whose weights are constants, as `ctx.precision` says; returns True if there were any.
 
     Inputs of convolutions get one scale, those of linear layers one for each row; to uint8 where they come from an operator that yields
-    nothing negative. Layers that are quantised carry `meta["precision"]`, "int8"; those that stay as written are in `gm.meta["as_written"]`:
-    name -> why. A layer that the graph itself quantises is left alone.
+    nothing negative. Layers that are quantized carry `meta["precision"]`, "int8"; those that stay as written are in `gm.meta["as_written"]`:
+    name -> why. A layer that the graph itself quantizes is left alone.
     """
     if ctx.precision not in _PRECISIONS or has_mutation(gm):
         return False
-    constant = constant_nodes(gm, ctx.constants)
+    constant = ctx.constant_nodes(gm)
     left: dict[str, Refused] = {}
     made: dict[Any, Node] = {}  # of activations and weights that several layers read
     changed = False
@@ -86,7 +74,7 @@ def quantize_layers(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
             left[node.name] = refused
             continue
         node.update_arg(x_at, _activation(made, node, x))
-        node.update_arg(w_at, _weight(made, node, w, axis))
+        node.update_arg(w_at, _weight(made, node, w, axis, ctx.weight_bits))
         node.meta["precision"] = "int8"
         changed = True
     gm.meta["as_written"] = {**gm.meta.get("as_written", {}), **left}
@@ -97,12 +85,12 @@ def _refusal(node: Node, x: Node, w: Node) -> Refused | None:
     dtypes = {x.meta["val"].dtype, w.meta["val"].dtype}
     if len(dtypes) != 1 or not dtypes <= {*_DTYPES}:
         return Refused(
-            Reason.UNSUPPORTED, f"values of dtype {' and '.join(sorted(map(str, dtypes)))} are not quantised"
+            Reason.UNSUPPORTED, f"values of dtype {' and '.join(sorted(map(str, dtypes)))} are not quantized"
         )
     if any(same_dim(size, 0) for size in x.meta["val"].shape):
         return Refused(Reason.UNSUPPORTED, "a tensor without elements has no largest magnitude")
     if node.target is aten.convolution.default and node.args[6]:
-        return Refused(Reason.UNSUPPORTED, "transposed convolutions are not quantised")
+        return Refused(Reason.UNSUPPORTED, "transposed convolutions are not quantized")
     return None
 
 
@@ -122,8 +110,8 @@ def _activation(made: dict[Any, Node], layer: Node, x: Node) -> Node:
     return _once(made, x, lambda: steps.tensor_now(apply, x, non_negative=non_negative))
 
 
-def _weight(made: dict[Any, Node], layer: Node, w: Node, axis: int) -> Node:
-    """Quantise a weight; of a transposed one the parameter, as it lies in memory."""
+def _weight(made: dict[Any, Node], layer: Node, w: Node, axis: int, bits: int) -> Node:
+    """Quantize a weight; of a transposed one the parameter, as the parameter lies in memory."""
     from torch_hybrid_backend.graph import quantization as steps
 
     apply = functools.partial(insert, layer)
@@ -131,36 +119,51 @@ def _weight(made: dict[Any, Node], layer: Node, w: Node, axis: int) -> Node:
     if w.target is aten.permute.default and list(w.args[1]) == [1, 0]:  # type: ignore[arg-type]
         base = w.args[0]
     if base is None:
-        return _once(made, (w, axis), lambda: steps.weight(apply, w, axis))
-    dequantized = _once(made, (base, 1 - axis), lambda: steps.weight(apply, base, 1 - axis))
+        return _once(made, (w, axis), lambda: steps.weight(apply, w, axis, bits))
+    dequantized = _once(made, (base, 1 - axis), lambda: steps.weight(apply, base, 1 - axis, bits))
     return insert(layer, aten.permute.default, dequantized, [1, 0])
 
 
-_OF_NUMBERS = (aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor)
-
-
 def _is_never_negative(x: Node) -> bool:
-    """True if the operators that x comes from yield nothing below 0; NaN apart. (`quantization.signs` asks the same of tensors.)"""
+    """True if the operators that x comes from yield nothing below 0; NaN apart."""
     waiting, seen = [x], set[Node]()
     while waiting:
         node = waiting.pop()
-        if node in seen or node.target in _NEVER_NEGATIVE or _is_bounded(node):
+        if node in seen:
             continue
         seen.add(node)
-        keeps = (
-            node.target in _KEEP_SIGNS
-            or (is_view(node) and node.target is not aten.view.dtype)
-            or (is_item(node) and node.args[1] == 0)
-        )
-        numbers = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, int | float)]
-        if not keeps or (node.target in _OF_NUMBERS and any(number < 0 for number in numbers)):
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and not value.is_floating_point():  # integers may wrap
+            return False
+        if _yields_nothing_negative(node):
+            continue
+        if not _keeps_signs(node):
             return False
         waiting += node.all_input_nodes
     return True
 
 
-def _is_bounded(node: Node) -> bool:
-    if node.target not in (aten.hardtanh.default, aten.clamp.default, aten.clamp_min.default):
-        return False
-    low = node.args[1] if len(node.args) > 1 else node.kwargs.get("min")
-    return isinstance(low, int | float) and low >= 0
+def _yields_nothing_negative(node: Node) -> bool:
+    """True if a result cannot be negative, whatever the tensor is that the operator is given."""
+    args = node.args
+    if is_on(node, _BY_NUMBERS):
+        # The upper end of a clamp may be the lower one.
+        low = args[1] if len(args) > 1 else node.kwargs.get("min", None if is_on(node, _CLAMPS) else 0)
+        return isinstance(low, int | float) and not _has_negative_number(node)
+    if node.target is aten.pow.Tensor_Scalar:
+        exponent: Any = args[1]
+        return isinstance(exponent, int | float) and exponent % 2 == 0
+    return is_on(node, _NEVER_NEGATIVE) or (node.target is aten.mul.Tensor and args[0] is args[1])
+
+
+def _keeps_signs(node: Node) -> bool:
+    """True if a result cannot be negative where nothing is that the operator is given."""
+    if is_on(node, _KEEP_SIGNS_BY_NUMBERS):
+        return not _has_negative_number(node)
+    is_same = is_view(node) and node.target is not aten.view.dtype
+    is_first = is_item(node) and bool(node.args[1] == 0)  # the maxima of a pooling, not their places
+    return is_same or is_first or is_on(node, _KEEP_SIGNS)
+
+
+def _has_negative_number(node: Node) -> bool:
+    return any(isinstance(arg, int | float) and arg < 0 for arg in (*node.args, *node.kwargs.values()))

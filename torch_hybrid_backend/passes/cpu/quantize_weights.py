@@ -2,7 +2,7 @@
 
     mm(x, w)   ->   q = quantize(rows of w^T, scale); mm(x, dequantize(q, scale)^T)         q int8
 
-`passes.hoist` computes q and scale of the parameter, and anew when it changes; never the dequantised form, which kernels unpack where they
+`passes.hoist` computes q and scale of the parameter, and anew when it changes; never the dequantized form, which kernels unpack where they
 multiply: a product of few rows takes as long as its weight comes from memory. Kernels may round activations to 8 bits of the largest of up to
 64 neighbours, as ggml and OpenVINO do, or to as many as `ctx.weights.activation_bits` says (`core.precision.ROW_BITS`). Unless
 `ctx.weights` says otherwise, the weight is symmetric:
@@ -15,7 +15,7 @@ multiply: a product of few rows takes as long as its weight comes from memory. K
 `ctx.weights.zero_points` the integers of a group span from its least value to its largest, and one of them stands for 0.
 
 Both are (N, K) int8, of 4 bits those between -8 and 7, in torch.ao's own operators: engines pack them. A weight of a half type is widened
-first, and what is dequantised is rounded to it again, which kernels leave out. Embeddings that share such a weight keep
+first, and what is dequantized is rounded to it again, which kernels leave out. Embeddings that share such a weight keep
 reading the parameter: a few rows, exact.
 
 Sources: Dettmers et al., "LLM.int8()", 2022 (scales per channel); Frantar et al., "GPTQ", 2022 (groups); Jacob et al., CVPR
@@ -24,40 +24,33 @@ Sources: Dettmers et al., "LLM.int8()", 2022 (scales per channel); Frantar et al
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.fx
 from torch.fx import Node
 
+from torch_hybrid_backend.core.limits import LEAST_QUANTIZED_ELEMENTS
 from torch_hybrid_backend.core.precision import ROW_BITS
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.graph.quantization import WEIGHTS
-from torch_hybrid_backend.graph.values import constant_nodes, has_mutation
+from torch_hybrid_backend.graph.quantized import PRODUCTS
+from torch_hybrid_backend.graph.values import has_mutation
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.rewrite import insert
+from torch_hybrid_backend.torch_private import quantized_operators
 
 aten = torch.ops.aten
 
-# Operator -> positions of its input and its weight, and whether that lies (N, K).
-_PRODUCTS: Mapping[object, tuple[int, int, bool]] = {
-    aten.mm.default: (0, 1, False),
-    aten.addmm.default: (1, 2, False),
-    aten.linear.default: (0, 1, True),
-}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BITS = {"int8-weights": 8, "int4-weights": 4}
 GROUP = 32  # of 4 bits, where nothing else is asked for
-# Weights of fewer elements come from memory in 2 us, at 30 GB/s: less than a kernel takes to begin.
-LEAST_ELEMENTS = 1 << 14
 _TINY = torch.finfo(torch.float32).tiny
 _UP = 1 + 2**-9 + 2**-17  # half a step of bfloat16 and a little: what is rounded to nearest behind it is rounded up
 
 
 def quantize_weights(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
-    """Quantise the constant weights of linear layers, as `ctx.precision` says; whether there were any.
+    """Quantize the constant weights of linear layers, as `ctx.precision` says; True if there were any.
 
     Their products carry `meta["precision"]`, "int8" or "int4", and the mark `ROW_BITS`. Layers that stay as written, for another reason than
     `ctx.as_written`, are in `gm.meta["as_written"]`: name -> why.
@@ -65,16 +58,16 @@ def quantize_weights(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
     bits = _BITS.get(ctx.precision)
     if bits is None or has_mutation(gm):
         return False
-    constant = constant_nodes(gm, ctx.constants)
+    constant = ctx.constant_nodes(gm)
     group = ctx.weights.group_size or (GROUP if bits == 4 else None)
     left: dict[str, Refused] = {}
     made: dict[tuple[Node, bool], Node] = {}
     for node in list(gm.graph.nodes):
-        if node.target not in _PRODUCTS or not ctx.may_rewrite(node) or node.name in ctx.as_written:
+        if node.target not in PRODUCTS or not ctx.may_rewrite(node) or node.name in ctx.as_written:
             continue
-        x, position, has_rows = _PRODUCTS[node.target]
-        weight = node.args[position]
-        if weight not in constant or node.args[x] in constant:
+        position, has_rows = PRODUCTS[node.target], node.target is aten.linear.default
+        weight: Any = node.args[position]
+        if weight not in constant or node.args[position - 1] in constant:
             continue
         refused = _refusal(weight.meta["val"], group, has_rows)
         if refused is not None:
@@ -82,7 +75,7 @@ def quantize_weights(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
             continue
         how = rows, turned = _rows(weight, has_rows)
         if how not in made:
-            importlib.import_module("torch.ao.quantization.fx._decomposed")  # the operators exist from here on
+            quantized_operators()  # the operators exist from here on
             whole = insert(node, aten.permute.default, rows, [1, 0]) if turned else rows
             dtype = whole.meta["val"].dtype
             whole = _widened(node, whole)
@@ -103,9 +96,9 @@ def _refusal(weight: torch.Tensor, group: int | None, has_rows: bool) -> Refused
     """The reason why a weight stays as it is, or None."""
     if weight.dim() != 2 or weight.dtype not in _DTYPES:
         return Refused(
-            Reason.UNSUPPORTED, f"weights of dtype {weight.dtype} and {weight.dim()} dimensions are not quantised"
+            Reason.UNSUPPORTED, f"weights of dtype {weight.dtype} and {weight.dim()} dimensions are not quantized"
         )
-    if weight.numel() < LEAST_ELEMENTS:
+    if weight.numel() < LEAST_QUANTIZED_ELEMENTS:
         return Refused(Reason.SLOWER, f"the weight has {weight.numel()} elements: reading it is not what takes time")
     k = weight.shape[1 if has_rows else 0]
     if group is not None and k % group:
@@ -114,7 +107,7 @@ def _refusal(weight: torch.Tensor, group: int | None, has_rows: bool) -> Refused
 
 
 def _rows(weight: Node, has_rows: bool) -> tuple[Node, bool]:
-    """The node that holds the weight's rows, one for each output channel; and whether as columns."""
+    """The node that holds the weight's rows, one for each output channel; and True if they are its columns."""
     if has_rows:
         return weight, False
     if weight.target is aten.t.default or (weight.target is aten.permute.default and list(weight.args[1]) == [1, 0]):  # type: ignore[arg-type]
@@ -124,9 +117,9 @@ def _rows(weight: Node, has_rows: bool) -> tuple[Node, bool]:
 
 
 def _by_channel(before: Node, w: Node) -> Node:
-    """w (N, K) by way of integers of 8 bits with a scale for each row: dequantised.
+    """w (N, K) by way of integers of 8 bits with a scale for each row: dequantized.
 
-    As `graph.quantization.weight`, but without zero points to dequantise by: their fill would stay in every call.
+    As `graph.quantization.weight`, but without zero points to dequantize by: their fill would stay in every call.
     """
     quantized = torch.ops.quantized_decomposed
     scale = _symmetric_bytes(before, w)
@@ -136,7 +129,7 @@ def _by_channel(before: Node, w: Node) -> Node:
 
 
 def _by_group(before: Node, w: Node, bits: int, group: int | None, *, has_zeros: bool) -> Node:
-    """w (N, K) by way of integers of 8 or 4 bits with a scale for `group` neighbours (None: a row), and a zero point: dequantised.
+    """w (N, K) by way of integers of 8 or 4 bits with a scale for `group` neighbours (None: a row), and a zero point: dequantized.
 
     Scales of groups are bfloat16, rounded up: their bytes are what calls wait for, too. Integers are made by the scale as it is kept.
     """

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 import torch.fx
 
-from torch_hybrid_backend.graph.values import constant_nodes, has_mutation
+from torch_hybrid_backend.graph.values import has_mutation
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.rewrite import insert, same_spec
+from torch_hybrid_backend.torch_private import OpOverload
 
 aten = torch.ops.aten
 Node = torch.fx.Node
@@ -45,7 +46,7 @@ def resample_last(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
     """
     if has_mutation(gm) or not ctx.constants:
         return False
-    constant = constant_nodes(gm, ctx.constants)
+    constant = ctx.constant_nodes(gm)
     convolutions = gm.graph.find_nodes(op="call_function", target=aten.convolution.default)
     changed = [_rewrite(gm, node) for node in convolutions if ctx.may_rewrite(node) and _is_candidate(node, constant)]
     return any(changed)
@@ -123,7 +124,7 @@ def _term(
     if is_resampled:
         (part,) = group
         projected = insert(node, aten.convolution.default, part.args[0], weight, bias, *geometry)
-        assert isinstance(part.target, torch._ops.OpOverload)
+        assert isinstance(part.target, OpOverload)
         return insert(node, part.target, projected, *part.args[1:], origin=part, **part.kwargs)
     image = group[0] if len(group) == 1 else insert(node, aten.cat.default, list(group), 1)
     return insert(node, aten.convolution.default, image, weight, bias, *geometry)

@@ -17,15 +17,14 @@ from typing import Any
 import torch
 import torch.fx
 
-from torch_hybrid_backend.graph.values import constant_nodes, has_mutation
+from torch_hybrid_backend.graph.quantized import operator_name
+from torch_hybrid_backend.graph.values import has_mutation
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.rewrite import insert, replace_by_new
 
 aten = torch.ops.aten
 Node = torch.fx.Node
 
-# Compared by name: the operator exists only after `torch.ao.quantization.fx._decomposed` was imported.
-_DEQUANTIZE = "quantized_decomposed.dequantize_per_channel.default"
 # From this many channels on, Winograd's algorithm computes a 3x3 kernel with less work than four products per pixel.
 _WINOGRAD_CHANNELS = 32
 
@@ -83,7 +82,7 @@ def transposed_convolutions(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
     """
     if has_mutation(gm) or not ctx.constants:
         return False
-    constant = constant_nodes(gm, ctx.constants)
+    constant = ctx.constant_nodes(gm)
     changed = False
     for node in gm.graph.find_nodes(op="call_function", target=aten.convolution.default):
         axes = _axes(node, constant) if ctx.may_rewrite(node) else None
@@ -122,7 +121,7 @@ def _axes(node: Node, constant: set[Node]) -> list[_Axis] | None:
 
 def _is_quantized(weight: Node, constant: set[Node]) -> bool:
     """True if the weight is an 8-bit weight, dequantized symmetrically per output channel."""
-    if str(weight.target) != _DEQUANTIZE:
+    if operator_name(weight) != "dequantize_per_channel":
         return False
     integers, scales, zeros, axis, *_ = weight.args
     is_symmetric = isinstance(zeros, Node) and zeros.target is aten.full.default and zeros.args[1] == 0
@@ -151,7 +150,7 @@ def _rewrite(gm: torch.fx.GraphModule, node: Node, axes: list[_Axis]) -> bool:
 def _convolved(node: Node, x: Any, weight: Any, bias: Any, axes: list[_Axis]) -> Node:
     """(N, strides * O, *places): the convolution of the small image. Channels of one place are adjacent, as they are copied as vectors."""
     rank, count = len(axes), math.prod(axis.stride for axis in axes)
-    if str(weight.target) == _DEQUANTIZE:
+    if operator_name(weight) == "dequantize_per_channel":
         integers, scales, zeros, _, *bounds = weight.args
         zeros = insert(node, aten.full.default, [count * zeros.meta["val"].shape[0]], 0, **zeros.kwargs)
         narrow, scales = _reordered(node, integers, axes), _repeated(node, scales, count)

@@ -12,16 +12,15 @@ Source: PyTorch, aten/src/ATen/native/cpu/int4mm_kernel.cpp (tinygemm for CPU), 
 from __future__ import annotations
 
 import functools
-import importlib
 
 import torch
 import torch.fx
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Node
 
-from torch_hybrid_backend.graph.values import constant_nodes, has_mutation
+from torch_hybrid_backend.graph.values import has_mutation
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.rewrite import insert, replace_by_new
+from torch_hybrid_backend.torch_private import quantized_operators, unset_fake_temporarily
 
 aten = torch.ops.aten
 
@@ -40,8 +39,8 @@ def unpack_int4(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
     form = _form() if products and not has_mutation(gm) else None
     if form is None:
         return False
-    importlib.import_module("torch.ao.quantization.fx._decomposed")  # the operators exist from here on
-    constant, changed = constant_nodes(gm, ctx.constants), False
+    quantized_operators()  # the operators exist from here on
+    constant, changed = ctx.constant_nodes(gm), False
     for node in products:
         x, packed, _, moves = node.args
         n = packed.meta["val"].shape[0]

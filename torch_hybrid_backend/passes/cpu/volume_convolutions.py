@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from torch_hybrid_backend.graph.values import constant_nodes, has_mutation
+from torch_hybrid_backend.graph.values import has_mutation
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.rewrite import insert, replace_by_new
 
@@ -28,7 +28,7 @@ def volume_convolutions(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
     """Rewrite 3-D convolutions with constant weights and static sizes, unless their results would have other strides."""
     if has_mutation(gm) or not ctx.constants:
         return False
-    constant = constant_nodes(gm, ctx.constants)
+    constant = ctx.constant_nodes(gm)
     changed = False
     for node in gm.graph.find_nodes(op="call_function", target=aten.convolution.default):
         if ctx.may_rewrite(node) and _is_candidate(node, constant):

@@ -14,8 +14,9 @@ from torch_hybrid_backend.core.precision import AS_WRITTEN, DEFAULT_TOLERANCES
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.graph.devices import device_of
 from torch_hybrid_backend.graph.precision import computes, converted_to, is_cast, precision_of
+from torch_hybrid_backend.graph.quantized import is_quantizing
 from torch_hybrid_backend.graph.source import module_call, source_line
-from torch_hybrid_backend.graph.values import QUANTIZED, constant_nodes, has_mutation
+from torch_hybrid_backend.graph.values import has_mutation
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.precision.half import DTYPES
 from torch_hybrid_backend.passes.precision.lists import is_layer, is_on
@@ -42,8 +43,7 @@ def mark_sites(gm: torch.fx.GraphModule) -> None:
 
 def quantized_as_written(gm: torch.fx.GraphModule, ctx: PassContext) -> Conversion | None:
     """Counts for a graph whose model quantizes layers itself, with the layers that it does not quantize. None if it quantizes none."""
-    targets = [node.target for node in gm.graph.nodes]
-    if not any(isinstance(target, torch._ops.OpOverload) and target.namespace == QUANTIZED for target in targets):
+    if not any(is_quantizing(node.target) for node in gm.graph.nodes):
         return None
     left = {node.name: _not_quantized(node) for node in gm.graph.nodes if is_layer(node)}
     return conversion(gm, replace(ctx, as_written=left))
@@ -60,7 +60,7 @@ def conversion(gm: torch.fx.GraphModule, ctx: PassContext, tolerance: float | No
 
     tolerance: None for the precision's default.
     """
-    constant = constant_nodes(gm, ctx.constants)
+    constant = ctx.constant_nodes(gm)
     casts = [node for node in gm.graph.nodes if is_cast(node)]
     computing = [node for node in gm.graph.nodes if node not in constant and computes(node)]
     converted = Counter(name for name in map(converted_to, computing) if name is not None)

@@ -14,20 +14,18 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
-from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.errors import failures
 from torch_hybrid_backend.graph.precision import converted_to
 from torch_hybrid_backend.graph.schema import has_effects, is_item
-from torch_hybrid_backend.graph.values import constant_nodes, has_mutation
+from torch_hybrid_backend.graph.values import has_mutation
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.precision.lists import is_layer, read_as_written, reads_form
 from torch_hybrid_backend.passes.precision.paint import paint
 from torch_hybrid_backend.passes.rewrite import insert, same_dims
+from torch_hybrid_backend.torch_private import FakeTensorMode, detect_fake_mode, tree_leaves
 
 aten = torch.ops.aten
 
@@ -44,7 +42,7 @@ def half(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
     if dtype is None or has_mutation(gm):
         return False
     # Expanded values are no constants here: they are cast before the expansion, which costs nothing in a loop.
-    constant = {node for node in constant_nodes(gm, ctx.constants) if node.target is not aten.expand.default}
+    constant = {node for node in ctx.constant_nodes(gm) if node.target is not aten.expand.default}
     as_written = {node: ctx.as_written[node.name] for node in gm.graph.nodes if node.name in ctx.as_written}
     # A layer that is merely slower in half precision does not keep its readers from being converted.
     refused = {node: why for node, why in as_written.items() if why.code is Reason.SLOWER}

@@ -16,7 +16,8 @@ import logging
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+
+from torch_hybrid_backend.torch_private import DisableTorchFunction, TensorBase, without_modes
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ def native_module() -> Any | None:
         log.info("tensors are read from Python, for the C++ runtime is no module of this Python: %s", error)
         return None
     # Outside of whatever modes the caller is in: plain tensors that count versions.
-    with torch.inference_mode(False), torch._C.DisableTorchFunction(), _disable_current_modes():
+    with torch.inference_mode(False), DisableTorchFunction(), without_modes():
         offset = _payload_offset()
         if offset is not None and module.learn(offset, torch.Tensor, torch.nn.Parameter) and _reads_rightly(module):
             return module
@@ -42,7 +43,7 @@ def _payload_offset() -> int | None:
     """Bytes from the start of a tensor's Python object to the pointer that is its C++ tensor; None where it holds no such pointer."""
     tensor = torch.empty(3, device="cpu")
     word = ctypes.sizeof(ctypes.c_void_p)
-    words = (ctypes.c_void_p * (torch._C.TensorBase.__basicsize__ // word)).from_address(id(tensor))
+    words = (ctypes.c_void_p * (TensorBase.__basicsize__ // word)).from_address(id(tensor))
     places = [index for index, value in enumerate(words) if value == tensor._cdata]
     return places[0] * word if len(places) == 1 else None
 

@@ -27,13 +27,14 @@ from torch_hybrid_backend.machine import unsupported
 from torch_hybrid_backend.runtime.native.description import PlanDescription
 from torch_hybrid_backend.runtime.native.libraries import OpenLibrary, use_library
 from torch_hybrid_backend.runtime.native.module import native_module
+from torch_hybrid_backend.torch_private import profiler_enabled
 
 log = logging.getLogger(__name__)
 
 Callback = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
 # Whether torch.profiler (or a profiler of its kind) watches this thread.
-_profiler_enabled = torch._C._autograd._profiler_enabled
+_profiler_enabled = profiler_enabled
 
 _LIBRARY = Path(__file__).resolve().parents[2] / "_runtime.so"
 _NAMESPACE = "torch_hybrid_backend"

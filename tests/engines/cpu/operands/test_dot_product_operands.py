@@ -14,10 +14,11 @@ from tests.services_for_tests import services
 from torch_hybrid_backend.codegen.engine import KernelEngine, KernelRegion
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.engines.cpu.backend import TvmBackend
-from torch_hybrid_backend.engines.cpu.kernels import PackedMatMulKernel, TileMatMulKernel
+from torch_hybrid_backend.engines.cpu.isa import widest_lanes
+from torch_hybrid_backend.engines.cpu.kernels import CpuMatMulKernel
 from torch_hybrid_backend.engines.cpu.operands.packed_operands import packed_operands
-from torch_hybrid_backend.engines.cpu.operations import PackedConvOp
-from torch_hybrid_backend.engines.cpu.target import Target, widest_lanes
+from torch_hybrid_backend.engines.cpu.operations import CpuConvOp
+from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.loops.graph import LoopGraph
 from torch_hybrid_backend.loops.ir import Buffer, IntegerConvOp
 from torch_hybrid_backend.machine import may_use_tiles
@@ -54,7 +55,7 @@ def computed(
 def integer_kernels(compiled: KernelRegion) -> int:
     """The number of a region's kernels that multiply integers: with sums of int32."""
     kernels = [kernel for option in compiled.options for kernel in option.chosen.variant.kernels]
-    products = (kernel for kernel in kernels if isinstance(kernel, PackedMatMulKernel | TileMatMulKernel))
+    products = (kernel for kernel in kernels if isinstance(kernel, CpuMatMulKernel))
     return sum(kernel.accumulator.dtype == "int32" for kernel in products)
 
 
@@ -416,8 +417,8 @@ def test_taps_are_words_in_windows_of_few_columns() -> None:
         weight = Buffer((32, 1, 3, width), "int8", constant=True)
         op = IntegerConvOp(out, image, weight, (1, 1), (1, width // 2), (1, 1), 32, zero)
         prepared = packed_operands(LoopGraph((weight,), (out,), (), (op,)), {}, HOST)
-        (made,) = (op for op in prepared.graph.ops if isinstance(op, PackedConvOp))
-        return made.w.shape, made.start is not None
+        (made,) = (op for op in prepared.graph.ops if isinstance(op, CpuConvOp))
+        return made.weight.buffer.shape, made.weight.start is not None
 
     assert packed(0, "uint8", 3) == packed(-128, "int8", 3) == ((2, 3, 1, 16, 4), False)
     assert packed(0, "uint8", 7) == ((2, 3, 2, 16, 4), False)

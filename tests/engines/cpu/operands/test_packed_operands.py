@@ -8,12 +8,13 @@ import torch
 from tests.codegen.regions_for_tests import region_of
 from torch_hybrid_backend.codegen.assemble import RegionKernels, assemble
 from torch_hybrid_backend.engines.cpu.backend import TvmBackend
-from torch_hybrid_backend.engines.cpu.kernels import PackedConvKernel, PackedMatMulKernel, UnpackedMatMulKernel
+from torch_hybrid_backend.engines.cpu.kernels import CpuConvKernel, CpuMatMulKernel
 from torch_hybrid_backend.engines.cpu.operands.packing import pack_b, pack_conv_weight, packed_conv_weight_value
 from torch_hybrid_backend.engines.cpu.target import Target
+from torch_hybrid_backend.engines.cpu.weights import InPlace, Panels, Weight
 from torch_hybrid_backend.loops.index import as_index
 from torch_hybrid_backend.loops.ir import Buffer, Const, Load
-from torch_hybrid_backend.loops.kernels import AttentionKernel, MapKernel
+from torch_hybrid_backend.loops.kernels import AttentionKernel, Kernel, MapKernel
 
 _AVX512 = Target("x86-64-v4", "x", ("avx512f",), 16, 2, 48 << 10, 1 << 20)
 
@@ -22,13 +23,20 @@ def assembled(function: object, *inputs: torch.Tensor, changing: int = 1) -> Reg
     return assemble(region_of(function, *inputs, changing=changing), TvmBackend(_AVX512))  # type: ignore[arg-type]
 
 
+def weight_of(kernel: Kernel) -> Weight:
+    """The weight of a product's kernel."""
+    assert isinstance(kernel, CpuMatMulKernel)
+    return kernel.weight
+
+
 def test_a_constant_right_operand_is_packed_ahead() -> None:
     """In panels of two vectors of columns."""
     w = torch.randn(70, 40)
     found = assembled(torch.mm, torch.randn(5, 70), w)
     (kernel,), (packed,) = found.kernels, found.packed
-    assert isinstance(kernel, PackedMatMulKernel)
-    assert (kernel.packed, kernel.tile_n, kernel.batched_b) == (packed.buffer, 32, False)
+    assert isinstance(kernel, CpuMatMulKernel)
+    assert isinstance(kernel.weight, Panels)
+    assert (kernel.weight.buffer, kernel.weight.width, kernel.is_batched) == (packed.buffer, 32, False)
     assert torch.equal(packed.pack(w), pack_b(w[None], 32))
 
 
@@ -38,9 +46,9 @@ def test_a_right_operand_that_changes_is_packed_in_every_call() -> None:
     packing, product = found.kernels
     assert not found.packed
     assert isinstance(packing, MapKernel)
-    assert isinstance(product, PackedMatMulKernel)
-    assert product.batched_b
-    assert packing.writes[0].buffer is product.packed
+    assert isinstance(product, CpuMatMulKernel)
+    assert product.is_batched
+    assert packing.writes[0].buffer is product.weight.buffer
 
 
 @pytest.mark.parametrize(
@@ -52,24 +60,25 @@ def test_weights_that_are_read_where_they_lie(rows: int, transposed: bool, strid
     w = torch.randn(1536, 256).t() if transposed else torch.randn(256, 1536)
     found = assembled(torch.mm, torch.randn(rows, 256), w)
     (kernel,) = found.kernels
-    assert isinstance(kernel, PackedMatMulKernel if strides is None else UnpackedMatMulKernel)
-    if isinstance(kernel, UnpackedMatMulKernel):
-        assert (kernel.row_stride, kernel.k_stride, kernel.offset) == (*strides, 0)  # type: ignore[misc]
-        assert kernel.weight is found.inputs[1]
+    weight = weight_of(kernel)
+    assert isinstance(weight, Panels if strides is None else InPlace)
+    if isinstance(weight, InPlace):
+        assert (weight.row_stride, weight.k_stride, weight.offset) == (*strides, 0)  # type: ignore[misc]
+        assert weight.buffer is found.inputs[1]
         assert not found.packed
 
 
 def test_weights_of_several_batches_are_packed() -> None:
     """Weights of several batches are packed, as only one matrix is read in place."""
     found = assembled(torch.bmm, torch.randn(2, 128, 256), torch.randn(2, 256, 1536))
-    assert isinstance(found.kernels[0], PackedMatMulKernel)
+    assert isinstance(weight_of(found.kernels[0]), Panels)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_dtypes_are_packed(dtype: torch.dtype) -> None:
     """Weights of other dtypes are packed, as only float32 is read in place."""
     found = assembled(torch.mm, torch.randn(128, 256).to(dtype), torch.randn(1536, 256).to(dtype).t())
-    assert isinstance(found.kernels[0], PackedMatMulKernel)
+    assert isinstance(weight_of(found.kernels[0]), Panels)
 
 
 @pytest.mark.parametrize(
@@ -85,10 +94,11 @@ def test_convolutions_have_their_weight_packed(shape: tuple[int, ...], groups: i
 
     found = assembled(convolution, x, w)
     (kernel,), (packed,) = found.kernels, found.packed
-    assert isinstance(kernel, PackedConvKernel)
-    assert (kernel.kernel, kernel.groups, kernel.packed) == (shape[2:], groups, packed.buffer)
-    assert torch.equal(packed.pack(w), pack_conv_weight(w, groups, kernel.block))
-    assert kernel.packed.shape == packed.pack(w).shape
+    assert isinstance(kernel, CpuConvKernel)
+    assert isinstance(kernel.weight, Panels)
+    assert (kernel.kernel, kernel.groups, kernel.weight.buffer) == (shape[2:], groups, packed.buffer)
+    assert torch.equal(packed.pack(w), pack_conv_weight(w, groups, kernel.weight.width))
+    assert kernel.weight.buffer.shape == packed.pack(w).shape
 
 
 def test_attention_packs_nothing_ahead() -> None:

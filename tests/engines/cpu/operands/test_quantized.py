@@ -1,4 +1,4 @@
-"""Right operands that are dequantized weights, and how they are packed."""
+"""Quantized weights that kernels take, and how they are packed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import torch
 import torch.ao.quantization.fx._decomposed
 
 from tests.codegen.regions_for_tests import region_of
+from tests.partition.engines_for_tests import trace
 from torch_hybrid_backend.codegen.assemble import RegionKernels, assemble
 from torch_hybrid_backend.core.precision import ROW_BITS
 from torch_hybrid_backend.engines.cpu.backend import TvmBackend
-from torch_hybrid_backend.engines.cpu.kernels import DequantizedMatMulKernel, PackedMatMulKernel
+from torch_hybrid_backend.engines.cpu.kernels import CpuMatMulKernel
 from torch_hybrid_backend.engines.cpu.operands.packing import pack_b, pack_nibbles
+from torch_hybrid_backend.engines.cpu.operands.quantized import keeps_codebook
 from torch_hybrid_backend.engines.cpu.target import Target
+from torch_hybrid_backend.engines.cpu.weights import Panels, Quantized, Weight
 from torch_hybrid_backend.loops.kernels import MapKernel
 
 quantized = torch.ops.quantized_decomposed
@@ -39,7 +42,7 @@ def _argument(name: str) -> int:
 
 
 def by_channel(x: torch.Tensor, q: torch.Tensor, scales: torch.Tensor, *zeros: torch.Tensor) -> torch.Tensor:
-    """x @ the transpose of q (N, K), dequantised with a scale for each row."""
+    """x @ the transpose of q (N, K), dequantized with a scale for each row."""
     bounds = (0, 255) if q.dtype == torch.uint8 else (-128, 127)
     w = quantized.dequantize_per_channel(q, scales, zeros[0] if zeros else None, 0, *bounds, q.dtype)
     return torch.mm(x, w.t())
@@ -53,10 +56,16 @@ def by_group(x: torch.Tensor, q: torch.Tensor, scales: torch.Tensor, *zeros: tor
     return torch.mm(x, w.t())
 
 
-def kernel_of(found: RegionKernels) -> DequantizedMatMulKernel:
-    (kernel,) = found.kernels
-    assert isinstance(kernel, DequantizedMatMulKernel)
-    return kernel
+def weights(found: RegionKernels) -> list[Weight]:
+    """The weights of the region's products."""
+    return [kernel.weight for kernel in found.kernels if isinstance(kernel, CpuMatMulKernel)]
+
+
+def weight_of(found: RegionKernels) -> Quantized:
+    """The weight of the region's one kernel."""
+    (_,), (weight,) = found.kernels, weights(found)
+    assert isinstance(weight, Quantized)
+    return weight
 
 
 def packed_of(found: RegionKernels, *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -68,8 +77,8 @@ def test_bytes() -> None:
     """A scale for each column: one group, in panels, four times smaller than float32."""
     x, q, scales = torch.randn(5, K), torch.randint(-128, 128, (N, K), dtype=torch.int8), torch.rand(N)
     found = assembled(by_channel, x, q, scales)
-    kernel = kernel_of(found)
-    assert (kernel.bits, kernel.group, kernel.tile_n, kernel.zeros) == (8, K, 32, None)
+    weight = weight_of(found)
+    assert (weight.bits, weight.group, weight.width, weight.zeros) == (8, K, 32, None)
     integers, factors = packed_of(found, q, scales)
     assert torch.equal(integers, pack_b(q.t()[None], 32))
     assert torch.equal(factors, pack_b(scales[None, None], 32))
@@ -80,7 +89,7 @@ def test_bytes_with_zero_points() -> None:
     x, q, scales = torch.randn(5, K), torch.randint(0, 256, (N, K), dtype=torch.uint8), torch.rand(N)
     zeros = torch.randint(0, 256, (N,))
     found = assembled(by_channel, x, q, scales, zeros)
-    assert kernel_of(found).zeros is not None
+    assert weight_of(found).zeros is not None
     assert torch.equal(packed_of(found, q, scales, zeros)[2], pack_b(zeros.float()[None, None], 32))
 
 
@@ -91,25 +100,25 @@ def test_nibbles(dtype: torch.dtype) -> None:
     x, q = torch.randn(5, K), torch.randint(low, low + 16, (N, K), dtype=dtype)
     scales, zeros = torch.rand(N, K // GROUP), torch.randint(low, low + 16, (N, K // GROUP), dtype=torch.int32)
     found = assembled(by_group, x, q, scales, zeros)
-    kernel = kernel_of(found)
-    assert (kernel.bits, kernel.group) == (4, GROUP)
+    weight = weight_of(found)
+    assert (weight.bits, weight.group) == (4, GROUP)
     integers, factors, moved = packed_of(found, q, scales, zeros)
     assert torch.equal(integers, pack_nibbles(q.t()[None].to(torch.int32) - (low + 8), 32))
     assert torch.equal(factors, pack_b(scales.t()[None], 32))
     assert torch.equal(moved, pack_b(zeros.t()[None].float() - (low + 8), 32))
-    without = kernel_of(assembled(by_group, x, q, scales))
+    without = weight_of(assembled(by_group, x, q, scales))
     assert (without.zeros is None) == (low == -8)
 
 
 def test_weights_laid_out_by_column() -> None:
-    """A (K, N) weight, quantised as its transpose, is a product of the dequantised matrix as it is."""
+    """A (K, N) weight, quantized as its transpose, is a product of the dequantized matrix as it is."""
 
     def columns(x: torch.Tensor, q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         return torch.mm(x, quantized.dequantize_per_channel(q, scales, None, 1, -128, 127, torch.int8))
 
     x, q, scales = torch.randn(1, K), torch.randint(-128, 128, (K, N), dtype=torch.int8), torch.rand(N)
     found = assembled(columns, x, q, scales)
-    assert kernel_of(found).group == K
+    assert weight_of(found).group == K
     assert torch.equal(packed_of(found, q, scales)[0], pack_b(q[None], 32))
 
 
@@ -121,7 +130,7 @@ def test_one_weight_of_two_products_is_packed_once() -> None:
         return torch.mm(torch.relu(torch.mm(x, w.t())), w.t())
 
     found = assembled(twice, torch.randn(5, 64), torch.ones(64, 64, dtype=torch.int8), torch.rand(64))
-    assert [type(kernel) for kernel in found.kernels] == [DequantizedMatMulKernel] * 2
+    assert [type(weight) for weight in weights(found)] == [Quantized] * 2
     assert len(found.packed) == 2
 
 
@@ -137,12 +146,12 @@ def test_one_scale_and_none() -> None:
     x, q, scales = torch.randn(5, K), torch.randint(-128, 128, (N, K), dtype=torch.int8), torch.rand(N)
     found = assembled(by_tensor, x, q)
     integers, factors, moved = packed_of(found, q)
-    assert kernel_of(found).group == K
+    assert weight_of(found).group == K
     assert torch.equal(integers, pack_b(q.t()[None], 32))
     assert (factors.flatten()[:N] == 0.25).all()
     assert (moved.flatten()[:N] == 3).all()
     found = assembled(scaled_product, x, q, scales)
-    assert kernel_of(found).zeros is None
+    assert weight_of(found).zeros is None
     assert (packed_of(found, q, scales)[1].flatten()[:N] == 1).all()
 
 
@@ -155,7 +164,7 @@ def test_clamped_weights_are_packed_clamped(low: int, high: int, bits: int) -> N
 
     x, q, scales = torch.randn(5, K), torch.randint(-128, 128, (N, K), dtype=torch.int8), torch.rand(N)
     found = assembled(product, x, q, scales)
-    assert kernel_of(found).bits == bits
+    assert weight_of(found).bits == bits
     clamped = q.clamp(low, high).t()[None]
     expected = pack_b(clamped, 32) if bits == 8 else pack_nibbles(clamped.to(torch.int32) - (low + 8), 32)
     assert torch.equal(packed_of(found, q, scales)[0], expected)
@@ -175,12 +184,12 @@ def test_tables(by_column: bool) -> None:
         torch.randn(11),
     )
     found = assembled(looked_up, x, q, values)
-    kernel = kernel_of(found)
-    assert (kernel.bits, kernel.group, kernel.zeros) == (4, K, None)
+    weight = weight_of(found)
+    assert (weight.bits, weight.group, weight.zeros) == (4, K, None)
     by_name = dict(zip((packed.buffer for packed in found.packed), packed_of(found, q, values), strict=True))
-    assert torch.equal(by_name[kernel.packed], pack_nibbles((q if by_column else q.t())[None].to(torch.int32) - 8, 32))
-    assert kernel.table is not None
-    table = by_name[kernel.table]
+    assert torch.equal(by_name[weight.buffer], pack_nibbles((q if by_column else q.t())[None].to(torch.int32) - 8, 32))
+    assert weight.table is not None
+    table = by_name[weight.table]
     assert table.shape == (16,)
     assert all(table[(place - 8) % 16] == values[place] for place in range(11))
 
@@ -194,23 +203,23 @@ def test_what_is_no_such_table() -> None:
     q = torch.randint(0, 11, (N, K)).to(torch.uint8)
     for k, count, dtype in ((K, 17, torch.uint8), (K, 11, torch.int32), (K - 4, 11, torch.uint8)):
         found = assembled(looked_up, torch.randn(5, k), q[:, :k].contiguous().to(dtype), torch.randn(count))
-        assert not any(isinstance(kernel, DequantizedMatMulKernel) for kernel in found.kernels)
+        assert not any(isinstance(weight, Quantized) for weight in weights(found))
 
 
 @pytest.mark.parametrize(("bits", "parts"), [(8, 1), (16, 2), (32, 3)])
 def test_rows_that_may_be_rounded(bits: int, parts: int) -> None:
     """A product with the mark has rows of as many bytes a number as it says; all have two where PyTorch allows products of float32 less."""
     x, q, scales = torch.randn(5, K), torch.randint(-8, 8, (N, K), dtype=torch.int8), torch.rand(N, K // GROUP)
-    assert kernel_of(assembled(by_group, x, q, scales)).row_parts == 3
+    assert weight_of(assembled(by_group, x, q, scales)).row_parts == 3
     region = region_of(by_group, x, q, scales)
     for node in region.graph_module.graph.nodes:
         if node.target is torch.ops.aten.mm.default:
             node.meta[ROW_BITS] = bits
     named = tuple(replace(i, is_constant=_argument(i.name) >= 1) for i in region.inputs)
-    assert kernel_of(assemble(replace(region, inputs=named), TvmBackend(_AVX512))).row_parts == parts
+    assert weight_of(assemble(replace(region, inputs=named), TvmBackend(_AVX512))).row_parts == parts
     try:
         torch.set_float32_matmul_precision("high")
-        assert kernel_of(assembled(by_group, x, q, scales)).row_parts == 2
+        assert weight_of(assembled(by_group, x, q, scales)).row_parts == 2
     finally:
         torch.set_float32_matmul_precision("highest")
 
@@ -225,9 +234,9 @@ def test_half_activations() -> None:
         return torch.ops.aten._weight_int8pack_mm.default(x, q, scales)
 
     x, q, scales = torch.randn(5, K).bfloat16(), torch.ones(N, K, dtype=torch.int8), torch.rand(N)
-    assert kernel_of(assembled(in_half, x, q, scales)).bits == 8
-    kernel = kernel_of(assembled(by_torch, x, q, scales.bfloat16()))
-    assert kernel.scales.dtype == "bfloat16"
+    assert weight_of(assembled(in_half, x, q, scales)).bits == 8
+    weight = weight_of(assembled(by_torch, x, q, scales.bfloat16()))
+    assert weight.scales.dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
@@ -241,15 +250,15 @@ def test_scales_are_packed_in_their_type(dtype: torch.dtype) -> None:
     scales = torch.rand(N, K // GROUP).to(dtype)
     found = assembled(widened, x, q, scales)
     if dtype == torch.float64:
-        assert not any(isinstance(kernel, DequantizedMatMulKernel) for kernel in found.kernels)
+        assert not any(isinstance(weight, Quantized) for weight in weights(found))
         return
-    assert kernel_of(found).scales.dtype == str(dtype).removeprefix("torch.")
+    assert weight_of(found).scales.dtype == str(dtype).removeprefix("torch.")
     packed = packed_of(found, q, scales)[1]
     assert torch.equal(packed, pack_b(scales.t()[None], 32))
 
 
 @pytest.mark.parametrize("case", ["run time", "narrow", "batched", "a scale for each element"])
-def test_others_are_dequantised_in_every_call(case: str) -> None:
+def test_others_are_dequantized_in_every_call(case: str) -> None:
     """A weight that changes from call to call, or is too small, or of another form is right all the same."""
     x, q, scales = torch.randn(5, K), torch.ones(N, K, dtype=torch.int8), torch.rand(N)
     function: Function = by_channel
@@ -271,5 +280,31 @@ def test_others_are_dequantised_in_every_call(case: str) -> None:
             return torch.mm(x, (q.float() * scales).t())
 
     found = assembled(function, x, q, scales, changing=changing)
-    assert any(isinstance(kernel, PackedMatMulKernel) for kernel in found.kernels)
+    assert any(isinstance(weight, Panels) for weight in weights(found))
     assert any(isinstance(kernel, MapKernel) for kernel in found.kernels)
+
+
+@pytest.mark.parametrize(
+    ("values", "rows", "depth", "expected"),
+    [
+        (16, 128, 160, True),
+        (2, 128, 160, True),
+        (17, 128, 160, False),
+        (1, 128, 160, False),
+        (16, 128, 164, False),
+        (16, 64, 160, False),
+    ],
+)
+def test_codebooks_that_are_kept(values: int, rows: int, depth: int, expected: bool) -> None:
+    """Codebooks of 2 to 16 values, for sums of whole words of 4 bits and weights that take time to read; others are made ahead."""
+
+    def function(x: torch.Tensor, table: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        return x @ table.index_select(0, q.int()).view(rows, depth).t()
+
+    graph = trace(
+        function, torch.rand(3, depth), torch.rand(values), torch.zeros(rows * depth, dtype=torch.uint8)
+    ).graph
+    (weights,) = graph.find_nodes(op="call_function", target=torch.ops.aten.index_select.default)
+    assert keeps_codebook(weights) == expected
+    weights.args[0].meta["val"] = weights.args[0].meta["val"].double()
+    assert not keeps_codebook(weights)

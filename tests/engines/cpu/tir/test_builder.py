@@ -191,6 +191,15 @@ def test_a_local_buffer_of_a_size_known_at_run_time() -> None:
     assert out.tolist() == [0, 3, 6, 9, 12, 15, 18, -1, -1]
 
 
+def test_indices_that_are_equal() -> None:
+    """Known ones are compared as the kernel is emitted."""
+    out = numbers(4)
+    one = tirx.const(1, "int32")
+    run_body(lambda b, a: b.loop(4, lambda i: b.when(b.equal(i, 2), b.store(a, i, one))), out)
+    assert out.tolist() == [-1, -1, 1, -1]
+    assert isinstance(Builder().equal(as_index(3), 3), tirx.IntImm)
+
+
 def test_variables_and_workspaces() -> None:
     """A value that is bound is computed once, before the statements behind it; a workspace is a local array on the heap."""
     out = numbers(3)

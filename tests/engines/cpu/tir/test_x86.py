@@ -17,7 +17,7 @@ from torch_hybrid_backend.codegen.assemble import assemble
 from torch_hybrid_backend.codegen.engine import KernelEngine
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.engines.cpu.backend import TvmBackend
-from torch_hybrid_backend.engines.cpu.kernels import PackedConvKernel, PackedMatMulKernel
+from torch_hybrid_backend.engines.cpu.kernels import CpuConvKernel, CpuMatMulKernel
 from torch_hybrid_backend.engines.cpu.target import Target, tvm_target
 from torch_hybrid_backend.engines.cpu.tir import x86
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder
@@ -70,7 +70,7 @@ def test_inner_loops_multiply_words_and_spill_nothing(kind: str, instruction: st
     made = segment.region.inputs
     region = dataclasses.replace(segment.region, inputs=(made[0], dataclasses.replace(made[1], is_constant=True)))
     kernels = assemble(region, backend).kernels
-    (kernel,) = [k for k in kernels if isinstance(k, PackedMatMulKernel | PackedConvKernel)]
+    (kernel,) = [k for k in kernels if isinstance(k, CpuMatMulKernel | CpuConvKernel)]
     assembly = build("kernel", emit_kernel(kernel, "kernel", target), tvm_target(target)).inspect_source("asm")
     name = instruction.rsplit(" ", maxsplit=1)[-1]
     lines = assembly.splitlines()

@@ -12,10 +12,11 @@ from tests.engines.cpu.kernels_for_tests import every_kind
 from torch_hybrid_backend.codegen.assemble import assemble
 from torch_hybrid_backend.codegen.variants import Variant
 from torch_hybrid_backend.engines.cpu.backend import TvmBackend
-from torch_hybrid_backend.engines.cpu.kernels import PackedConvKernel
+from torch_hybrid_backend.engines.cpu.kernels import CpuConvKernel
 from torch_hybrid_backend.engines.cpu.operands.packing import pack_winograd_weight
 from torch_hybrid_backend.engines.cpu.target import Target
-from torch_hybrid_backend.engines.cpu.variants.alternatives import alternatives, with_weight
+from torch_hybrid_backend.engines.cpu.variants.alternatives import alternatives
+from torch_hybrid_backend.engines.cpu.weights import Winograd
 from torch_hybrid_backend.loops.kernels import Kernel
 
 _AVX512 = Target("x86-64-v4", "x", ("avx512f",), 16, 2, 48 << 10, 1 << 20)
@@ -45,16 +46,17 @@ def test_winograd_where_it_gains() -> None:
     """The best first and preferred; each has its own transformed weight in place of the packed one, and rounds otherwise."""
     w = torch.randn(64, 64, 3, 3)
     kernel, found = of_convolution(torch.randn(1, 64, 56, 56), w)
-    assert isinstance(kernel, PackedConvKernel)
+    assert isinstance(kernel, CpuConvKernel)
     assert [variant.name for variant in found] == ["winograd 4", "winograd 2", *_CHOICES]
     assert [variant.is_preferred for variant in found] == [True] + [False] * 8
     assert [variant.is_exact for variant in found] == [False, False] + [True] * 7
     assert found[0].cost < found[1].cost < 1
     for variant, m in zip(found[:2], (4, 2), strict=True):
         (other,), (packed,) = variant.kernels, variant.packed
-        assert isinstance(other, PackedConvKernel)
-        assert (other.winograd, other.packed) == (m, packed.buffer)
-        assert kernel.packed not in [read.buffer for read in other.reads]
+        assert isinstance(other, CpuConvKernel)
+        assert isinstance(other.weight, Winograd)
+        assert (other.weight.outputs, other.weight.buffer) == (m, packed.buffer)
+        assert kernel.weight.buffer not in [read.buffer for read in other.reads]
         assert packed.buffer in [read.buffer for read in other.reads]
         assert len(other.reads) == len(kernel.reads)
         assert torch.equal(packed.pack(w), pack_winograd_weight(w, m, 16))
@@ -94,7 +96,7 @@ def test_whole_numbers_in_floats_are_summed_directly(dtype: torch.dtype) -> None
 
     found = assemble(region_of(convolution, x, w), TvmBackend(target))
     constants = {packed.buffer: packed for packed in found.packed}
-    (kernel,) = (kernel for kernel in found.kernels if isinstance(kernel, PackedConvKernel))
+    (kernel,) = (kernel for kernel in found.kernels if isinstance(kernel, CpuConvKernel))
     assert kernel.accumulator.dtype == "float32"
     names = [variant.name for variant in alternatives(kernel, constants, target)]
     assert (names == _CHOICES) == (dtype is torch.int8)
@@ -113,15 +115,3 @@ def test_choices_of_a_schedule_are_its_ranks() -> None:
 def test_kernels_without_a_choice(kind: str) -> None:
     """Their schedules rank nothing."""
     assert alternatives(every_kind()[kind], {}, _AVX512) == []
-
-
-def test_another_weight_takes_the_place_of_the_own() -> None:
-    """At the same position of the arguments, row by row."""
-    found = assemble(region_of(torch.mm, torch.randn(5, 70), torch.randn(70, 40)), TvmBackend(_AVX512))
-    (kernel,), (packed,) = found.kernels, found.packed
-    other = packed.repacked(dataclasses.replace(packed.buffer, name="other", shape=(1, 2, 70, 16)), packed.ahead)
-    changed = with_weight(kernel, other)  # type: ignore[type-var]
-    place = [read.buffer for read in kernel.reads].index(packed.buffer)
-    assert changed.packed is changed.reads[place].buffer is other.buffer
-    assert changed.reads[place].span == 2 * 70 * 16
-    assert len(changed.reads) == len(kernel.reads)

@@ -20,14 +20,7 @@ from torch_hybrid_backend.codegen.assemble import RegionKernels, assemble
 from torch_hybrid_backend.codegen.operands import Packed
 from torch_hybrid_backend.codegen.variants import Variant
 from torch_hybrid_backend.engines.cpu.backend import TvmBackend
-from torch_hybrid_backend.engines.cpu.kernels import (
-    DequantizedMatMulKernel,
-    PackedMatMulKernel,
-    TileConvKernel,
-    TileDequantizedMatMulKernel,
-    TileMatMulKernel,
-    UnpackedMatMulKernel,
-)
+from torch_hybrid_backend.engines.cpu.kernels import CpuConvKernel, CpuMatMulKernel
 from torch_hybrid_backend.engines.cpu.operands.amx_formats import FORMATS
 from torch_hybrid_backend.engines.cpu.operands.packing import pack_conv_tiles
 from torch_hybrid_backend.engines.cpu.operands.vnni_packing import pack_right
@@ -35,6 +28,7 @@ from torch_hybrid_backend.engines.cpu.schedules.matmul.amx import emit
 from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.engines.cpu.variants import amx
 from torch_hybrid_backend.engines.cpu.variants.alternatives import alternatives
+from torch_hybrid_backend.engines.cpu.weights import AmxTiles, InPlace, Panels, Quantized, Weight
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import as_index, var
 from torch_hybrid_backend.loops.ir import Buffer
@@ -69,22 +63,24 @@ def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return torch.relu(torch.mm(torch.clamp(x, min=-1.5), w.t()))
 
 
-@pytest.mark.parametrize(("rows", "columns", "kind"), [(48, 96, PackedMatMulKernel), (128, 1536, UnpackedMatMulKernel)])
-def test_a_linear_layer(emulated: ctypes.CDLL, rows: int, columns: int, kind: type[Kernel]) -> None:
+@pytest.mark.parametrize(("rows", "columns", "form"), [(48, 96, Panels), (128, 1536, InPlace)])
+def test_a_linear_layer(emulated: ctypes.CDLL, rows: int, columns: int, form: type[Weight]) -> None:
     """float32 by three parts, preferred and inexact, of a weight packed ahead, one that is packed anyway or one that lies as it is."""
     torch.manual_seed(0)
     x, w = torch.randn(rows, 128), torch.randn(columns, 128)
     _, kernel, ways = of_product(linear, x, w)
-    assert isinstance(kernel, kind)
+    assert isinstance(kernel, CpuMatMulKernel)
+    assert isinstance(kernel.weight, form)
     assert [way.name for way in ways] == ["amx float32", *[f"amx float32 choice {n}" for n in (1, 2, 3)]]
     assert [way.is_preferred for way in ways] == [True, False, False, False]
     assert not any(way.is_exact for way in ways)
     first = ways[0]
     (product,), (packed,) = first.kernels, first.packed
-    assert isinstance(product, TileMatMulKernel)
+    assert isinstance(product, CpuMatMulKernel)
+    assert isinstance(product.weight, AmxTiles)
     assert 0.3 < first.cost < 0.8
     assert len(product.reads) == len(kernel.reads)
-    assert product.packed is packed.buffer
+    assert product.weight.buffer is packed.buffer
     packed_weight = packed.pack(w)
     assert tuple(packed_weight.shape) == packed.buffer.shape
     # The other kernel of the region makes A.
@@ -136,7 +132,7 @@ def test_float16() -> None:
     assert whole.cost < 0.3
 
 
-@pytest.mark.parametrize(("dtype", "name"), [("uint8", "amx uint8"), ("int8", "amx int8"), ("int16", None)])
+@pytest.mark.parametrize(("dtype", "name"), [("uint8", "amx uint8"), ("int8", "amx int8 as bfloat16"), ("int16", None)])
 def test_integers(dtype: str, name: str | None) -> None:
     """8-bit operands that are widened to int32 sums are multiplied as they are."""
     kernel = matmul_kernel()
@@ -149,7 +145,7 @@ def test_integers(dtype: str, name: str | None) -> None:
         domain=domain,
         k=dataclasses.replace(kernel.k, extent=64),
         a=loaded,
-        packed=packed,
+        weight=Panels(buffer=packed, width=32),
         accumulator=accumulator,
     )
     view = of_product(linear, torch.randn(40, 100), torch.randn(96, 100))[0].packed[0]
@@ -172,8 +168,9 @@ def test_quantised_operands(emulated: ctypes.CDLL, dtype: str, zero: int) -> Non
         return torch.mm(x.float() - zero, w.float().t())
 
     found, kernel, ways = of_product(function, x, w, target=target)
-    assert isinstance(kernel, PackedMatMulKernel)
-    assert kernel.start is not None
+    assert isinstance(kernel, CpuMatMulKernel)
+    assert isinstance(kernel.weight, Panels)
+    assert kernel.weight.start is not None
     assert ways[0].name == "amx uint8"
     (product,) = ways[0].kernels
     made = {packed.buffer: packed.pack(w) for packed in (*found.packed, *ways[0].packed)}
@@ -195,7 +192,7 @@ def of_activations(a: torch.Tensor, b: torch.Tensor) -> tuple[Kernel, list[Varia
         return torch.bmm(a, b) if a.is_floating_point() else torch.bmm(a.float() * 0.5, b.float())
 
     found, _, _ = of_product(function, a, b, target=target, changing=2)
-    (kernel,) = (kernel for kernel in found.kernels if isinstance(kernel, PackedMatMulKernel))
+    (kernel,) = (kernel for kernel in found.kernels if isinstance(kernel, CpuMatMulKernel))
     constants = {packed.buffer: packed for packed in found.packed}
     return kernel, [way for way in alternatives(kernel, constants, target) if way.name.startswith("amx ")]
 
@@ -213,13 +210,16 @@ def test_right_operands_of_the_call(emulated: ctypes.CDLL, dtype: str) -> None:
         a, b = (torch.randint(-8, 9, shape).bfloat16() for shape in ((3, 40, 128), (3, 128, 50)))
     kernel, ways = of_activations(a, b)
     assert (ways[0].name, ways[0].packed, ways[0].is_exact) == (f"amx {dtype}", (), True)
-    assert isinstance(kernel, PackedMatMulKernel)
-    assert kernel.dot is not None
+    assert isinstance(kernel, CpuMatMulKernel)
+    weight = kernel.weight
+    assert isinstance(weight, Panels)
+    assert weight.dot is not None
     (product,) = ways[0].kernels
-    assert isinstance(product, TileMatMulKernel)
-    assert (product.reads, product.in_words) == (kernel.reads, True)
-    words = pack_right(b, kernel.tile_n, kernel.dot)
-    inputs = {read.buffer: words if read.buffer is kernel.packed else a for read in product.reads}
+    assert isinstance(product, CpuMatMulKernel)
+    assert isinstance(product.weight, AmxTiles)
+    assert (product.reads, product.weight.is_vnni) == (kernel.reads, True)
+    words = pack_right(b, weight.width, weight.dot)
+    inputs = {read.buffer: words if read.buffer is weight.buffer else a for read in product.reads}
     on_host = dataclasses.replace(SAPPHIRE_RAPIDS, mcpu=HOST.mcpu, cpu=HOST.cpu, features=HOST.features)
     (got,) = run_kernel(product, emit, inputs, on_host)
     want = torch.bmm(a.double(), b.double()) * (0.5 if dtype == "uint8" else 1)
@@ -261,18 +261,20 @@ def test_dequantised_weights(dtype: torch.dtype, name: str) -> None:
     """The weight is what kernels by vectors read; unpacked it is rounded, or summed in groups, so the kernel counts as inexact."""
     kernel, (first, *_) = of_dequantised(48, 128, 32, dtype)
     (product,) = first.kernels
-    assert isinstance(kernel, DequantizedMatMulKernel)
-    assert isinstance(product, TileDequantizedMatMulKernel)
+    assert isinstance(kernel, CpuMatMulKernel)
+    assert isinstance(kernel.weight, Quantized)
+    assert isinstance(product, CpuMatMulKernel)
     assert (first.name, first.packed, first.is_exact, first.is_preferred) == (name, (), False, True)
-    assert (product.reads, product.packed, product.group) == (kernel.reads, kernel.packed, 32)
+    assert (product.reads, product.weight.buffer, product.weight.group) == (kernel.reads, kernel.weight.buffer, 32)
 
 
 @pytest.mark.parametrize(("row_parts", "name"), [(1, "amx bfloat16"), (2, "amx float32 high")])
 def test_rows_that_may_be_rounded(row_parts: int, name: str) -> None:
     """Rows of float32 that may be are one part of bfloat16, or two, in place of three."""
     kernel, _ = of_dequantised(48, 128, 32, torch.float32)
-    assert isinstance(kernel, DequantizedMatMulKernel)
-    (first, *_) = alternatives(dataclasses.replace(kernel, row_parts=row_parts), {}, SAPPHIRE_RAPIDS)
+    assert isinstance(kernel, CpuMatMulKernel)
+    weight = dataclasses.replace(kernel.weight, row_parts=row_parts)
+    (first, *_) = alternatives(dataclasses.replace(kernel, weight=weight), {}, SAPPHIRE_RAPIDS)
     assert first.name == name
 
 
@@ -307,8 +309,8 @@ def test_sizes_known_only_at_run_time(opened: str, hint: int, served: bool) -> N
     """The numbers of rows and matrices may be known only at run time, and their likely number decides; columns and k must be known."""
     _, kernel, _ = of_product(linear, torch.randn(64, 128).bfloat16(), torch.randn(96, 128).bfloat16())
     found = of_product(linear, torch.randn(64, 128).bfloat16(), torch.randn(96, 128).bfloat16())[0]
-    assert isinstance(kernel, PackedMatMulKernel)
-    (weight,) = (packed for packed in found.packed if packed.buffer.shape == kernel.packed.shape)
+    assert isinstance(kernel, CpuMatMulKernel)
+    (weight,) = (packed for packed in found.packed if packed.buffer.shape == kernel.weight.buffer.shape)
     variables = dict(zip("bmnk", (*kernel.domain, kernel.k), strict=True))
     variables[opened] = dataclasses.replace(variables[opened], extent=symbol("s", hint))
     kernel = dataclasses.replace(kernel, domain=tuple(variables[v] for v in "bmn"), k=variables["k"])
@@ -339,7 +341,8 @@ def test_convolutions() -> None:
     ways = of_convolution(w)
     assert [way.name for way in ways] == ["amx float32", *[f"amx float32 choice {n}" for n in (1, 2, 3)]]
     (kernel,), (packed,) = ways[0].kernels, ways[0].packed
-    assert isinstance(kernel, TileConvKernel)
+    assert isinstance(kernel, CpuConvKernel)
+    assert isinstance(kernel.weight, AmxTiles)
     assert (ways[0].is_preferred, ways[0].is_exact) == (True, False)
     assert packed.buffer in [read.buffer for read in kernel.reads]
     assert torch.equal(packed.pack(w).view(torch.int16), pack_conv_tiles(w, FORMATS["float32"]).view(torch.int16))
@@ -352,7 +355,8 @@ def test_grouped_convolutions() -> None:
     w = torch.randn(128, 32, 3, 3).bfloat16()
     ways = of_convolution(w, groups=4)
     (kernel,), (packed,) = ways[0].kernels, ways[0].packed
-    assert isinstance(kernel, TileConvKernel)
+    assert isinstance(kernel, CpuConvKernel)
+    assert isinstance(kernel.weight, AmxTiles)
     assert (kernel.groups, ways[0].is_preferred) == (4, True)
     each = [pack_conv_tiles(part, FORMATS["bfloat16"]) for part in w.chunk(4)]
     assert torch.equal(packed.pack(w).view(torch.int16), torch.cat(each).view(torch.int16))
@@ -379,5 +383,5 @@ def test_tiles_do_not_serve_pixels_that_are_moved(
     )  # depthwise ones cost too much on tiles; that is not what is asked
     kernel, _, _ = made((1, 64, 28, 28), (3, 3), 1, 1, dtype, zero)
     view = of_product(linear, torch.randn(40, 100), torch.randn(96, 100))[0].packed[0]
-    weight = Packed(kernel.packed, view.source, view.view, view.ahead)
+    weight = Packed(kernel.weight.buffer, view.source, view.view, view.ahead)
     assert bool(amx.tile_convolutions(kernel, weight, SAPPHIRE_RAPIDS)) == served

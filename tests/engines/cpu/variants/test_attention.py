@@ -8,20 +8,20 @@ import pytest
 import torch
 
 from tests.codegen.regions_for_tests import region_of
-from tests.engines.cpu.schedules.attention.attention_for_tests import make, of_bytes
+from tests.engines.cpu.schedules.attention.attention_for_tests import make, of_int8
 from torch_hybrid_backend.codegen.assemble import assemble
 from torch_hybrid_backend.engines.cpu.backend import TvmBackend
-from torch_hybrid_backend.engines.cpu.kernels import WordAttentionKernel
+from torch_hybrid_backend.engines.cpu.kernels import Bf16AttentionKernel
 from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.engines.cpu.variants import attention
-from torch_hybrid_backend.engines.cpu.variants.attention import word_attention
+from torch_hybrid_backend.engines.cpu.variants.attention import low_precision_attention
 from torch_hybrid_backend.graph import quantization
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.kernels import AttentionKernel
 
-_WORDS = Target("znver4", "x", ("avx512_bf16", "avx512f"), 16, 2, 32 << 10, 1 << 20)
-_TILES = dataclasses.replace(_WORDS, features=("amx_bf16", "amx_int8", "amx_tile", "avx512_bf16", "avx512f"))
-_NEITHER = dataclasses.replace(_WORDS, features=("avx512f",))
+_AVX512_BF16 = Target("znver4", "x", ("avx512_bf16", "avx512f"), 16, 2, 32 << 10, 1 << 20)
+_TILES = dataclasses.replace(_AVX512_BF16, features=("amx_bf16", "amx_int8", "amx_tile", "avx512_bf16", "avx512f"))
+_NEITHER = dataclasses.replace(_AVX512_BF16, features=("avx512f",))
 _BERT, _LONG = (1, 12, 128, 128, 64, 64), (1, 8, 512, 512, 128, 128)
 
 
@@ -33,22 +33,22 @@ def kernel_of(shape: tuple[int, int, int, int, int, int] = _BERT, dtype: str = "
     ("target", "dtype", "formats"),
     [
         (_TILES, "bfloat16", {"amx bfloat16": "bfloat16", "bfloat16": ""}),
-        (_WORDS, "bfloat16", {"bfloat16": ""}),
+        (_AVX512_BF16, "bfloat16", {"bfloat16": ""}),
         (_NEITHER, "bfloat16", {}),
         (_TILES, "float32", {"amx float32": "float32"}),
         (_TILES, "float16", {"amx float16 split": "float16 split"}),
-        (_WORDS, "float32", {}),
+        (_AVX512_BF16, "float32", {}),
         (_TILES, "float64", {}),
     ],
 )
-def test_tiles_come_before_words(target: Target, dtype: str, formats: dict[str, str]) -> None:
+def test_amx_comes_before_dot_products(target: Target, dtype: str, formats: dict[str, str]) -> None:
     """Variants are in the order of estimates, the fastest preferred; each rounds otherwise, and the next is still timed beside it."""
-    found = word_attention(kernel_of(_LONG, dtype), None, target)
+    found = low_precision_attention(kernel_of(_LONG, dtype), None, target)
     assert [variant.name for variant in found] == list(formats)
     assert [variant.is_preferred for variant in found] == [True, False][: len(found)]
     for variant in found:
         (kernel,) = variant.kernels
-        assert isinstance(kernel, WordAttentionKernel)
+        assert isinstance(kernel, Bf16AttentionKernel)
         assert kernel.format == formats[variant.name]
         assert not variant.is_exact
         assert 1 / 1.6 < variant.cost < 1
@@ -56,16 +56,16 @@ def test_tiles_come_before_words(target: Target, dtype: str, formats: dict[str, 
 
 def test_splitting_does_not_pay_for_short_sequences() -> None:
     """Tiles of split float32 are timed beside vectors, which stay the first choice; for few keys they are not even timed."""
-    (found,) = word_attention(kernel_of(dtype="float32"), None, _TILES)
+    (found,) = low_precision_attention(kernel_of(dtype="float32"), None, _TILES)
     assert not found.is_preferred
     assert found.cost > 1
-    assert not word_attention(kernel_of((64, 3, 49, 49, 32, 32), "float32"), None, _TILES)
+    assert not low_precision_attention(kernel_of((64, 3, 49, 49, 32, 32), "float32"), None, _TILES)
 
 
 def test_less_than_float32_where_pytorch_allows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three products in place of six, under another name."""
     monkeypatch.setattr(attention, "float32_precision", lambda device_type: ("tf32", "none"))
-    assert [variant.name for variant in word_attention(kernel_of(dtype="float32"), None, _TILES)] == [
+    assert [variant.name for variant in low_precision_attention(kernel_of(dtype="float32"), None, _TILES)] == [
         "amx float32 high"
     ]
 
@@ -74,20 +74,20 @@ def test_less_than_float32_where_pytorch_allows_it(monkeypatch: pytest.MonkeyPat
     ("shape", "names"),
     [
         ((1, 12, 1, 128, 64, 64), []),  # a decoder's query
-        ((1, 12, 128, 128, 63, 64), []),  # heads of half words
+        ((1, 12, 128, 128, 63, 64), []),  # heads of an odd number of elements
         ((1, 12, 5, 3, 4, 4), ["bfloat16"]),  # tiles that are mostly empty
     ],
 )
 def test_where_it_does_not_serve(shape: tuple[int, int, int, int, int, int], names: list[str]) -> None:
     """Few queries, and what would not gain."""
-    assert [variant.name for variant in word_attention(kernel_of(shape), None, _TILES)] == names
+    assert [variant.name for variant in low_precision_attention(kernel_of(shape), None, _TILES)] == names
 
 
 @pytest.mark.parametrize(("dtype", "names"), [("bfloat16", ["amx bfloat16", "bfloat16"]), ("float32", [])])
 def test_lengths_known_only_at_run_time(dtype: str, names: list[str]) -> None:
     """bfloat16 is multiplied on tiles, by the likely lengths; float32, which is split, needs to know them."""
     kernel, _ = make(_BERT, dtype=dtype, open_sizes=True)
-    assert [way.name for way in word_attention(kernel, None, _TILES)] == names
+    assert [way.name for way in low_precision_attention(kernel, None, _TILES)] == names
 
 
 def _dequantised(x: torch.Tensor, scale: float | None = 0.02) -> torch.Tensor:
@@ -98,9 +98,10 @@ def _dequantised(x: torch.Tensor, scale: float | None = 0.02) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("of_q", "of_v", "name"), [(0.02, 0.03, "amx integers"), (None, 0.03, "amx float32"), (0.02, None, "amx float32")]
+    ("of_q", "of_v", "name"),
+    [(0.02, 0.03, "amx int8 as bfloat16"), (None, 0.03, "amx float32"), (0.02, None, "amx float32")],
 )
-def test_dequantised_operands_are_read_as_bytes(of_q: float | None, of_v: float | None, name: str) -> None:
+def test_dequantized_operands_are_read_as_int8(of_q: float | None, of_v: float | None, name: str) -> None:
     """By every kernel; products are of integers where scales are literals, which go behind them."""
     inputs = [torch.randn(1, 4, 128, 64) for _ in range(3)]
 
@@ -112,25 +113,27 @@ def test_dequantised_operands_are_read_as_bytes(of_q: float | None, of_v: float 
     kernel = found.kernels[-1]
     assert isinstance(kernel, AttentionKernel)
     assert [read.buffer.dtype for read in kernel.reads].count("int8") == 3
-    (variant,) = word_attention(kernel, None, _TILES)
+    (variant,) = low_precision_attention(kernel, None, _TILES)
     assert variant.name == name
 
 
 def test_integers_must_be_bfloat16() -> None:
     """A zero point beyond what the integers can be makes larger ones, which it does not hold; a scale of 0 leaves nothing to scale."""
     plain, inputs = make(_BERT)
-    kernel, _, _ = of_bytes(plain, inputs, ("int8", "uint8", "int8"), (0, 255, -128))
-    assert [variant.name for variant in word_attention(kernel, None, _TILES)] == ["amx integers"]
+    kernel, _, _ = of_int8(plain, inputs, ("int8", "uint8", "int8"), (0, 255, -128))
+    assert [variant.name for variant in low_precision_attention(kernel, None, _TILES)] == ["amx int8 as bfloat16"]
     for zeros in ((0, 256, 0), (-129, 0, 0)):
-        kernel, _, _ = of_bytes(plain, inputs, ("int8", "uint8", "int8"), zeros)
-        assert [variant.name for variant in word_attention(kernel, None, _TILES)] == ["amx float32"]
+        kernel, _, _ = of_int8(plain, inputs, ("int8", "uint8", "int8"), zeros)
+        assert [variant.name for variant in low_precision_attention(kernel, None, _TILES)] == ["amx float32"]
 
 
 def test_operands_must_be_bfloat16_throughout() -> None:
     """Computed ones are where they are rounded; a scale that is not positive would turn masks around."""
     kernel = kernel_of()
     double = ops.mul(kernel.q, ops.const(2, "float32"))
-    assert not word_attention(dataclasses.replace(kernel, q=double), None, _WORDS)
-    assert not word_attention(dataclasses.replace(kernel, q=ops.round_to(double, "float16")), None, _WORDS)
-    assert word_attention(dataclasses.replace(kernel, q=ops.round_to(double, "bfloat16")), None, _WORDS)
-    assert not word_attention(dataclasses.replace(kernel, scale=-1.0), None, _WORDS)
+    assert not low_precision_attention(dataclasses.replace(kernel, q=double), None, _AVX512_BF16)
+    assert not low_precision_attention(
+        dataclasses.replace(kernel, q=ops.round_to(double, "float16")), None, _AVX512_BF16
+    )
+    assert low_precision_attention(dataclasses.replace(kernel, q=ops.round_to(double, "bfloat16")), None, _AVX512_BF16)
+    assert not low_precision_attention(dataclasses.replace(kernel, scale=-1.0), None, _AVX512_BF16)

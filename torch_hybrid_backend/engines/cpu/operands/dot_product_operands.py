@@ -33,9 +33,10 @@ from torch_hybrid_backend.engines.cpu.operands.vnni_packing import (
     packed_right_value,
     tap_words_shape,
 )
-from torch_hybrid_backend.engines.cpu.operations import PackedConvOp, PackedMatMulOp
+from torch_hybrid_backend.engines.cpu.operations import CpuMatMulOp, convolution_with
 from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.engines.cpu.tile_sizes import output_block, tile_n
+from torch_hybrid_backend.engines.cpu.weights import Panels, Taps
 from torch_hybrid_backend.loops import ops as scalar
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import (
@@ -65,7 +66,7 @@ _MOST_TAPS = 8
 _EXACT = 1 << 24
 
 
-class WordOperands:
+class DotProductOperands:
     """Adds products to `packer`. `layouts`: how inputs, outputs and literals lie; `images`: the buffers that convolutions read."""
 
     def __init__(
@@ -89,7 +90,8 @@ class WordOperands:
         ):
             return False
         b, tile = self._right(op.b, dot, n)
-        self._packer.add(PackedMatMulOp(op.out, self._left(op.a, dot), b, tile, dot))
+        panels = Panels(buffer=b, width=tile, dot=dot)
+        self._packer.add(CpuMatMulOp(op.out, self._left(op.a, dot), op.b, weight=panels))
         return True
 
     def add_integer_matmul(self, op: IntegerMatMulOp) -> None:
@@ -118,7 +120,8 @@ class WordOperands:
         behind = 0 if is_known else moved
         is_corrected = zero is not None or behind != 0
         sums = Buffer(op.out.shape, "int32", "sums") if is_corrected else op.out
-        packer.add(PackedMatMulOp(sums, self._left(op.a, dot), packed, tile, dot, start))
+        panels = Panels(buffer=packed, width=tile, dot=dot, start=start)
+        packer.add(CpuMatMulOp(sums, self._left(op.a, dot), op.b, weight=panels))
         if not is_corrected:
             return
         columns = column_sums_times(1) if is_known else self._column_sums(op.b)
@@ -212,8 +215,7 @@ class WordOperands:
         w = self._packer.made_ahead(weight, partial(pack_taps, block=block), packed)
         # The channels are those of one group: blocks of the weight have neighbouring channels.
         start = self._channel_sums(weight, 1, outputs, block, -moved) if moved else None
-        places = op.stride, op.padding, op.dilation, op.groups
-        self._packer.add(PackedConvOp(op.out, op.x, w, *places, block, shape[2:], None, start, op.zero))
+        self._packer.add(convolution_with(op, Taps(buffer=w, width=block, start=start), border=op.zero))
 
     def _has_tap_words(self, op: IntegerConvOp, block: int) -> bool:
         """True if a depthwise convolution is computed in words of neighbouring taps (`schedules/convolution/depthwise_vnni.py`)."""
@@ -224,8 +226,8 @@ class WordOperands:
             and x not in self._layouts
             and x.dtype in ("uint8", "int8")
             and op.w.dtype == "int8"
-            and block == self._target.lanes == 16
-            and "avx512_vnni" in self._target.features
+            and block == self._target.lanes
+            and self._target.isa.multiplies_taps
             and op.dilation[-1] == 1
             and known_int(op.w.shape[-1]) <= _MOST_TAPS
         )
@@ -251,9 +253,8 @@ class WordOperands:
         ahead = partial(pack_conv_words, groups=op.groups, block=block, dot=dot)
         each_call = partial(packed_conv_words_value, groups=op.groups, block=block, dot=dot)
         w = self._packer.pack(op.w, ahead, each_call, ("w", block, op.groups, dot))
-        kernel = tuple(map(known_int, op.w.shape[2:]))
-        places = op.stride, op.padding, op.dilation, op.groups
-        self._packer.add(PackedConvOp(op.out, x, w, *places, block, kernel, dot, start, border))
+        panels = Panels(buffer=w, width=block, dot=dot, start=start)
+        self._packer.add(convolution_with(op, panels, x=x, border=border))
 
     def _add_wide_convolution(self, op: IntegerConvOp, block: int) -> None:
         """The same sums in float32, where it holds them exactly, or in int32."""
@@ -276,15 +277,13 @@ class WordOperands:
             ("w", block, op.groups, dtype),
         )
         sums = Buffer(op.out.shape, dtype, "sums")
-        kernel = tuple(map(known_int, op.w.shape[2:]))
-        places = op.stride, op.padding, op.dilation, op.groups
         wide: Value = Map(op.x.shape, dtype, x, ((op.x, lambda index: index),))
         if not is_depthwise(known_int(op.out.shape[1]), known_int(op.w.shape[1]), op.groups):
             # In memory: other convolutions read an element for several outputs, and would convert it for each.
             copy = Buffer(op.x.shape, dtype, "wide")
             self._packer.add(MapOp(copy, wide))
             wide = copy
-        self._packer.add(PackedConvOp(sums, wide, w, *places, block, kernel))
+        self._packer.add(convolution_with(op, Panels(buffer=w, width=block), out=sums, x=wide))
         value = Map(op.out.shape, "int32", lambda i: scalar.cast(sums.at(i), "int32"), ((sums, lambda index: index),))
         self._packer.add(MapOp(op.out, value))
 

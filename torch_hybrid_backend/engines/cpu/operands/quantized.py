@@ -1,4 +1,4 @@
-"""Right operands of products that are dequantised weights: recognised by what they compute, and packed for kernels that unpack them.
+"""Quantized weights of products (`loops.ir.QuantizedOperand`), packed for kernels that unpack them.
 
     b[k, n] = (q[k, n] - zero[k // group, n]) * scale[k // group, n]          q of 8 bits, or of 8 bits of which 4 matter
     b[k, n] = table[q[k, n]]                                                  a table of 16 values at most
@@ -13,57 +13,56 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch.fx import Node
 
 from torch_hybrid_backend.codegen.operands import OperandPacker, strided_view
-from torch_hybrid_backend.engines.cpu.dot_products import ROW_PARTS, row_dot_product
+from torch_hybrid_backend.core.limits import LEAST_QUANTIZED_ELEMENTS
+from torch_hybrid_backend.engines.cpu.dot_products import ROW_PARTS, row_dot_product, row_parts
 from torch_hybrid_backend.engines.cpu.operands.packing import pack_b, pack_bytes, pack_nibbles, packed_b_shape
-from torch_hybrid_backend.engines.cpu.operations import DequantizedMatMulOp
+from torch_hybrid_backend.engines.cpu.operations import CpuMatMulOp
 from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.engines.cpu.tile_sizes import NIBBLES, tile_n
-from torch_hybrid_backend.loops import ops as scalar
-from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar
-from torch_hybrid_backend.loops.integer_products import affine, bounded
-from torch_hybrid_backend.loops.ir import Buffer, Call, Const, Expr, Load, Map, MatMulOp, compute_dtype, domain_vars
-from torch_hybrid_backend.loops.lookups import MOST_VALUES, lookup
+from torch_hybrid_backend.engines.cpu.weights import Quantized
+from torch_hybrid_backend.graph.quantized import depths_of
+from torch_hybrid_backend.loops.ir import Buffer, Map, MatMulOp, Value, compute_dtype
+from torch_hybrid_backend.loops.quantized import MOST_VALUES
+from torch_hybrid_backend.machine import may_round_products
+from torch_hybrid_backend.sizes.size import known_int
 
 
-def dequantized_operand(op: MatMulOp, packer: OperandPacker, target: Target) -> DequantizedMatMulOp | None:
-    """The product with its dequantised weight packed; None where its right operand is none, or kernels do not take it.
+def keeps_codebook(weights: Node) -> bool:
+    """True if kernels read the weights that the node looks up in a table packed, of 4 bits each: others are made ahead, as float32.
 
-    They take whole groups, one matrix of known sizes and more columns than a vector has lanes; of 4 bits, groups of whole words.
+    The table is of at most 16 values of float32. The weights are (N, K) or (K, N), K a multiple of 8, and not small.
     """
-    _, k, n = op.b.shape
-    if op.a.shape[0] != 1 or op.b.shape[0] != 1 or not isinstance(k, int) or not isinstance(n, int):
+    table, value = weights.args[0].meta["val"], weights.meta["val"]  # type: ignore[union-attr]
+    sizes = *table.shape, *value.shape
+    if table.dtype != torch.float32 or not all(isinstance(size, int) for size in sizes):
+        return False
+    if not 2 <= table.shape[0] <= MOST_VALUES or value.numel() < LEAST_QUANTIZED_ELEMENTS:
+        return False
+    return all(depth % NIBBLES == 0 for depth in depths_of(weights))
+
+
+def dequantized_operand(op: MatMulOp, packer: OperandPacker, target: Target) -> CpuMatMulOp | None:
+    """The product with its quantized weight packed; None where its right operand is none, or kernels do not take it.
+
+    Kernels take one matrix of more columns than a vector has lanes; of 4 bits, groups of whole words.
+    """
+    weight = op.quantized
+    if weight is None or op.a.shape[0] != 1:
         return None
-    if isinstance(op.b, Buffer) or n <= target.lanes or target.lanes < 8:
+    _, k, n = map(known_int, op.b.shape)
+    if n <= target.lanes or not target.isa.multiplies_quantized:
         return None
     if {compute_dtype(op.a.dtype), compute_dtype(op.out.dtype)} != {"float32"}:
         return None
-    index = domain_vars(op.b.shape, "w")
-    weight = _Weight.of(op.b.at(index))
-    if weight is None:
+    if weight.table is not None and not target.isa.looks_up_float32:
         return None
-    if weight.table is not None and not {"avx2", "avx512f"}.intersection(target.features):
-        return None
-    groups = {_group(load, index[1], k) for load in (weight.scale, weight.zero) if isinstance(load, Load)} or {k}
-    group = groups.pop()
-    if groups or group is None or k % group:
-        return None
-    bits = 4 if weight.bounds[1] - weight.bounds[0] < 16 and group % NIBBLES == 0 else 8
+    group = weight.group
+    bits = weight.bits if group % NIBBLES == 0 else 8
     if bits == 8 and (weight.table is not None or (group != k and group % NIBBLES)):
         return None
-
-    def every(step: int, of: Callable[[_Weight], Expr]) -> Map:
-        """The elements that the weight reads for every `step`-th k."""
-
-        def at(place: tuple[Index, ...]) -> Expr:
-            found = _Weight.of(op.b.at((place[0], place[1] * step, place[2])))
-            assert found is not None
-            return of(found)
-
-        read = of(weight)
-        return Map((1, k // step, n), "float32" if isinstance(read, Const) else read.dtype, at)
-
     tile = tile_n(n, target)
     # In words along k, where a row's numbers are multiplied with four weights of a column at once.
     in_words = bits == 4 or (
@@ -71,7 +70,7 @@ def dequantized_operand(op: MatMulOp, packer: OperandPacker, target: Target) -> 
         and row_dot_product(group, 1, -(-tile // target.lanes), ROW_PARTS, target) is not None
     )
     low = weight.bounds[0] + 8 if bits == 4 else 0  # what is taken off integers, so that they lie in -8 .. 7
-    integers, first = every(1, lambda w: w.integers), every(group, lambda w: w.integers)
+    integers = weight.integers
     parts = [
         _Part(
             integers,
@@ -79,44 +78,39 @@ def dequantized_operand(op: MatMulOp, packer: OperandPacker, target: Target) -> 
             ("integers", bits, low, in_words),
         )
     ]
-    kept_as = weight.scale.buffer.dtype if isinstance(weight.scale, Load) else "float32"
+    kept_as = "float32" if isinstance(weight.scales, float) else weight.scales.dtype
     scales = kept_as if kept_as in ("bfloat16", "float16") else "float32"
-    numbers: tuple[tuple[Callable[[_Weight], Number], int, str], ...] = (
-        (lambda w: w.scale, 0, scales),
-        (lambda w: w.zero, low, "float32"),
-    )
-    for of, less, dtype in numbers:
-        number = of(weight)
-        if isinstance(number, Load):
-            how = partial(_pack_numbers, tile_n=tile, less=less, dtype=dtype)
-            parts.append(_Part(every(group, of), how, ("numbers", less, dtype)))
-        else:  # the same for all: in the form that the others have
-            same = float(number.value) - less
+    for numbers, less, dtype in ((weight.scales, 0, scales), (weight.zero_points, low, "float32")):
+        if isinstance(numbers, float):  # the same for all: in the form that the others have
+            same = numbers - less
+            first = Map((1, k // group, n), integers.dtype, lambda i: integers.at((i[0], i[1] * group, i[2])))
             parts.append(_Part(first, partial(_pack_same, tile_n=tile, number=same), ("same", same)))
+        else:
+            how = partial(_pack_numbers, tile_n=tile, less=less, dtype=dtype)
+            parts.append(_Part(numbers, how, ("numbers", less, dtype)))
     if any(view is None or not view.is_static for view in (strided_view(part.value) for part in parts)):
         return None
-    has_zeros = weight.table is None and (isinstance(weight.zero, Load) or float(weight.zero.value) != low)
+    has_zeros = weight.table is None and weight.zero_points != low
 
     def packed(part: _Part, rows: int, dtype: str) -> Buffer:
         form = packed_b_shape(1, n, rows, tile)
         return packer.pack(part.value, part.ahead, lambda value: Map(form, dtype, value.at), (part.how, tile))
 
-    return DequantizedMatMulOp(
-        op.out,
-        op.a,
-        packed(parts[0], *((k * bits // 32, "int32") if in_words else (k, integers.dtype))),
-        bits,
-        packed(parts[1], k // group, scales),
-        packed(parts[2], k // group, "float32") if has_zeros else None,
-        group,
-        tile,
-        None if weight.table is None else _packed_table(weight.table, packer),
-        a_bits=op.a_bits,
+    quantized = Quantized(
+        buffer=packed(parts[0], *((k * bits // 32, "int32") if in_words else (k, integers.dtype))),
+        bits=bits,
+        scales=packed(parts[1], k // group, scales),
+        zeros=packed(parts[2], k // group, "float32") if has_zeros else None,
+        group=group,
+        width=tile,
+        table=None if weight.table is None else _packed_table(weight.table, packer),
+        row_parts=row_parts(op.a_bits, may_round=may_round_products()),
     )
+    return CpuMatMulOp(op.out, op.a, op.b, weight=quantized)
 
 
 def _packed_table(table: Buffer, packer: OperandPacker) -> Buffer:
-    """Its values where packed integers of 4 bits, which are 8 less than places, say modulo 16; in each call as in memory."""
+    """The codebook, its values where packed integers of 4 bits find them: these are 8 less than indices, modulo 16."""
 
     def ahead(values: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.pad(values, (0, MOST_VALUES - values.shape[0])).roll(MOST_VALUES // 2)
@@ -125,67 +119,13 @@ def _packed_table(table: Buffer, packer: OperandPacker) -> Buffer:
     return packer.pack(table, ahead, lambda value: Map((MOST_VALUES,), "float32", value.at), ("table",))
 
 
-Number = Load | Const
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """Something that is packed of a weight: what of it, how, and what this way of packing is known by."""
+    """A part of a weight, how it is packed (`ahead`), and the key of this way of packing (`how`)."""
 
-    value: Map
+    value: Value
     ahead: Callable[[torch.Tensor], torch.Tensor]
     how: tuple[object, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Weight:
-    """An element of a dequantised weight: what it is read from. `bounds`: what integers are clamped to, as they are packed; they are places in
-    `table`, if there is one."""
-
-    integers: Expr
-    bounds: tuple[int, int]
-    scale: Number
-    zero: Number
-    table: Buffer | None = None
-
-    @staticmethod
-    def of(e: Expr) -> _Weight | None:
-        """None where an expression is not of this form, or one of its parts is neither a number nor simply read from a constant."""
-        if (element := lookup(e)) is not None:
-            low, high = bounds = 0, element.size - 1
-            place = scalar.call("max", element.place, scalar.literal(low, element.place.dtype))
-            place = scalar.call("min", place, scalar.literal(high, place.dtype))
-            return _Weight(place, bounds, Const("float32", 1.0), Const("int32", 0), element.table)
-        found = affine(e)
-        if found is None or len(found.scales) > 1:
-            return None
-        integers, bounds = bounded(found.integer)
-        scale = _number(found.scales[0]) if found.scales else Const("float32", 1.0)
-        zero = Const("int32", 0) if found.zero is None else _number(found.zero)
-        if not isinstance(integers, Load) or scale is None or scale.dtype != "float32" or zero is None:
-            return None
-        if not all(part.buffer.constant for part in (integers, scale, zero) if isinstance(part, Load)):
-            return None
-        return _Weight(found.integer, bounds, scale, zero)
-
-
-def _number(e: Expr) -> Number | None:
-    """A number, or what is read to be cast."""
-    while isinstance(e, Call) and e.op == "cast":
-        e = e.args[0]
-    return e if isinstance(e, Load | Const) else None
-
-
-def _group(load: Load, k: Index, extent: int) -> int | None:
-    """The number of neighbours along k that read the same element; None where they do not form groups that lie one after the other."""
-    variables, sizes = {atom for atom, _ in k.terms}, set()
-    for index in load.index:
-        for atom, _ in index.terms:
-            if isinstance(atom, FloorDiv) and atom.numerator == k and isinstance(atom.divisor, int):
-                sizes.add(atom.divisor)
-            elif not isinstance(atom, LoopVar) or atom in variables:
-                return None
-    return extent if not sizes else sizes.pop() if len(sizes) == 1 else None
 
 
 def _pack_integers(q: torch.Tensor, tile_n: int, bits: int, low: int, *, in_words: bool) -> torch.Tensor:

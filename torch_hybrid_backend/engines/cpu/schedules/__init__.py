@@ -1,20 +1,11 @@
-"""The schedules: one rule a file, each an `emit(kernel, builder, printer, target) -> Stmt`; the first that serves a kernel's class is used."""
+"""The schedules: one rule a file, each an `emit(kernel, builder, printer, target) -> Stmt`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from torch_hybrid_backend.engines.cpu.kernels import (
-    DequantizedMatMulKernel,
-    FusedConvKernel,
-    PackedConvKernel,
-    PackedMatMulKernel,
-    TileConvKernel,
-    TileDequantizedMatMulKernel,
-    TileMatMulKernel,
-    UnpackedMatMulKernel,
-)
+from torch_hybrid_backend.engines.cpu.kernels import CpuConvKernel, CpuMatMulKernel, FusedConvKernel
 from torch_hybrid_backend.engines.cpu.schedules import elementwise
 from torch_hybrid_backend.engines.cpu.schedules.attention import rules as attention_rules
 from torch_hybrid_backend.engines.cpu.schedules.convolution import amx as amx_convolution
@@ -26,18 +17,38 @@ from torch_hybrid_backend.engines.cpu.schedules.matmul import unpacked as unpack
 from torch_hybrid_backend.engines.cpu.schedules.matmul import weight_only as dequantized_matmul
 from torch_hybrid_backend.engines.cpu.schedules.matmul import weight_only_amx
 from torch_hybrid_backend.engines.cpu.schedules.reduction import rows as reduction_rows
+from torch_hybrid_backend.engines.cpu.weights import AmxTiles, InPlace, Panels, Quantized, Weight
 from torch_hybrid_backend.loops.kernels import AttentionKernel, Kernel, MapKernel, RowKernel
 
-SCHEDULES: tuple[tuple[type[Kernel], Callable[..., Any]], ...] = (
-    (MapKernel, elementwise.emit),
-    (RowKernel, reduction_rows.emit),
-    (PackedMatMulKernel, packed_matmul.emit),
-    (UnpackedMatMulKernel, unpacked_matmul.emit),
-    (TileDequantizedMatMulKernel, weight_only_amx.emit),
-    (DequantizedMatMulKernel, dequantized_matmul.emit),
-    (TileMatMulKernel, amx_matmul.emit),
-    (PackedConvKernel, convolution_rules.emit),
-    (FusedConvKernel, fused_convolution.emit),
-    (TileConvKernel, amx_convolution.emit),
-    (AttentionKernel, attention_rules.emit),
-)
+Schedule = Callable[..., Any]
+
+
+def schedule_of(kernel: Kernel) -> Schedule | None:
+    """The schedule that serves a kernel, by its class and its weight's form; None where none does."""
+    match kernel:
+        case MapKernel():
+            return elementwise.emit
+        case RowKernel():
+            return reduction_rows.emit
+        case AttentionKernel():
+            return attention_rules.emit
+        case FusedConvKernel():
+            return fused_convolution.emit
+        case CpuMatMulKernel(weight=weight):
+            return _matmul(weight)
+        case CpuConvKernel(weight=weight):
+            return amx_convolution.emit if isinstance(weight, AmxTiles) else convolution_rules.emit
+    return None
+
+
+def _matmul(weight: Weight) -> Schedule | None:
+    match weight:
+        case Panels():
+            return packed_matmul.emit
+        case InPlace():
+            return unpacked_matmul.emit
+        case Quantized(tile_format=tile_format):
+            return weight_only_amx.emit if tile_format else dequantized_matmul.emit
+        case AmxTiles():
+            return amx_matmul.emit
+    return None

@@ -38,7 +38,7 @@ class FloatParts:
 
     def __init__(self, builder: Builder, printer: Printer, parts: int, target: Target) -> None:
         self._builder, self._printer, self._parts = builder, printer, parts
-        self._has_instruction = "avx512_bf16" in target.features
+        self._has_instruction = target.isa.rounds_to_bfloat16
         # The magnitudes' bits, largest and, less 1, smallest; a part's bits; what is left of a number.
         self._largest, self._smallest, self._bits = (
             builder.local(_LANES, "uint32", name) for name in ("largest", "smallest", "bits")

@@ -40,7 +40,7 @@ def stored_vector(
     behind: list[tuple[TirBuffer, Stmt]] = []
     for store in stores:
         start, at = (printer.offset(store.buffer, store.index, env(lane)) for lane in (as_index(0), index_of(_LANE)))
-        has_instruction = width == _LANES and "avx512_bf16" in target.features
+        has_instruction = width == _LANES and target.isa.rounds_to_bfloat16
         if store.buffer.dtype != "bfloat16" or not has_instruction or at - start != index_of(_LANE):
             in_loop.append(store)
             continue

@@ -239,6 +239,10 @@ class Builder:
                 return converted(self.print_scalar(atom), self.address, dtype)
         raise TypeError(f"not an index atom: {atom!r}")
 
+    def equal(self, index: Index, other: Index | int) -> TirExpr:
+        """True, a bool, where two indices are equal: folded where both are known."""
+        return self.index(index).equal(self.index(other))
+
     def index_dtype(self, *operands: Index | Dim) -> str:
         """The dtype in which indices are compared, divided, and their extremes taken: int64 where the operands may need it.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch_hybrid_backend.engines.cpu.schedules import SCHEDULES
+from torch_hybrid_backend.engines.cpu.schedules import schedule_of
 from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, TirBuffer, argument, prim_func
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
@@ -29,11 +29,11 @@ def emit_kernel(kernel: Kernel, name: str, target: Target) -> Any:
         array = argument(arg.span, storage_dtype(arg.buffer.dtype), f"arg{number}")
         arrays[arg.buffer] = (array, arg.layout)
     sizes = [builder.argument_size(symbol) for symbol in kernel_sizes(kernel)]
-    for kind, emit in SCHEDULES:
-        if isinstance(kernel, kind):
-            body = emit(kernel, builder, Printer(builder, arrays), target)
-            if kernel.schedule_rank >= builder.ways:
-                raise ScheduleError(f"the schedule of this {type(kernel).__name__} has one way only")
-            parameters = [*(array for array, _ in arrays.values()), *sizes]
-            return prim_func(name, parameters, body, builder.llvm_helpers)
-    raise ScheduleError(f"no schedule serves a {type(kernel).__name__}")
+    emit = schedule_of(kernel)
+    if emit is None:
+        raise ScheduleError(f"no schedule serves a {type(kernel).__name__}")
+    body = emit(kernel, builder, Printer(builder, arrays), target)
+    if kernel.schedule_rank >= builder.ways:
+        raise ScheduleError(f"the schedule of this {type(kernel).__name__} has one way only")
+    parameters = [*(array for array, _ in arrays.values()), *sizes]
+    return prim_func(name, parameters, body, builder.llvm_helpers)

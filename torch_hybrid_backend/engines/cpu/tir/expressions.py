@@ -5,7 +5,7 @@
     tir.select(b.index(row) < tir.const(4, "int32"), value, tir.const(0, "float32"))
 
 Sums, products, shifts, bitwise operations and the comparisons `<`, `<=`, `>`, `>=` are Python's operators on expressions. Operands have one
-dtype: nothing is promoted. A dtype is one of a scalar ("float32") or of a vector ("float32x16"). No function folds constants but `const`.
+dtype: nothing is promoted. A dtype is one of a scalar ("float32") or of a vector ("float32x16").
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def maximum(a: TirExpr, b: TirExpr) -> TirExpr:
 
 
 def equal(a: TirExpr, b: TirExpr) -> TirExpr:
-    """True, a bool, where two numbers of one dtype are equal. Python's `==` is not this: TVM makes a bool of Python of it too early."""
+    """True, a bool, where two numbers of one dtype are equal. For indices there is `Builder.equal`."""
     return tirx.EQ(a, b)
 
 

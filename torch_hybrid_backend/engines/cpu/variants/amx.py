@@ -20,25 +20,17 @@ from functools import partial
 from torch_hybrid_backend.codegen.operands import Packed
 from torch_hybrid_backend.codegen.variants import Variant
 from torch_hybrid_backend.engines.cpu.dot_products import ROW_PARTS
-from torch_hybrid_backend.engines.cpu.kernels import (
-    DequantizedMatMulKernel,
-    PackedConvKernel,
-    PackedMatMulKernel,
-    TileConvKernel,
-    TileDequantizedMatMulKernel,
-    TileMatMulKernel,
-    UnpackedMatMulKernel,
-)
+from torch_hybrid_backend.engines.cpu.kernels import CpuConvKernel, CpuMatMulKernel, with_weight
 from torch_hybrid_backend.engines.cpu.operands.amx_formats import FORMATS, PANEL, TileFormat
-from torch_hybrid_backend.engines.cpu.operands.packed_operands import packed_unpacked
+from torch_hybrid_backend.engines.cpu.operands.packed_operands import repacked
 from torch_hybrid_backend.engines.cpu.operands.packing import pack_conv_tiles, pack_tiles
 from torch_hybrid_backend.engines.cpu.target import Target
+from torch_hybrid_backend.engines.cpu.weights import AmxTiles, InPlace, Panels, Quantized, Taps, Weight
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.fusion import replace_loads
 from torch_hybrid_backend.loops.index import Index, as_index, index_of
 from torch_hybrid_backend.loops.ir import Buffer, Call, Expr, Load, is_rounded
-from torch_hybrid_backend.loops.kernels import Argument, Kernel, Store, kernel_sizes
-from torch_hybrid_backend.loops.layout import contiguous
+from torch_hybrid_backend.loops.kernels import Store, kernel_sizes
 from torch_hybrid_backend.machine import EXACT_PRECISIONS, float32_precision
 from torch_hybrid_backend.sizes.size import known_int, size_hint
 
@@ -62,14 +54,11 @@ _MOST_VECTORS = 256
 _LANES = 16
 
 
-def tile_products(
-    kernel: PackedMatMulKernel | UnpackedMatMulKernel, weight: Packed | None, target: Target
-) -> list[Variant]:
+def tile_products(kernel: CpuMatMulKernel[Panels | InPlace], packed: Packed | None, target: Target) -> list[Variant]:
     """The product on tiles, and the further choices of its schedule; none where it has no such form."""
-    operand = kernel.packed if isinstance(kernel, PackedMatMulKernel) else kernel.weight
+    weight, is_batched = kernel.weight, kernel.is_batched
     precision, _ = float32_precision("cpu")
-    name = _format(kernel.a, operand.dtype, kernel.accumulator.dtype, precision, target)
-    batched = isinstance(kernel, PackedMatMulKernel) and kernel.batched_b
+    name = _format(kernel.a, weight.buffer.dtype, kernel.accumulator.dtype, precision, target)
     sizes = _sizes(kernel)
     if name is None or sizes is None:
         return []
@@ -77,86 +66,78 @@ def tile_products(
     form, cost = FORMATS[name], _cost(*sizes, FORMATS[name])
     if cost > _CONCEIVABLE_COST:
         return []
-    if isinstance(kernel, PackedMatMulKernel) and weight is None:
-        if not _is_in_words(kernel, form):
-            return []
-        own = (kernel.reads, kernel.writes, kernel.domain, kernel.k, kernel.a, kernel.packed, name, batched)
-        words = TileMatMulKernel(*own, kernel.accumulator, _stores(kernel), in_words=True)
-        return _variants(words, (), cost)
-    buffer = Buffer(form.packed_shape(batch if batched else 1, k, n), form.dtype, "tiles", constant=True)
-    ahead = partial(pack_tiles, form=form)
-    if isinstance(kernel, UnpackedMatMulKernel):
-        packed = packed_unpacked(kernel, buffer, ahead)
-    else:
-        assert weight is not None
-        packed = weight.repacked(buffer, ahead)
-    product = TileMatMulKernel(
-        _reading(kernel, operand, packed),
-        kernel.writes,
-        kernel.domain,
-        kernel.k,
-        kernel.a,
-        buffer,
-        name,
-        batched,
-        kernel.accumulator,
-        _stores(kernel),
+    buffer = Buffer(form.packed_shape(batch if is_batched else 1, k, n), form.dtype, "tiles", constant=True)
+    ahead = repacked(kernel, packed, buffer, partial(pack_tiles, form=form))
+    if ahead is None and not _is_vnni_of_tiles(weight, k, form):
+        return []
+    tiles = AmxTiles(
+        buffer=weight.buffer if ahead is None else buffer,
+        tile_format=name,
+        is_batched=is_batched,
+        is_vnni=ahead is None,
     )
-    return _variants(product, (packed,), cost)
+    product = dataclasses.replace(with_weight(kernel, tiles), stores=_stores(kernel, weight))
+    return _variants(product, () if ahead is None else (ahead,), cost)
 
 
-def _sizes(kernel: PackedMatMulKernel | UnpackedMatMulKernel) -> tuple[int, int, int, int] | None:
+def _sizes(kernel: CpuMatMulKernel[Weight]) -> tuple[int, int, int, int] | None:
     """Matrices, rows, columns and k, of the first two likely numbers; None where one of the last two is known only at run time."""
     (batch, m, n), k = (variable.extent for variable in kernel.domain), kernel.k.extent
     return (size_hint(batch), size_hint(m), n, k) if isinstance(n, int) and isinstance(k, int) else None
 
 
-def _is_in_words(kernel: PackedMatMulKernel, form: TileFormat) -> bool:
-    """True if tiles can be loaded from the right operand as the kernel reads it: in words, as every call packs it."""
-    k, dot = known_int(kernel.k.extent), kernel.dot
-    is_form = dot is not None and (dot.right, dot.group * form.itemsize) == (form.dtype, 4)
-    return is_form and kernel.tile_n == PANEL and k % form.depth == 0
+def _is_vnni_of_tiles(weight: Panels | InPlace, k: int, form: TileFormat) -> bool:
+    """True if tiles can be loaded from a right operand that every call packs: in VNNI format, panels of 32 columns, whole steps of k."""
+    if isinstance(weight, InPlace) or weight.dot is None:
+        return False
+    is_form = (weight.dot.right, weight.dot.group * form.itemsize) == (form.dtype, 4)
+    return is_form and weight.width == PANEL and k % form.depth == 0
 
 
-def tile_dequantized_products(kernel: DequantizedMatMulKernel, weight: Packed | None, target: Target) -> list[Variant]:
+def tile_dequantized_products(
+    kernel: CpuMatMulKernel[Quantized], packed: Packed | None, target: Target
+) -> list[Variant]:
     """The product with a quantised weight on tiles, and the further choices of its schedule; none where it has no such form.
 
     Both read the weight as it is packed.
     """
+    weight = kernel.weight
     # Of any number of rows the kernel by vectors has a way for few and one for many, which the tiles have not.
-    if kernel_sizes(kernel) or kernel.table is not None or not {"amx_tile", "amx_bf16"} <= set(target.features):
+    if kernel_sizes(kernel) or weight.table is not None or "bfloat16" not in target.isa.tiles:
         return []
     _, m, n, k = (known_int(variable.extent) for variable in (*kernel.domain, kernel.k))
     if m < _SURE_ROWS:
         return []  # to unpack the weight for tiles that are mostly empty gains nothing
     name = _dequantized_format(kernel)
     form, by_integers = FORMATS[name].by_integers, name != "bfloat16"
-    if by_integers and kernel.group != k and kernel.group % form.depth:
+    if by_integers and weight.group != k and weight.group % form.depth:
         return []
-    cost = _cost(1, m, n, k, form, -(-k // kernel.group) if by_integers else 0)
+    cost = _cost(1, m, n, k, form, -(-k // weight.group) if by_integers else 0)
     if cost > _CONCEIVABLE_COST:
         return []
-    own = {field.name: getattr(kernel, field.name) for field in dataclasses.fields(kernel)}
-    return _variants(TileDequantizedMatMulKernel(**own, format=name), (), cost)
+    return _variants(dataclasses.replace(kernel, weight=dataclasses.replace(weight, tile_format=name)), (), cost)
 
 
-def _dequantized_format(kernel: DequantizedMatMulKernel) -> str:
-    """The format of `a`: in as few parts as are exact, or as the kernel says that rows may be rounded.
+def _dequantized_format(kernel: CpuMatMulKernel[Quantized]) -> str:
+    """The format of `a`: in as few parts as are exact, or as its weight says that rows may be rounded.
 
     bfloat16, of `a` and of the dequantised weight, is off by 2.4e-3 of a product (`python -m benchmarks.weights_alone`); rows of 8 bits, 5e-3.
     """
-    if kernel.row_parts == 1 or is_rounded(kernel.a, "bfloat16"):
+    if kernel.weight.row_parts == 1 or is_rounded(kernel.a, "bfloat16"):
         return "bfloat16"
     if is_rounded(kernel.a, "float16"):
         return "float16 split"
-    return "float32" if kernel.row_parts == ROW_PARTS else "float32 high"
+    return "float32" if kernel.weight.row_parts == ROW_PARTS else "float32 high"
 
 
-def tile_convolutions(kernel: PackedConvKernel, weight: Packed | None, target: Target) -> list[Variant]:
+def tile_convolutions(kernel: CpuConvKernel[Panels | Taps], packed: Packed | None, target: Target) -> list[Variant]:
     """The convolution as a product on tiles, and the further choices of its schedule; none where it has no such form."""
     _, precision = float32_precision("cpu")
-    name = _format(kernel.x, kernel.packed.dtype, kernel.accumulator.dtype, precision, target)
-    if weight is None or name is None or kernel.winograd or kernel.moves_pixels:
+    weight = kernel.weight
+    name = _format(kernel.x, weight.buffer.dtype, kernel.accumulator.dtype, precision, target)
+    # The schedule of taps multiplies pixels as other numbers than they are, where sums start at something.
+    moves_pixels = isinstance(weight, Taps) and (weight.start is not None or kernel.border != 0)
+    if packed is None or name is None or moves_pixels:
         return []
     images, *others = (variable.extent for variable in kernel.domain)
     if not all(isinstance(size, int) for size in (*others, *(variable.extent for variable in kernel.x_vars[1:]))):
@@ -180,25 +161,9 @@ def tile_convolutions(kernel: PackedConvKernel, weight: Packed | None, target: T
         return []
     buffer = Buffer(form.packed_shape(groups, k, outputs), form.dtype, "tiles", constant=True)
     ahead = partial(pack_conv_tiles, form=form, channels=channels, groups=kernel.groups, together=together)
-    packed = weight.repacked(buffer, ahead)
-    convolution = TileConvKernel(
-        _reading(kernel, kernel.packed, packed),
-        kernel.writes,
-        kernel.domain,
-        kernel.x_vars,
-        kernel.x,
-        buffer,
-        name,
-        kernel.stride,
-        kernel.padding,
-        kernel.dilation,
-        groups,
-        kernel.kernel,
-        kernel.accumulator,
-        _stores(kernel),
-        kernel.border,
-    )
-    return _variants(convolution, (packed,), cost)
+    tiles = with_weight(kernel, AmxTiles(buffer=buffer, tile_format=name))
+    convolution = dataclasses.replace(tiles, groups=groups, stores=_stores(kernel, weight))
+    return _variants(convolution, (packed.repacked(buffer, ahead),), cost)
 
 
 def _groups_together(groups: int, channels: int, outputs: int, form: TileFormat) -> int:
@@ -218,17 +183,19 @@ def _groups_together(groups: int, channels: int, outputs: int, form: TileFormat)
     return min((count for count in range(1, groups + 1) if groups % count == 0), key=tiles)
 
 
-def _stores(kernel: PackedMatMulKernel | UnpackedMatMulKernel | PackedConvKernel) -> tuple[Store, ...]:
+def _stores(
+    kernel: CpuMatMulKernel[Weight] | CpuConvKernel[Weight], weight: Panels | InPlace | Taps
+) -> tuple[Store, ...]:
     """The kernel's stores, of sums that start at zero: what its own start at is added behind."""
-    if isinstance(kernel, UnpackedMatMulKernel) or kernel.start is None:
+    if isinstance(weight, InPlace) or weight.start is None:
         return kernel.stores
-    start, (batch, *_), column = kernel.start, map(index_of, kernel.domain), index_of(kernel.domain[2])
-    if isinstance(kernel, PackedConvKernel):
+    start, (batch, *_), column = weight.start, map(index_of, kernel.domain), index_of(kernel.domain[2])
+    if isinstance(kernel, CpuConvKernel):
         outputs = known_int(kernel.domain[1].extent) // kernel.groups
         padded, output = known_int(start.shape[0]) // kernel.groups, index_of(kernel.domain[1])
         place: tuple[Index, ...] = (output // outputs * padded + output % outputs,)
     else:
-        place = (batch if kernel.batched_b else as_index(0), column)
+        place = (batch if kernel.is_batched else as_index(0), column)
 
     def started(load: Load) -> Expr | None:
         return ops.add(load, start.at(place)) if load.buffer is kernel.accumulator else None
@@ -236,19 +203,14 @@ def _stores(kernel: PackedMatMulKernel | UnpackedMatMulKernel | PackedConvKernel
     return tuple(dataclasses.replace(store, value=replace_loads(store.value, started)) for store in kernel.stores)
 
 
-def _reading(kernel: Kernel, operand: Buffer, packed: Packed) -> tuple[Argument, ...]:
-    """The kernel's arguments, with the packed operand in place of its own."""
-    argument = Argument(packed.buffer, contiguous(packed.buffer.shape))
-    return tuple(argument if read.buffer is operand else read for read in kernel.reads)
-
-
 def _variants(
-    kernel: TileMatMulKernel | TileConvKernel | TileDequantizedMatMulKernel, packed: tuple[Packed, ...], cost: float
+    kernel: CpuMatMulKernel[AmxTiles | Quantized] | CpuConvKernel[AmxTiles], packed: tuple[Packed, ...], cost: float
 ) -> list[Variant]:
     """The kernel as its schedule ranks first, second and so on; the latter are for tuning: no first call times what is estimated so."""
-    name = f"amx {kernel.format}"
+    weight = kernel.weight
     # A dequantised weight is rounded, or summed in groups, as the kernel by vectors does not.
-    is_exact = not (FORMATS[kernel.format].splits or isinstance(kernel, TileDequantizedMatMulKernel))
+    is_exact = isinstance(weight, AmxTiles) and not FORMATS[weight.tile_format].splits
+    name = f"amx {weight.tile_format}"
     first = Variant(name, (kernel,), packed, is_exact, cost < _CERTAIN_COST, cost)
     others = [(dataclasses.replace(kernel, schedule_rank=rank),) for rank in range(1, _RANKS)]
     return [
@@ -262,9 +224,7 @@ def _format(a: Expr, dtype: str, sums: str, precision: str, target: Target) -> s
 
     `precision`: how products of float32 may round (`machine.float32_precision`).
     """
-    bfloat16, float16, int8 = (
-        {"amx_tile", name} <= set(target.features) for name in ("amx_bf16", "amx_fp16", "amx_int8")
-    )
+    bfloat16, float16, int8 = (name in target.isa.tiles for name in ("bfloat16", "float16", "int8"))
     if dtype == a.dtype == sums == "float32" and bfloat16:
         return _float32_format(precision)
     if dtype == "bfloat16" and a.dtype == "float32" and bfloat16:

@@ -1,12 +1,15 @@
-"""Attention with products of bfloat16 or of integers, in place of the kernel that multiplies in float32.
+"""Attention (SDPA) in bfloat16 or int8, in place of the kernel that multiplies in float32.
 
 Enters: an `AttentionKernel`. Leaves: the same by AMX's tiles, where the processor has them and sizes are known, and by its dot products.
-Operands of bfloat16 are multiplied as they are, and the softmax's weights are rounded to it, as PyTorch's own operator does. On tiles float32
-and float16 are split into several bfloat16 (`amx_formats`). Integers of 8 bits are one each, and what they are multiplied with comes behind
-the products; only the softmax's weights are split then, into three, and nothing is rounded that float32 would not round. Where dequantised
-integers were to be rounded to bfloat16, weights are. Without tiles, scores of integers are made by the processor's dot products of bytes.
-The kernel itself stays where heads are only known at run time, where heads of bfloat16 are no whole words of two, and where queries are few:
-it reads keys and values where they lie, each once, in bfloat16 if they are, and that is all its time.
+
+- bfloat16 operands are multiplied as they are, and the softmax's weights are rounded to bfloat16, as PyTorch's own operator does.
+- float32 and float16 operands are split into several bfloat16, on tiles (`amx_formats`).
+- Dequantized integers of 8 bits are one bfloat16 each, on tiles; their scales are applied behind the products. The softmax's weights are split
+  into three, and nothing is rounded that float32 would not round. Weights are rounded to bfloat16 where the operands were to be.
+- Without tiles, scores of dequantized integers are made by int8 dot products.
+
+The float32 kernel itself stays where heads are only known at run time, where heads of bfloat16 have an odd number of elements, and where
+queries are few: that kernel reads keys and values where they lie, each once, in bfloat16 if they are, and needs no more time than that.
 
 Nothing here imports TVM.
 """
@@ -14,27 +17,27 @@ Nothing here imports TVM.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from torch_hybrid_backend.codegen.operands import Packed
 from torch_hybrid_backend.codegen.variants import Variant
 from torch_hybrid_backend.engines.cpu.dot_products import bf16_dot_product, integer_dot_product
-from torch_hybrid_backend.engines.cpu.kernels import ByteAttentionKernel, WordAttentionKernel
+from torch_hybrid_backend.engines.cpu.kernels import Bf16AttentionKernel, Int8AttentionKernel
 from torch_hybrid_backend.engines.cpu.operands.amx_formats import FORMATS, PANEL
 from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.loops.fusion import replace_loads
-from torch_hybrid_backend.loops.integer_products import affine
 from torch_hybrid_backend.loops.ir import Const, Expr, Load, is_rounded
-from torch_hybrid_backend.loops.kernels import AttentionKernel, kernel_sizes
+from torch_hybrid_backend.loops.kernels import AttentionKernel, as_kind, kernel_sizes
 from torch_hybrid_backend.loops.ops import cast, const, mul, sub
+from torch_hybrid_backend.loops.quantized import affine
 from torch_hybrid_backend.machine import EXACT_PRECISIONS, float32_precision
 from torch_hybrid_backend.sizes.size import known_int, size_hint
 
 # Fewer queries do not pay for packed keys and values.
 _LEAST_QUERIES = 5
-# Cycles for a multiply-add of float32, and for one by a dot product of bfloat16, and of bytes; for the softmax of a score with its share of
+# Cycles for a multiply-add of float32, and for one by a dot product of bfloat16, and of int8; for the softmax of a score with its share of
 # packing: 2-core Zen 4, BERT at 128 and 512 tokens.
-_FLOAT32, _DOT_PRODUCT, _DOT_PRODUCT_OF_BYTES, _SOFTMAX = 1 / 16, 1 / 32, 1 / 64, 1.7
+_FLOAT32, _BF16_DOT_PRODUCT, _INT8_DOT_PRODUCT, _SOFTMAX = 1 / 16, 1 / 32, 1 / 64, 1.7
 # On processors with AMX: the share of their cycles in which tiles multiply; for the softmax of a score, and for splitting its weight; for a row
 # of queries with its share of packing, and where operands are split; by vectors, for a multiply-add, and for a row: 2-core Granite Rapids, 128
 # to 512 tokens, heads of 64 and 128.
@@ -45,8 +48,8 @@ _LEAST = {"int8": -128, "uint8": 0}
 _LEAST_COST, _CERTAIN_COST, _CONCEIVABLE_COST = 0.65, 0.8, 1.25
 
 
-def word_attention(kernel: AttentionKernel, weight: Packed | None, target: Target) -> list[Variant]:
-    """By tiles and by dot products, as far as the processor has them."""
+def low_precision_attention(kernel: AttentionKernel, weight: Packed | None, target: Target) -> list[Variant]:
+    """The kernel by AMX's tiles and by dot products, as far as the processor has them."""
     if not _is_served(kernel):
         return []
     found, operands = list[Variant](), (kernel.q, kernel.k, kernel.v)
@@ -54,29 +57,29 @@ def word_attention(kernel: AttentionKernel, weight: Packed | None, target: Targe
     if is_bfloat16 and known_int(kernel.q_vars[3].extent) % 2:
         return []
     is_known = not kernel_sizes(kernel)
-    if {"amx_bf16", "amx_tile"} <= set(target.features) and (is_known or (is_bfloat16 and isinstance(kernel.k, Load))):
+    if "bfloat16" in target.isa.tiles and (is_known or (is_bfloat16 and isinstance(kernel.k, Load))):
         precision, _ = float32_precision("cpu")
         form = "float32" if precision in EXACT_PRECISIONS else "float32 high"
         form = "bfloat16" if is_bfloat16 else "float16 split" if is_float16 else form
         name, own, parts = f"amx {form}", kernel, FORMATS[form].parts
-        if is_known and (integers := _of_integers(kernel)) is not None:
-            # What is rounded to bfloat16 otherwise has weights that are.
-            name, own, form = "amx integers", integers, "bfloat16"
+        if is_known and (integers := _without_scales(kernel)) is not None:
+            # Weights are rounded to bfloat16 if the operands were to be.
+            name, own, form = "amx int8 as bfloat16", integers, "bfloat16"
             parts = FORMATS["bfloat16" if is_bfloat16 else "float32"].parts
         cost = _tile_cost(own, form, parts)
         if cost < _CONCEIVABLE_COST:
-            found.append(_variant(name, own, form, cost, cost < _CERTAIN_COST, parts))
+            found.append(_bf16_variant(name, own, form, cost, cost < _CERTAIN_COST, parts))
     if is_bfloat16 and bf16_dot_product(target) is not None:
         each = _multiply_adds(kernel)
-        cost = (each * _DOT_PRODUCT + _SOFTMAX) / (each * _FLOAT32 + _SOFTMAX)
-        found.append(_variant("bfloat16", kernel, "", cost, not any(variant.is_preferred for variant in found)))
-    if not found and (bytes_ := _of_bytes(kernel, target)) is not None:
-        found.append(bytes_)
+        cost = (each * _BF16_DOT_PRODUCT + _SOFTMAX) / (each * _FLOAT32 + _SOFTMAX)
+        found.append(_bf16_variant("bfloat16", kernel, "", cost, not any(variant.is_preferred for variant in found)))
+    if not found and (int8 := _int8_variant(kernel, target)) is not None:
+        found.append(int8)
     return found
 
 
-def _of_bytes(kernel: AttentionKernel, target: Target) -> Variant | None:
-    """With scores of integers of 8 bits by the processor's dot products; None where it has none, or queries and keys are no such integers."""
+def _int8_variant(kernel: AttentionKernel, target: Target) -> Variant | None:
+    """The kernel with scores by int8 dot products; None where the processor has none, or queries and keys are not dequantized integers."""
     dot = integer_dot_product("uint8", "int8", target, knows_sums=True)
     depth = known_int(kernel.q_vars[3].extent)
     q, k = _scaled_integer(kernel.q), _scaled_integer(kernel.k)
@@ -85,20 +88,17 @@ def _of_bytes(kernel: AttentionKernel, target: Target) -> Variant | None:
     scale = kernel.scale * q.scale * k.scale
     if k.integer.dtype != "int8" or k.zero or not 0 < scale < math.inf:
         return None
-    own = {field.name: getattr(kernel, field.name) for field in fields(kernel)}
-    own |= {"q": q.integer, "k": k.integer, "scale": scale}
     columns = known_int(kernel.domain[3].extent)
-    cost = depth * _DOT_PRODUCT_OF_BYTES + columns * _FLOAT32 + _SOFTMAX
+    cost = depth * _INT8_DOT_PRODUCT + columns * _FLOAT32 + _SOFTMAX
     cost /= (depth + columns) * _FLOAT32 + _SOFTMAX
-    other = ByteAttentionKernel(**own, zero=q.zero)
-    return Variant("bytes", (other,), is_exact=False, is_preferred=True, cost=max(cost, _LEAST_COST))
+    other = as_kind(kernel, Int8AttentionKernel, q=q.integer, k=k.integer, scale=scale, zero=q.zero)
+    return Variant("int8", (other,), is_exact=False, is_preferred=True, cost=max(cost, _LEAST_COST))
 
 
-def _variant(
+def _bf16_variant(
     name: str, kernel: AttentionKernel, form: str, cost: float, is_preferred: bool, weight_parts: int = 1
 ) -> Variant:
-    own = {field.name: getattr(kernel, field.name) for field in fields(kernel)}
-    other = WordAttentionKernel(**own, format=form, weight_parts=weight_parts)
+    other = as_kind(kernel, Bf16AttentionKernel, format=form, weight_parts=weight_parts)
     return Variant(name, (other,), is_exact=False, is_preferred=is_preferred, cost=max(cost, _LEAST_COST))
 
 
@@ -121,7 +121,7 @@ class _ScaledInteger:
 
 
 def _scaled_integer(operand: Expr) -> _ScaledInteger | None:
-    """An operand as that; None where it is none, or what scales and moves it is not known."""
+    """An operand as a scaled integer; None where it is none, or its scale or zero point is no constant."""
     found = affine(operand)
     if found is None or not all(isinstance(scale, Const) for scale in found.scales):
         return None
@@ -135,8 +135,8 @@ def _scaled_integer(operand: Expr) -> _ScaledInteger | None:
     )
 
 
-def _of_integers(kernel: AttentionKernel) -> AttentionKernel | None:
-    """The same of the integers that queries, keys and values are multiples of, scaled behind the products; None where they are of none."""
+def _without_scales(kernel: AttentionKernel) -> AttentionKernel | None:
+    """The kernel with dequantized operands before their scales, which follow the products; None where an operand is no such value."""
     operands: list[Expr] = []
     scales: list[float] = []
     for operand in (kernel.q, kernel.k, kernel.v):

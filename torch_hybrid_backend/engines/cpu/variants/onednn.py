@@ -20,8 +20,9 @@ import torch
 
 from torch_hybrid_backend.codegen.operands import Packed
 from torch_hybrid_backend.codegen.operator_kernel import Operand, OperatorKernel
-from torch_hybrid_backend.engines.cpu.kernels import PackedConvKernel, PackedMatMulKernel, UnpackedMatMulKernel
-from torch_hybrid_backend.engines.cpu.operands.packed_operands import packed_unpacked
+from torch_hybrid_backend.engines.cpu.kernels import CpuConvKernel, CpuMatMulKernel
+from torch_hybrid_backend.engines.cpu.operands.packed_operands import repacked
+from torch_hybrid_backend.engines.cpu.weights import Weight
 from torch_hybrid_backend.loops.fusion import replace_loads
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
 from torch_hybrid_backend.loops.ir import Buffer, Expr, Load, buffers_of_expr, compute_dtype
@@ -40,10 +41,10 @@ class Replacement:
     packed: Packed
 
 
-def onednn_convolution(kernel: PackedConvKernel, weight: Packed | None) -> Replacement | None:
+def onednn_convolution(kernel: CpuConvKernel[Weight], weight: Packed | None) -> Replacement | None:
     """The convolution by `mkldnn::_convolution_pointwise`, images and result NHWC; None where it has no such form."""
     sizes = _known([v.extent for v in (*kernel.x_vars, *kernel.domain)])
-    dtype = kernel.packed.dtype
+    dtype = kernel.weight.buffer.dtype
     if weight is None or sizes is None or not _is_taken(kernel, dtype, kernel.x):
         return None
     rank = len(kernel.x_vars)
@@ -73,23 +74,28 @@ def onednn_convolution(kernel: PackedConvKernel, weight: Packed | None) -> Repla
     arguments = (x, Operand(packed.buffer, shape), None, padding, stride, dilation, kernel.groups, "none", (), None)
     title = f"convolution of {_shown(image)} by {_shown(shape)}"
     title += f", stride {_shown(stride)}, dilation {_shown(dilation)}, groups {kernel.groups}"
-    return _replacement(kernel, border, read, packed, "mkldnn::_convolution_pointwise", arguments, y, title)
+    return _replacement(
+        kernel,
+        border=border,
+        x=read,
+        packed=packed,
+        name="mkldnn::_convolution_pointwise",
+        arguments=arguments,
+        result=y,
+        title=title,
+    )
 
 
-def onednn_linear(kernel: PackedMatMulKernel | UnpackedMatMulKernel, weight: Packed | None) -> Replacement | None:
+def onednn_linear(kernel: CpuMatMulKernel[Weight], weight: Packed | None) -> Replacement | None:
     """The product with a constant weight by `mkldnn::_linear_pointwise`; None where it has no such form."""
     sizes = _known([v.extent for v in (*kernel.domain, kernel.k)])
-    operand = kernel.weight if isinstance(kernel, UnpackedMatMulKernel) else kernel.packed
-    dtype = operand.dtype
+    dtype = kernel.weight.buffer.dtype
     if sizes is None or sizes[0] != 1 or not _is_taken(kernel, dtype, kernel.a):
         return None
     _, rows, columns, depth = sizes
     buffer = Buffer((columns, depth), dtype, "packed by oneDNN", constant=True)
-    if isinstance(kernel, UnpackedMatMulKernel):
-        packed = packed_unpacked(kernel, buffer, partial(_pack_linear, rows=rows))
-    elif weight is not None:
-        packed = weight.repacked(buffer, partial(_pack_linear, rows=rows))
-    else:
+    packed = repacked(kernel, weight, buffer, partial(_pack_linear, rows=rows))
+    if packed is None:
         return None
     border, read, x = _in_memory(
         kernel, kernel.a, (kernel.domain[1], kernel.k), (rows, depth), contiguous((rows, depth)), dtype
@@ -97,11 +103,21 @@ def onednn_linear(kernel: PackedMatMulKernel | UnpackedMatMulKernel, weight: Pac
     y = _result_of((rows, columns), contiguous((rows, columns)), dtype)
     arguments = (x, Operand(buffer, (columns, depth)), None, "none", (), None)
     title = f"linear layer of {_shown((rows, depth))} by {_shown((columns, depth))}"
-    return _replacement(kernel, border, read, packed, "mkldnn::_linear_pointwise", arguments, y, title)
+    return _replacement(
+        kernel,
+        border=border,
+        x=read,
+        packed=packed,
+        name="mkldnn::_linear_pointwise",
+        arguments=arguments,
+        result=y,
+        title=title,
+    )
 
 
 def _replacement(
-    kernel: PackedConvKernel | PackedMatMulKernel | UnpackedMatMulKernel,
+    kernel: CpuConvKernel[Weight] | CpuMatMulKernel[Weight],
+    *,
     border: tuple[Kernel, ...],
     x: Argument,
     packed: Packed,
@@ -126,7 +142,7 @@ def _known(sizes: Sequence[object]) -> list[int] | None:
     return found if len(found) == len(sizes) else None
 
 
-def _is_taken(kernel: PackedConvKernel | PackedMatMulKernel | UnpackedMatMulKernel, dtype: str, x: Expr) -> bool:
+def _is_taken(kernel: CpuConvKernel[Weight] | CpuMatMulKernel[Weight], dtype: str, x: Expr) -> bool:
     """True if oneDNN multiplies this dtype, and the kernel computes what it does."""
     return dtype in _DTYPES and {kernel.accumulator.dtype, x.dtype} == {compute_dtype(dtype)}
 
@@ -174,7 +190,7 @@ def _in_memory(
     return (border,), argument, Operand(buffer, shape, strides)
 
 
-def _behind(kernel: PackedConvKernel | PackedMatMulKernel | UnpackedMatMulKernel, result: Argument) -> MapKernel:
+def _behind(kernel: CpuConvKernel[Weight] | CpuMatMulKernel[Weight], result: Argument) -> MapKernel:
     """The kernel that computes the stores from the operator's result."""
     rank, accumulator = len(result.buffer.shape), kernel.accumulator
 

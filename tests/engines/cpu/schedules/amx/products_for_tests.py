@@ -8,11 +8,12 @@ from collections.abc import Callable
 import torch
 
 from tests.engines.cpu.schedule_runner import HOST, compile_kernel, offsets, row_major, to_memory
-from torch_hybrid_backend.engines.cpu.kernels import TileMatMulKernel
+from torch_hybrid_backend.engines.cpu.kernels import CpuMatMulKernel
 from torch_hybrid_backend.engines.cpu.operands.amx_formats import FORMATS
 from torch_hybrid_backend.engines.cpu.operands.packing import pack_tiles
 from torch_hybrid_backend.engines.cpu.schedules.matmul.amx import emit
 from torch_hybrid_backend.engines.cpu.target import Target
+from torch_hybrid_backend.engines.cpu.weights import AmxTiles
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import LoopVar, index_of
 from torch_hybrid_backend.loops.ir import Buffer, Load, compute_dtype
@@ -35,7 +36,7 @@ def kernel_of(
     batched: bool = False,
     a_layout: Layout | None = None,
     out_layout: Layout | None = None,
-) -> TileMatMulKernel:
+) -> CpuMatMulKernel[AmxTiles]:
     """out = relu(a @ b + residual) for (batch, m, k, n); int32 for integers, without ReLU; reads a, packed, residual."""
     batch, m, k, n = shape
     form = FORMATS[name]
@@ -55,17 +56,15 @@ def kernel_of(
     value = ops.add(accumulator.at(point), residual.at(point))
     if result == "float32":
         value = ops.call("max", value, ops.const(0, result))
-    return TileMatMulKernel(
-        (Argument(a, a_layout or contiguous(a.shape)), row_major(packed), row_major(residual)),
-        (Argument(out, out_layout or contiguous(out.shape)),),
-        domain,
-        depth,
-        Load(compute_dtype(a_dtype), a, (*point[:2], index_of(depth))),
-        packed,
-        name,
-        batched,
-        accumulator,
-        (Store(out, point, value),),
+    return CpuMatMulKernel(
+        reads=(Argument(a, a_layout or contiguous(a.shape)), row_major(packed), row_major(residual)),
+        writes=(Argument(out, out_layout or contiguous(out.shape)),),
+        domain=domain,
+        k=depth,
+        a=Load(compute_dtype(a_dtype), a, (*point[:2], index_of(depth))),
+        weight=AmxTiles(buffer=packed, tile_format=name, is_batched=batched),
+        accumulator=accumulator,
+        stores=(Store(out, point, value),),
     )
 
 
@@ -89,7 +88,7 @@ def operands_of(shape: Shape, name: str, batched: bool = False) -> tuple[torch.T
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def compiled(kernel: TileMatMulKernel, target: Target = TILES_HOST) -> Product:
+def compiled(kernel: CpuMatMulKernel[AmxTiles], target: Target = TILES_HOST) -> Product:
     """The kernel as a function of a and b, without the residual: what is added is zero, and nothing is cut off."""
     (out,), point = kernel.writes, tuple(map(index_of, kernel.domain))
     plain = dataclasses.replace(kernel, stores=(Store(out.buffer, point, kernel.accumulator.at(point)),))
@@ -99,13 +98,15 @@ def compiled(kernel: TileMatMulKernel, target: Target = TILES_HOST) -> Product:
     def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         zeros = torch.zeros(residual.span, dtype=getattr(torch, residual.buffer.dtype))
         got = torch.full((out.span,), 77, dtype=getattr(torch, out.buffer.dtype))
-        function(to_memory(a, read_a.layout), pack_tiles(b, FORMATS[kernel.format]), zeros, got)
+        function(to_memory(a, read_a.layout), pack_tiles(b, FORMATS[kernel.weight.tile_format]), zeros, got)
         return got[offsets(out.buffer.shape, out.layout)]
 
     return product
 
 
-def run(kernel: TileMatMulKernel, a: torch.Tensor, b: torch.Tensor, target: Target = TILES_HOST) -> torch.Tensor:
+def run(
+    kernel: CpuMatMulKernel[AmxTiles], a: torch.Tensor, b: torch.Tensor, target: Target = TILES_HOST
+) -> torch.Tensor:
     """`compiled`, once."""
     return compiled(kernel, target)(a, b)
 

@@ -14,11 +14,12 @@ from tests.engines.cpu.schedules.amx.products_for_tests import (
     kernel_of,
     operands_of,
 )
-from torch_hybrid_backend.engines.cpu.kernels import TileMatMulKernel
+from torch_hybrid_backend.engines.cpu.kernels import CpuMatMulKernel
 from torch_hybrid_backend.engines.cpu.operands.amx_formats import FORMATS
 from torch_hybrid_backend.engines.cpu.operands.packing import pack_tiles
 from torch_hybrid_backend.engines.cpu.schedules.matmul.amx import emit
 from torch_hybrid_backend.engines.cpu.tir.emit import emit_kernel
+from torch_hybrid_backend.engines.cpu.weights import AmxTiles
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import index_of
 from torch_hybrid_backend.loops.ir import Buffer, Expr
@@ -47,7 +48,7 @@ def test_what_depends_on_the_column_is_computed_once_unless_behind_a_guard(emula
     }
     want = a.double() @ b.double() * inputs[bias].double().exp()
 
-    def changed(value: Expr, *reads: Buffer) -> TileMatMulKernel:
+    def changed(value: Expr, *reads: Buffer) -> CpuMatMulKernel[AmxTiles]:
         arguments = (read_a, packed, *map(row_major, reads))
         return dataclasses.replace(kernel, reads=arguments, stores=(Store(out.buffer, point, value),))
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 
 from tests.engines.cpu.schedule_runner import HOST, run_kernel
-from torch_hybrid_backend.engines.cpu.kernels import WordAttentionKernel
+from torch_hybrid_backend.engines.cpu.kernels import Bf16AttentionKernel
 from torch_hybrid_backend.engines.cpu.operands.amx_formats import FORMATS
 from torch_hybrid_backend.engines.cpu.schedules.attention import rules
 from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import LoopVar, as_index, index_of
 from torch_hybrid_backend.loops.ir import Buffer, Expr, Load, compute_dtype
-from torch_hybrid_backend.loops.kernels import Argument, AttentionKernel, Store
+from torch_hybrid_backend.loops.kernels import Argument, AttentionKernel, Store, as_kind
 from torch_hybrid_backend.loops.layout import Layout, Strided, contiguous
 from torch_hybrid_backend.sizes.size import Dim, symbol
 
@@ -99,24 +99,24 @@ def make(
         tuple(reads),
         (Argument(out, layout_of(out)),),
         domain,
-        q.at(tuple(map(index_of, q_vars))),
-        q_vars,
-        attended(k, news[0], k_vars),
-        k_vars,
-        attended(v, news[1], v_vars),
-        v_vars,
-        score,
-        score_vars,
-        product,
-        depth**-0.5,
-        causal,
-        accumulator,
-        (Store(out, point, ops.mul(accumulator.at(point), ops.const(2, compute))),),
+        q=q.at(tuple(map(index_of, q_vars))),
+        q_vars=q_vars,
+        k=attended(k, news[0], k_vars),
+        k_vars=k_vars,
+        v=attended(v, news[1], v_vars),
+        v_vars=v_vars,
+        score=score,
+        score_vars=score_vars,
+        product=product,
+        scale=depth**-0.5,
+        causal=causal,
+        accumulator=accumulator,
+        stores=(Store(out, point, ops.mul(accumulator.at(point), ops.const(2, compute))),),
     )
     return kernel, inputs
 
 
-def of_bytes(
+def of_int8(
     kernel: AttentionKernel, inputs: dict[Buffer, torch.Tensor], dtypes: tuple[str, ...], zeros: tuple[int, ...]
 ) -> tuple[AttentionKernel, dict[Buffer, torch.Tensor], list[torch.Tensor]]:
     """`make`'s kernel with queries, keys and values that are dequantised integers: kernel, inputs, and the three in float64."""
@@ -140,7 +140,7 @@ def of_bytes(
 
 
 def check_beside_eager(got: torch.Tensor, values: list[torch.Tensor], *, causal: bool) -> None:
-    """A result of `of_bytes`'s kernel is as exact as eager's in float32."""
+    """A result of `of_int8`'s kernel is as exact as eager's in float32."""
 
     def eager(dtype: torch.dtype) -> torch.Tensor:
         q, k, v = (value.to(dtype) for value in values)
@@ -191,13 +191,12 @@ def check(
     torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
 
 
-def in_words(kernel: AttentionKernel, form: str = "") -> WordAttentionKernel:
+def in_bf16(kernel: AttentionKernel, form: str = "") -> Bf16AttentionKernel:
     """The same kernel with products of bfloat16, on tiles in the format of that name."""
-    own = {field.name: getattr(kernel, field.name) for field in fields(kernel)}
-    return WordAttentionKernel(**own, format=form)
+    return as_kind(kernel, Bf16AttentionKernel, format=form)
 
 
-def check_words(
+def check_bf16(
     shape: tuple[int, int, int, int, int, int],
     *,
     form: str = "",
@@ -206,11 +205,11 @@ def check_words(
     heads_inside: bool = False,
     target: Target = HOST,
 ) -> None:
-    """The result of `make`'s kernel in words against float64 eager: its error is about that of eager in the same dtype."""
+    """The result of `make`'s kernel in bfloat16 against float64 eager: its error is about that of eager in the same dtype."""
     name = FORMATS[form].operand if form else "bfloat16"
     dtype = getattr(torch, name)
     kernel, inputs = make(shape, mask=mask, causal=causal, dtype=name, heads_inside=heads_inside)
-    (got,) = run_kernel(in_words(kernel, form), rules.emit, inputs, target)
+    (got,) = run_kernel(in_bf16(kernel, form), rules.emit, inputs, target)
     values = list(inputs.values())
 
     def eager(dtype: torch.dtype) -> torch.Tensor:

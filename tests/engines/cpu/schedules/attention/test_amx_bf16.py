@@ -11,7 +11,7 @@ import torch
 
 from tests.engines.cpu.amx_for_tests import SAPPHIRE_RAPIDS, emulated
 from tests.engines.cpu.schedule_runner import HOST, compile_kernel, runner_of
-from tests.engines.cpu.schedules.attention.attention_for_tests import check_words, in_words, make
+from tests.engines.cpu.schedules.attention.attention_for_tests import check_bf16, in_bf16, make
 from tests.engines.cpu.schedules.attention.test_bf16 import masks
 from torch_hybrid_backend.engines.cpu.schedules.attention import rules
 
@@ -35,7 +35,7 @@ _PLAIN = dataclasses.replace(_HOST, features=tuple(f for f in HOST.features if f
 def test_is_as_exact_as_eager(emulated: ctypes.CDLL, shape: tuple[int, int, int, int, int, int], causal: bool) -> None:
     """(B, H, S, T, D, E); with every core's tiles released."""
     before = emulated.products_so_far()
-    check_words(shape, form="bfloat16", causal=causal, heads_inside=True, target=_HOST)
+    check_bf16(shape, form="bfloat16", causal=causal, heads_inside=True, target=_HOST)
     assert emulated.products_so_far() > before
 
 
@@ -43,7 +43,7 @@ def test_is_as_exact_as_eager(emulated: ctypes.CDLL, shape: tuple[int, int, int,
 def test_lengths_known_at_run_time(emulated: ctypes.CDLL, causal: bool) -> None:
     """A kernel serves any number of queries, keys and batches: less than a tile, panels that are whole and not, several blocks of keys."""
     kernel, _ = make((1, 2, 40, 40, 24, 20), dtype="bfloat16", causal=causal, open_sizes=True)
-    attention = runner_of(in_words(kernel, "bfloat16"), rules.emit, _HOST)
+    attention = runner_of(in_bf16(kernel, "bfloat16"), rules.emit, _HOST)
     for batch, queries, keys in [
         (1, 40, 40),
         (2, 70, 90),
@@ -65,13 +65,13 @@ def test_lengths_known_at_run_time(emulated: ctypes.CDLL, causal: bool) -> None:
 def test_masked(emulated: ctypes.CDLL) -> None:
     """Infinities, a query that sees nothing; weights rounded without an instruction of their own."""
     for target in (_HOST, _PLAIN):
-        check_words((1, 2, 70, 90, 64, 64), form="bfloat16", mask=masks(), target=target)
+        check_bf16((1, 2, 70, 90, 64, 64), form="bfloat16", mask=masks(), target=target)
 
 
 def test_machine_code() -> None:
     """Compiled for a processor with AMX: configured and released once, after memory is taken; products meet no vector in their loops."""
     kernel, _ = make((1, 16, 128, 512, 64, 64), dtype="bfloat16", heads_inside=True)
-    assembly = compile_kernel(in_words(kernel, "bfloat16"), rules.emit, SAPPHIRE_RAPIDS).inspect_source("asm")
+    assembly = compile_kernel(in_bf16(kernel, "bfloat16"), rules.emit, SAPPHIRE_RAPIDS).inspect_source("asm")
     assert assembly.count("\tldtilecfg\t") == assembly.count("\ttilerelease") == 1
     configured, released = assembly.index("\tldtilecfg\t"), assembly.index("\ttilerelease")
     assert "BackendAllocWorkspace" not in assembly[configured:released]

@@ -11,7 +11,7 @@ import torch
 
 from tests.engines.cpu.amx_for_tests import ODD_NUMBERS, SAPPHIRE_RAPIDS, emulated
 from tests.engines.cpu.schedule_runner import HOST, compile_kernel, to_memory
-from tests.engines.cpu.schedules.attention.attention_for_tests import check_words, in_words, make
+from tests.engines.cpu.schedules.attention.attention_for_tests import check_bf16, in_bf16, make
 from tests.engines.cpu.schedules.attention.test_bf16 import masks
 from torch_hybrid_backend.engines.cpu.operands.amx_formats import LARGEST, SMALLEST
 from torch_hybrid_backend.engines.cpu.schedules.attention import rules
@@ -36,21 +36,21 @@ def test_is_no_less_exact_than_eager(
 ) -> None:
     """(B, H, S, T, D, E); three parts, with every core's tiles released."""
     before = emulated.products_so_far()
-    check_words(shape, form="float32", causal=causal, heads_inside=True, target=_HOST)
+    check_bf16(shape, form="float32", causal=causal, heads_inside=True, target=_HOST)
     assert emulated.products_so_far() > before
 
 
 @pytest.mark.parametrize("form", ["float16 split", "float32 high", pytest.param("float32", marks=pytest.mark.full)])
 def test_masked(emulated: ctypes.CDLL, form: str) -> None:
     """Infinities, a query that sees nothing."""
-    check_words((1, 2, 70, 90, 32, 32), form=form, mask=masks(), target=_HOST)
+    check_bf16((1, 2, 70, 90, 32, 32), form=form, mask=masks(), target=_HOST)
 
 
 def test_numbers_that_cannot_be_split(emulated: ctypes.CDLL) -> None:
     """A number in a query that cannot be split costs its tile of rows the tiles, one in a key or a value its head; what comes out is eager's in
     float64."""
     kernel, inputs = make((1, 2, 70, 40, 16, 16))
-    function = compile_kernel(in_words(kernel, "float32"), rules.emit, _HOST)["kernel"]
+    function = compile_kernel(in_bf16(kernel, "float32"), rules.emit, _HOST)["kernel"]
 
     def run(values: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
         before = emulated.products_so_far()
@@ -79,7 +79,7 @@ def test_at_the_limits(emulated: ctypes.CDLL) -> None:
     values[2][..., 5, :] = LARGEST
     values[2][..., 9, :] = SMALLEST
     before = emulated.products_so_far()
-    function = compile_kernel(in_words(kernel, "float32"), rules.emit, _HOST)["kernel"]
+    function = compile_kernel(in_bf16(kernel, "float32"), rules.emit, _HOST)["kernel"]
     out = torch.full((kernel.writes[0].span,), 77.0)
     function(*[to_memory(x, read.layout) for x, read in zip(values, kernel.reads, strict=True)], out)
     assert emulated.products_so_far() > before
@@ -90,7 +90,7 @@ def test_at_the_limits(emulated: ctypes.CDLL) -> None:
 def test_machine_code() -> None:
     """Compiled for a processor with AMX: one configuration, the tiles' products, and float32's for numbers that cannot be split."""
     kernel, _ = make((1, 16, 128, 128, 64, 64), heads_inside=True)
-    assembly = compile_kernel(in_words(kernel, "float32"), rules.emit, SAPPHIRE_RAPIDS).inspect_source("asm")
+    assembly = compile_kernel(in_bf16(kernel, "float32"), rules.emit, SAPPHIRE_RAPIDS).inspect_source("asm")
     assert assembly.count("\tldtilecfg\t") == assembly.count("\ttilerelease") == 1
     configured, released = assembly.index("\tldtilecfg\t"), assembly.index("\ttilerelease")
     assert "BackendAllocWorkspace" not in assembly[configured:released]

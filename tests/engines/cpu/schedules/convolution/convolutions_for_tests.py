@@ -9,11 +9,12 @@ import torch
 
 from tests.engines.cpu.schedule_runner import HOST, printer_of, row_major, run_kernel
 from torch_hybrid_backend.engines.cpu import tile_sizes
-from torch_hybrid_backend.engines.cpu.kernels import PackedConvKernel
+from torch_hybrid_backend.engines.cpu.kernels import CpuConvKernel
 from torch_hybrid_backend.engines.cpu.operands import packing
 from torch_hybrid_backend.engines.cpu.schedules.convolution import rules
 from torch_hybrid_backend.engines.cpu.schedules.convolution.parts import ConvParts
 from torch_hybrid_backend.engines.cpu.target import Target
+from torch_hybrid_backend.engines.cpu.weights import Panels, Winograd
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import LoopVar, index_of
 from torch_hybrid_backend.loops.ir import Buffer, Load, compute_dtype
@@ -46,7 +47,7 @@ def layout_of(buffer: Buffer, block: int, blocked: bool) -> Layout:
     return Blocked(block) if blocked else contiguous(buffer.shape)
 
 
-Made = tuple[PackedConvKernel, dict[Buffer, torch.Tensor], torch.Tensor]
+Made = tuple[CpuConvKernel[Panels], dict[Buffer, torch.Tensor], torch.Tensor]
 
 
 def make(case: Case, target: Target, x_values: torch.Tensor | None = None) -> Made:
@@ -86,27 +87,30 @@ def make(case: Case, target: Target, x_values: torch.Tensor | None = None) -> Ma
     value = ops.call("max", value, ops.const(0, compute))
     for _ in range(4 * case.long_epilogue):
         value = ops.add(ops.mul(value, ops.const(0.5, compute)), residual.at(point))
-    kernel = PackedConvKernel(
-        (
+    weight = (
+        Winograd(buffer=packed, width=block, outputs=case.winograd)
+        if case.winograd
+        else Panels(buffer=packed, width=block)
+    )
+    kernel = CpuConvKernel(
+        reads=(
             Argument(x, layout_of(x, tile_sizes.output_block(case.x[1], 1, target), case.blocked_x)),
             row_major(packed),
             row_major(bias),
             Argument(residual, layout_of(residual, block, case.blocked_out != case.mixed)),
         ),
-        (Argument(out, layout_of(out, block, case.blocked_out)),),
-        domain,
-        x_vars,
-        x.at(tuple(map(index_of, x_vars))),
-        packed,
-        stride,
-        padding,
-        dilation,
-        case.groups,
-        case.kernel,
-        block,
-        accumulator,
-        (Store(out, point, value),),
-        case.winograd,
+        writes=(Argument(out, layout_of(out, block, case.blocked_out)),),
+        domain=domain,
+        x_vars=x_vars,
+        x=x.at(tuple(map(index_of, x_vars))),
+        weight=weight,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        groups=case.groups,
+        kernel=case.kernel,
+        accumulator=accumulator,
+        stores=(Store(out, point, value),),
     )
     return kernel, {x: xt, packed: ahead, bias: bt, residual: rt}, want
 
@@ -131,9 +135,9 @@ def depthwise(channels: int, size: tuple[int, int], kernel: int = 3, stride: int
 
 def make_stages(
     cases: list[Case], target: Target
-) -> tuple[list[PackedConvKernel], dict[Buffer, torch.Tensor], torch.Tensor]:
+) -> tuple[list[CpuConvKernel[Panels]], dict[Buffer, torch.Tensor], torch.Tensor]:
     """(kernels, inputs, result in float64) of convolutions each of which reads what the one before it writes."""
-    stages: list[PackedConvKernel] = []
+    stages: list[CpuConvKernel[Panels]] = []
     inputs: dict[Buffer, torch.Tensor] = {}
     want: torch.Tensor | None = None
     for case in cases:

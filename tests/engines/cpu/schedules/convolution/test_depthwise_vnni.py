@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from tests.engines.cpu.schedule_runner import HOST, compile_kernel, row_major, run_kernel
-from torch_hybrid_backend.engines.cpu.kernels import PackedConvKernel
+from torch_hybrid_backend.engines.cpu.kernels import CpuConvKernel
 from torch_hybrid_backend.engines.cpu.operands.vnni_packing import channel_sums, pack_taps
 from torch_hybrid_backend.engines.cpu.schedules.convolution.rules import emit
 from torch_hybrid_backend.engines.cpu.target import Target
+from torch_hybrid_backend.engines.cpu.weights import Taps
 from torch_hybrid_backend.loops.index import LoopVar, index_of
 from torch_hybrid_backend.loops.ir import Buffer
 from torch_hybrid_backend.loops.kernels import Argument, Store
@@ -28,7 +29,7 @@ def made(
     padding: int,
     dtype: torch.dtype = torch.uint8,
     zero: int = 0,
-) -> tuple[PackedConvKernel, dict[Buffer, torch.Tensor], torch.Tensor]:
+) -> tuple[CpuConvKernel[Taps], dict[Buffer, torch.Tensor], torch.Tensor]:
     """(kernel, inputs, sums) of images of `shape` and a window of `size`, with the most extreme bytes in both, and a zero point."""
     torch.manual_seed(0)
     least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
@@ -46,22 +47,20 @@ def made(
     domain = tuple(LoopVar(f"d{i}", n) for i, n in enumerate(want.shape))
     x_vars = tuple(LoopVar(f"x{i}", n) for i, n in enumerate(shape))
     point = tuple(map(index_of, domain))
-    kernel = PackedConvKernel(
-        (Argument(image, Blocked(16)), row_major(packed), *([] if start is None else [row_major(start)])),
-        (row_major(out),),
-        domain,
-        x_vars,
-        image.at(tuple(map(index_of, x_vars))),
-        packed,
-        (stride,) * len(size),
-        (padding,) * len(size),
-        (1,) * len(size),
-        shape[1],
-        size,
-        16,
-        sums,
-        (Store(out, point, sums.at(point)),),
-        start=start,
+    kernel = CpuConvKernel(
+        reads=(Argument(image, Blocked(16)), row_major(packed), *([] if start is None else [row_major(start)])),
+        writes=(row_major(out),),
+        domain=domain,
+        x_vars=x_vars,
+        x=image.at(tuple(map(index_of, x_vars))),
+        weight=Taps(buffer=packed, width=16, start=start),
+        stride=(stride,) * len(size),
+        padding=(padding,) * len(size),
+        dilation=(1,) * len(size),
+        groups=shape[1],
+        kernel=size,
+        accumulator=sums,
+        stores=(Store(out, point, sums.at(point)),),
         border=zero,
     )
     return kernel, {image: x, packed: ahead, **({} if start is None else {start: begin})}, want

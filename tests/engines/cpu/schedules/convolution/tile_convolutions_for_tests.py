@@ -8,10 +8,11 @@ import torch
 
 from tests.engines.cpu.schedule_runner import HOST, row_major, run_kernel
 from tests.engines.cpu.schedules.convolution.convolutions_for_tests import Case, make
-from torch_hybrid_backend.engines.cpu.kernels import TileConvKernel
+from torch_hybrid_backend.engines.cpu.kernels import CpuConvKernel, with_weight
 from torch_hybrid_backend.engines.cpu.operands.amx_formats import FORMATS
 from torch_hybrid_backend.engines.cpu.operands.packing import pack_conv_tiles
 from torch_hybrid_backend.engines.cpu.schedules.convolution.amx import emit
+from torch_hybrid_backend.engines.cpu.weights import AmxTiles
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import index_of
 from torch_hybrid_backend.loops.ir import Buffer
@@ -24,32 +25,16 @@ TILES_HOST = dataclasses.replace(HOST, lanes=16, cores=2, l1_bytes=48 << 10, l2_
 
 def tiles_of(
     case: Case, name: str, x: torch.Tensor | None = None
-) -> tuple[TileConvKernel, dict[Buffer, torch.Tensor], torch.Tensor]:
+) -> tuple[CpuConvKernel[AmxTiles], dict[Buffer, torch.Tensor], torch.Tensor]:
     """Make, as `make` does, the kernel and its weight for tiles."""
     kernel, inputs, want = make(case, TILES_HOST, x)
     # The weight that `make` packed, as it was: blocks of outputs come back together.
-    blocks, in_group = inputs.pop(kernel.packed), case.o // case.groups
+    blocks, in_group = inputs.pop(kernel.weight.buffer), case.o // case.groups
     weight = blocks.permute(0, 1, 5, 3, 2, 4).flatten(1, 2)[:, :in_group].flatten(0, 1)
     weight = weight.reshape(case.o, case.x[1] // case.groups, *case.kernel)
     ahead = pack_conv_tiles(weight, FORMATS[name], groups=case.groups)
     packed = Buffer(tuple(ahead.shape), FORMATS[name].dtype, "tiles")
-    reads = tuple(row_major(packed) if read.buffer is kernel.packed else read for read in kernel.reads)
-    tiles = TileConvKernel(
-        reads,
-        kernel.writes,
-        kernel.domain,
-        kernel.x_vars,
-        kernel.x,
-        packed,
-        name,
-        kernel.stride,
-        kernel.padding,
-        kernel.dilation,
-        kernel.groups,
-        kernel.kernel,
-        kernel.accumulator,
-        kernel.stores,
-    )
+    tiles = with_weight(kernel, AmxTiles(buffer=packed, tile_format=name))
     return tiles, {**inputs, packed: ahead}, want
 
 
@@ -87,22 +72,15 @@ def check_integers(
     # As the engine has it; where that is one block of few channels, whole vectors are copied. In larger blocks, channels are.
     layout = Blocked(min(16, 1 << (shape[1] - 1).bit_length()) if stride > 1 else 16)
     point = tuple(map(index_of, whole.domain))
-    tiles = TileConvKernel(
-        (Argument(x, layout), row_major(packed)),
-        (row_major(out),),
-        whole.domain,
-        whole.x_vars,
-        ops.cast(x.at(tuple(map(index_of, whole.x_vars))), "int32"),
-        packed,
-        name,
-        whole.stride,
-        whole.padding,
-        whole.dilation,
-        groups // together,
-        whole.kernel,
-        sums,
-        (Store(out, point, sums.at(point)),),
-        border,
+    tiles = dataclasses.replace(
+        with_weight(whole, AmxTiles(buffer=packed, tile_format=name)),
+        reads=(Argument(x, layout), row_major(packed)),
+        writes=(row_major(out),),
+        x=ops.cast(x.at(tuple(map(index_of, whole.x_vars))), "int32"),
+        groups=groups // together,
+        accumulator=sums,
+        stores=(Store(out, point, sums.at(point)),),
+        border=border,
     )
     (got,) = run_kernel(tiles, emit, {x: image, packed: ahead}, TILES_HOST)
     assert torch.equal(got.double(), want)

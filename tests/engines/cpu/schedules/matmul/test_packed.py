@@ -10,10 +10,11 @@ import torch
 
 from tests.engines.cpu.schedule_runner import HOST, NARROW, compile_kernel, row_major, run_kernel
 from torch_hybrid_backend.engines.cpu import tile_sizes
-from torch_hybrid_backend.engines.cpu.kernels import PackedMatMulKernel
+from torch_hybrid_backend.engines.cpu.kernels import CpuMatMulKernel
 from torch_hybrid_backend.engines.cpu.operands import packing
 from torch_hybrid_backend.engines.cpu.schedules.matmul.packed import emit
 from torch_hybrid_backend.engines.cpu.target import Target
+from torch_hybrid_backend.engines.cpu.weights import Panels
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import LoopVar, index_of
 from torch_hybrid_backend.loops.ir import Buffer, Expr, Load, compute_dtype
@@ -28,7 +29,7 @@ def kernel_of(
     batched: bool = False,
     long_epilogue: bool = False,
     out_layout: Layout | None = None,
-) -> PackedMatMulKernel:
+) -> CpuMatMulKernel[Panels]:
     """out = relu(a @ b + bias) * residual, and for long epilogues more of it; reads a, packed, bias, residual."""
     batch, m, k, n = shape
     tile = tile_sizes.tile_n(n, target)
@@ -47,17 +48,15 @@ def kernel_of(
     for _ in range(4 * long_epilogue):
         value = ops.add(ops.mul(value, ops.const(2, compute)), residual.at(point))
     layout = out_layout or contiguous(out.shape)
-    return PackedMatMulKernel(
-        (row_major(a), row_major(packed), row_major(bias), row_major(residual)),
-        (Argument(out, layout),),
-        domain,
-        depth,
-        Load(compute, a, (*point[:2], index_of(depth))),
-        packed,
-        tile,
-        batched,
-        accumulator,
-        (Store(out, point, value),),
+    return CpuMatMulKernel(
+        reads=(row_major(a), row_major(packed), row_major(bias), row_major(residual)),
+        writes=(Argument(out, layout),),
+        domain=domain,
+        k=depth,
+        a=Load(compute, a, (*point[:2], index_of(depth))),
+        weight=Panels(buffer=packed, width=tile),
+        accumulator=accumulator,
+        stores=(Store(out, point, value),),
     )
 
 
@@ -74,7 +73,7 @@ def check(
     batch, m, k, n = shape
     kernel = kernel_of(shape, target, dtype, batched, long_epilogue, out_layout)
     a, packed, bias, residual = (argument.buffer for argument in kernel.reads)
-    tile = kernel.tile_n
+    tile = kernel.weight.width
     torch.manual_seed(0)
 
     def random(*size: int) -> torch.Tensor:

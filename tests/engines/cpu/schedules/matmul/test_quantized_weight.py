@@ -9,18 +9,19 @@ import torch
 
 from tests.engines.cpu.schedule_runner import HOST, NARROW, run_kernel
 from tests.engines.cpu.schedules.matmul.test_weight_only import kernel_of, packed_weight
-from torch_hybrid_backend.engines.cpu.kernels import DequantizedMatMulKernel
+from torch_hybrid_backend.engines.cpu.kernels import CpuMatMulKernel
 from torch_hybrid_backend.engines.cpu.operands.packing import pack_b
 from torch_hybrid_backend.engines.cpu.schedules.matmul.quantized_weight import QuantizedWeight
 from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
+from torch_hybrid_backend.engines.cpu.weights import Quantized
 from torch_hybrid_backend.loops.index import Index
 
 
-def _dequantized(kernel: DequantizedMatMulKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
+def _dequantized(kernel: CpuMatMulKernel[Quantized], builder: Builder, printer: Printer, target: Target) -> Stmt:
     """In place of the kernel's product: out[0, k, n] = weight[k, n]. The kernel has as many rows as its weight, and whole panels."""
-    b, width = builder, kernel.tile_n
+    b, width = builder, kernel.weight.width
     weight = QuantizedWeight(kernel, builder, printer, target.lanes)
     (written,) = kernel.writes
     out, columns = printer.arguments[written.buffer][0], int(kernel.domain[2].extent)
@@ -65,21 +66,22 @@ def test_elements(how: dict[str, Any], target: Target) -> None:
     """(integer - zero point) * scale of its group in units of `unit`, or the table's value; exactly, for every packing."""
     k, panels = 64, 2
     kernel = kernel_of(k, k, panels * 2 * target.lanes, target, **how)
-    n, group = int(kernel.domain[2].extent), kernel.group
+    weight = kernel.weight
+    n, group = int(kernel.domain[2].extent), weight.group
     torch.manual_seed(0)
-    low, high = (-8, 8) if kernel.bits == 4 else (0, 256) if kernel.packed.dtype == "uint8" else (-128, 128)
+    low, high = (-8, 8) if weight.bits == 4 else (0, 256) if weight.buffer.dtype == "uint8" else (-128, 128)
     q = torch.randint(low, high, (1, k, n))
     scale, zero = torch.rand(1, k // group, n), torch.randint(low, high, (1, k // group, n)).float()
-    scale = scale.to(getattr(torch, kernel.scales.dtype))
+    scale = scale.to(getattr(torch, weight.scales.dtype))
     inputs = {argument.buffer: torch.zeros([int(size) for size in argument.buffer.shape]) for argument in kernel.reads}
-    inputs |= {kernel.packed: packed_weight(q, kernel), kernel.scales: pack_b(scale, kernel.tile_n)}
+    inputs |= {weight.buffer: packed_weight(q, weight), weight.scales: pack_b(scale, weight.width)}
     want = q.float()
-    if kernel.zeros is not None:
-        inputs[kernel.zeros] = pack_b(zero, kernel.tile_n)
+    if weight.zeros is not None:
+        inputs[weight.zeros] = pack_b(zero, weight.width)
         want = want - zero.repeat_interleave(group, 1)
-    if kernel.table is not None:
-        inputs[kernel.table] = torch.randn(16)
-        want = inputs[kernel.table][q % 16]
-    unit = 2.0**28 if kernel.bits == 4 and kernel.table is None else 1.0
+    if weight.table is not None:
+        inputs[weight.table] = torch.randn(16)
+        want = inputs[weight.table][q % 16]
+    unit = 2.0**28 if weight.bits == 4 and weight.table is None else 1.0
     (got,) = run_kernel(kernel, _dequantized, inputs, target)
     assert torch.equal(got / unit, want * scale.float().repeat_interleave(group, 1))

@@ -12,10 +12,11 @@ import torch
 
 from tests.engines.cpu.schedule_runner import HOST, NARROW, compile_kernel, row_major, run_kernel
 from torch_hybrid_backend.engines.cpu.dot_products import ROW_PARTS, row_group
-from torch_hybrid_backend.engines.cpu.kernels import DequantizedMatMulKernel
+from torch_hybrid_backend.engines.cpu.kernels import CpuMatMulKernel
 from torch_hybrid_backend.engines.cpu.operands.packing import pack_b, pack_bytes, pack_nibbles
 from torch_hybrid_backend.engines.cpu.schedules.matmul import weight_only
 from torch_hybrid_backend.engines.cpu.target import Target
+from torch_hybrid_backend.engines.cpu.weights import Quantized
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import LoopVar, index_of
 from torch_hybrid_backend.loops.ir import Buffer, Expr, Load
@@ -39,7 +40,7 @@ def kernel_of(
     in_words: bool = False,
     scaled_by: str = _FLOAT,
     row_parts: int = 3,
-) -> DequantizedMatMulKernel:
+) -> CpuMatMulKernel[Quantized]:
     """out = relu(a @ dequantised + bias) * residual; reads a, weight, scales, bias, residual, zeros, a table. `group` 0: one for all of k.
 
     in_words: weights of 8 bits lie as those of 4 do, in words along k. scaled_by: the scales' dtype. row_parts: see the kernel."""
@@ -60,63 +61,64 @@ def kernel_of(
     point = tuple(map(index_of, domain))
     value: Expr = ops.call("max", ops.add(accumulator.at(point), bias.at(point[2:])), ops.const(0, _FLOAT))
     value = ops.mul(value, residual.at(point))
-    return DequantizedMatMulKernel(
-        tuple(
-            map(
-                row_major, (a, packed, scales, bias, residual, *([moved] if zeros else []), *([table] if table else []))
-            )
-        ),
-        (row_major(result),),
-        domain,
-        depth,
-        Load(_FLOAT, a, (*point[:2], index_of(depth))),
-        packed,
-        bits,
-        scales,
-        moved if zeros else None,
-        group,
-        tile,
-        accumulator,
-        (Store(result, point, value),),
-        table,
-        row_parts,
+    read = (a, packed, scales, bias, residual, *([moved] if zeros else []), *([table] if table else []))
+    weight = Quantized(
+        buffer=packed,
+        bits=bits,
+        scales=scales,
+        zeros=moved if zeros else None,
+        group=group,
+        width=tile,
+        table=table,
+        row_parts=row_parts,
+    )
+    return CpuMatMulKernel(
+        reads=tuple(map(row_major, read)),
+        writes=(row_major(result),),
+        domain=domain,
+        k=depth,
+        a=Load(_FLOAT, a, (*point[:2], index_of(depth))),
+        weight=weight,
+        accumulator=accumulator,
+        stores=(Store(result, point, value),),
     )
 
 
-def packed_weight(q: torch.Tensor, kernel: DequantizedMatMulKernel) -> torch.Tensor:
-    """The integers (1, k, n) as the kernel's weight."""
-    if kernel.bits == 4:
-        return pack_nibbles(q, kernel.tile_n)
-    if kernel.packed.dtype == "int32":
-        return pack_bytes(q.to(torch.int8), kernel.tile_n)
-    return pack_b(q.to(getattr(torch, kernel.packed.dtype)), kernel.tile_n)
+def packed_weight(q: torch.Tensor, weight: Quantized) -> torch.Tensor:
+    """The integers (1, k, n) as the weight's."""
+    if weight.bits == 4:
+        return pack_nibbles(q, weight.width)
+    if weight.buffer.dtype == "int32":
+        return pack_bytes(q.to(torch.int8), weight.width)
+    return pack_b(q.to(getattr(torch, weight.buffer.dtype)), weight.width)
 
 
-def check(kernel: DequantizedMatMulKernel, target: Target, emit: Callable[..., Any] = weight_only.emit) -> None:
+def check(kernel: CpuMatMulKernel[Quantized], target: Target, emit: Callable[..., Any] = weight_only.emit) -> None:
     """The result is within 1e-6 of float64's, relative to the sum of the products' magnitudes, or what rows that may be rounded lose."""
     a, weight, scales, bias, residual, *_ = (argument.buffer for argument in kernel.reads)
-    (_, _, k), (n,), group, bits, tile = a.shape, bias.shape, kernel.group, kernel.bits, kernel.tile_n
+    (_, _, k), (n,), quantized = a.shape, bias.shape, kernel.weight
+    group, bits, tile = quantized.group, quantized.bits, quantized.width
     torch.manual_seed(0)
     low, high = (-8, 8) if bits == 4 else (0, 256) if weight.dtype == "uint8" else (-128, 128)
     q = torch.randint(low, high, (1, k, n))
     q[0, :, 0], q[0, :, -1] = low, high - 1
     scale = (torch.randn(1, -(-k // group), n) / high).to(getattr(torch, scales.dtype))
-    zero = torch.randint(low, high, scale.shape) if kernel.zeros else torch.zeros_like(scale)
+    zero = torch.randint(low, high, scale.shape) if quantized.zeros else torch.zeros_like(scale)
     inputs = {buffer: torch.randn([int(size) for size in buffer.shape]) for buffer in (a, bias, residual)}
-    half = {"bfloat16": torch.bfloat16, "float16 split": torch.float16}.get(getattr(kernel, "format", ""))
-    may_round = half is not None and kernel.row_parts == 1  # floats, and weights, that tiles round to bfloat16
+    half = {"bfloat16": torch.bfloat16, "float16 split": torch.float16}.get(quantized.tile_format)
+    may_round = half is not None and quantized.row_parts == 1  # floats, and weights, that tiles round to bfloat16
     if half is not None and not may_round:  # as what is read by `a` would be
         inputs[a] = inputs[a].to(half).float()
-    inputs[weight] = packed_weight(q, kernel)
+    inputs[weight] = packed_weight(q, quantized)
     inputs[scales] = pack_b(scale, tile)
     scale = scale.float()
-    if kernel.zeros is not None:
-        inputs[kernel.zeros] = pack_b(zero.float(), tile)
-    if kernel.table is not None:
-        inputs[scales], inputs[kernel.table] = torch.ones_like(inputs[scales]), torch.randn(16)
+    if quantized.zeros is not None:
+        inputs[quantized.zeros] = pack_b(zero.float(), tile)
+    if quantized.table is not None:
+        inputs[scales], inputs[quantized.table] = torch.ones_like(inputs[scales]), torch.randn(16)
         scale = torch.ones_like(scale)
     (got,) = run_kernel(kernel, emit, inputs, target)
-    values = q if kernel.table is None else inputs[kernel.table][q % 16]
+    values = q if quantized.table is None else inputs[quantized.table][q % 16]
     moved, scaled = (x.double().repeat_interleave(group, 1)[:, :k] for x in (zero, scale))
     w = (values.double() - moved) * scaled
     if half == torch.bfloat16 and not may_round:
@@ -131,11 +133,11 @@ def check(kernel: DequantizedMatMulKernel, target: Target, emit: Callable[..., A
     allowed = 1e-6 * size
     if may_round:
         allowed += (2**-8 + 2**-18) * size
-    elif kernel.row_parts < ROW_PARTS:
+    elif quantized.row_parts < ROW_PARTS:
         # Half a step of 7 or 15 bits of the largest of its group is what an element of a row may be off by.
-        own = row_group(min(group, k), kernel.row_parts, target) or 1
+        own = row_group(min(group, k), quantized.row_parts, target) or 1
         largest = x.abs().view(1, -1, k // own, own).amax(3).repeat_interleave(own, 2)
-        allowed += (largest / (2 * (127 << 8 * (kernel.row_parts - 1)))) @ w.abs() * inputs[residual].double().abs()
+        allowed += (largest / (2 * (127 << 8 * (quantized.row_parts - 1)))) @ w.abs() * inputs[residual].double().abs()
     assert ((got.double() - want).abs() <= allowed).all()
 
 

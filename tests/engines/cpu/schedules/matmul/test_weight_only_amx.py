@@ -11,11 +11,12 @@ import torch
 from tests.engines.cpu.amx_for_tests import SAPPHIRE_RAPIDS, emulated
 from tests.engines.cpu.schedule_runner import HOST, compile_kernel, run_kernel
 from tests.engines.cpu.schedules.matmul.test_weight_only import check, kernel_of, packed_weight
-from torch_hybrid_backend.engines.cpu.kernels import TileDequantizedMatMulKernel
+from torch_hybrid_backend.engines.cpu.kernels import CpuMatMulKernel
 from torch_hybrid_backend.engines.cpu.operands.amx_formats import LARGEST, SMALLEST
 from torch_hybrid_backend.engines.cpu.operands.packing import pack_b
 from torch_hybrid_backend.engines.cpu.schedules.matmul.weight_only_amx import emit
 from torch_hybrid_backend.engines.cpu.target import Target
+from torch_hybrid_backend.engines.cpu.weights import Quantized
 
 __all__ = ["emulated"]  # the fixture
 
@@ -25,12 +26,11 @@ _HOST = dataclasses.replace(HOST, lanes=16, cores=2, l1_bytes=48 << 10, l2_bytes
 _NARROW = dataclasses.replace(_HOST.within("AVX2"), lanes=16, cores=5, l2_bytes=256 << 10)
 
 
-def tiles_of(*sizes: int, form: str = "float32", target: Target = _HOST, **how: object) -> TileDequantizedMatMulKernel:
+def tiles_of(*sizes: int, form: str = "float32", target: Target = _HOST, **how: object) -> CpuMatMulKernel[Quantized]:
     """`kernel_of` (m, k, n, bits, group) on tiles."""
     m, k, n, *rest = sizes
     kernel = kernel_of(m, k, n, target, *rest, **how)  # type: ignore[arg-type]
-    own = {field.name: getattr(kernel, field.name) for field in dataclasses.fields(kernel)}
-    return TileDequantizedMatMulKernel(**own, format=form)
+    return dataclasses.replace(kernel, weight=dataclasses.replace(kernel.weight, tile_format=form))
 
 
 @pytest.mark.usefixtures("emulated")
@@ -82,7 +82,11 @@ def test_rows_that_may_be_rounded_to_a_byte(m: int) -> None:
     a, weight, scales, bias, residual = (argument.buffer for argument in kernel.reads)
     x, q = torch.zeros(1, m, k), torch.full((1, k, n), 3)
     x[0, :4, 0] = torch.tensor([torch.inf, -torch.inf, torch.nan, 1.0])
-    inputs = {a: x, weight: packed_weight(q, kernel), scales: pack_b(torch.full((1, 1, n), 0.5), kernel.tile_n)}
+    inputs = {
+        a: x,
+        weight: packed_weight(q, kernel.weight),
+        scales: pack_b(torch.full((1, 1, n), 0.5), kernel.weight.width),
+    }
     (got,) = run_kernel(kernel, emit, inputs | {bias: torch.zeros(n), residual: torch.ones(1, m, n)}, _HOST)
     torch.testing.assert_close(got, torch.relu(x @ (q * 0.5)), rtol=0, atol=0, equal_nan=True)
 
@@ -103,9 +107,9 @@ def test_special_activations(bits: int, zeros: bool) -> None:
     # In the first panel of rows, in one group of the second; none in the third.
     x[0, torch.arange(8), 0] = torch.tensor(specials)
     x[0, 32 + torch.arange(8), 40] = torch.tensor(specials)
-    inputs = {a: x, weight: packed_weight(q, kernel), bias: torch.zeros(n), residual: torch.ones(1, m, n)}
-    inputs |= {scales: pack_b(torch.full((1, k // group, n), 0.125), kernel.tile_n)}
-    inputs |= {buffer: pack_b(zero, kernel.tile_n) for buffer in moved}
+    inputs = {a: x, weight: packed_weight(q, kernel.weight), bias: torch.zeros(n), residual: torch.ones(1, m, n)}
+    inputs |= {scales: pack_b(torch.full((1, k // group, n), 0.125), kernel.weight.width)}
+    inputs |= {buffer: pack_b(zero, kernel.weight.width) for buffer in moved}
     (got,) = run_kernel(kernel, emit, inputs, _HOST)
     w = (q - zero.repeat_interleave(group, 1)) * 0.125
     torch.testing.assert_close(got, torch.relu(x @ w), rtol=1e-5, atol=1e-5, equal_nan=True)

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch_hybrid_backend.engines.cpu.kernels import DequantizedMatMulKernel, TileConvKernel, TileMatMulKernel
+from torch_hybrid_backend.engines.cpu.kernels import CpuConvKernel, CpuMatMulKernel
 from torch_hybrid_backend.engines.cpu.operands.amx_formats import PANEL, ROW_BYTES, TileFormat
 from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirExpr
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
+from torch_hybrid_backend.engines.cpu.weights import AmxTiles, Quantized
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
 from torch_hybrid_backend.loops.ir import Expr
 from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, function, size_hint
@@ -43,7 +44,7 @@ class Products:
     """Operands of a kernel: (batch, m, k) by (batch or 1, k, n), in the format `form`. `sizes`: batch, m, k, n; the first two may be known
     only at run time. `a`: an element of A."""
 
-    kernel: TileMatMulKernel | TileConvKernel | DequantizedMatMulKernel
+    kernel: CpuMatMulKernel[AmxTiles | Quantized] | CpuConvKernel[AmxTiles]
     form: TileFormat
     a: Expr
     sizes: tuple[Dim, Dim, int, int]

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from torch_hybrid_backend.engines.cpu.kernels import TileConvKernel
+from torch_hybrid_backend.engines.cpu.kernels import CpuConvKernel
 from torch_hybrid_backend.engines.cpu.operands.amx_formats import PANEL, ROW_BYTES
 from torch_hybrid_backend.engines.cpu.schedules.amx import instructions
 from torch_hybrid_backend.engines.cpu.schedules.amx.blocks import LANES, Part, Products
@@ -45,11 +45,11 @@ class TileProduct(TileRows):
     def __init__(self, of: Products, builder: Builder, printer: Printer, target: Target) -> None:
         super().__init__(of, builder, printer, target)
         kernel = of.kernel
-        column = kernel.domain[1] if isinstance(kernel, TileConvKernel) else kernel.domain[2]
+        column = kernel.domain[1] if isinstance(kernel, CpuConvKernel) else kernel.domain[2]
         # From one row of B's tiles to the next.
         self.b_row_bytes = ROW_BYTES
         self.a_passes = self._a_passes()
-        self.packed = printer.arguments[kernel.packed][0]
+        self.packed = printer.arguments[kernel.weight.buffer][0]
         waiting = 1 if self.parts == 1 else self.block * self.group
         self.sums = builder.local(waiting * PANEL * PANEL, self.form.sums, "sums")
         # Sums of one panel of rows and one of columns: of one part of k, before they are added to those of the parts before; or those of all,
@@ -168,7 +168,7 @@ class TileProduct(TileRows):
         near = b.seq(*self._stored(self.near, 0))
         if not self._adds_in_memory():
             return near
-        return b.when(tir.equal(b.index(part.number), 0), stores, b.seq(near, self._add(sums)))
+        return b.when(b.equal(part.number, 0), stores, b.seq(near, self._add(sums)))
 
     def _adds_in_memory(self) -> bool:
         """True if `sums` has the sums of all parts of k after the last one: elsewhere tiles add that to them, and `near` has them."""
@@ -182,7 +182,7 @@ class TileProduct(TileRows):
         before: list[Stmt] = zeros
         if self.parts > 1 and not self.form.splits:
             loads = [instructions.load(b, tile, self.sums, at, 4 * PANEL) for tile, at in places.items()]
-            before = [b.when(tir.equal(b.index(part.number), 0), b.seq(*zeros), b.seq(*loads))]
+            before = [b.when(b.equal(part.number, 0), b.seq(*zeros), b.seq(*loads))]
 
         def step(s: Index) -> Stmt:
             inner = self._step(r, panel, part, s, row_tiles)

@@ -1,6 +1,6 @@
-"""Attention of bfloat16 by AMX: as `words`, with both products by tiles of 16 x 16 sums.
+"""Attention of bfloat16 by AMX: as `bf16`, with both products by tiles of 16 x 16 sums.
 
-Pattern: a `WordAttentionKernel` with a format. Operands lie as they do for dot products, which is how tiles have them:
+Pattern: a `Bf16AttentionKernel` with a format. Operands lie as they do for dot products, which is how tiles have them:
 1. Scores: 32 queries by a panel of 32 keys are four tiles; a step is 32 elements of a head. Packed keys are tiles whose rows lie a panel apart.
 2. Values: weights of 32 queries and 32 keys by 32 columns, a step for each panel, so that sums stay in registers for all panels of a block.
 Tiles reach vectors through memory only, and the first-level cache holds scores for the softmax anyway. Rows beyond the last query are
@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch_hybrid_backend.engines.cpu.kernels import WordAttentionKernel
+from torch_hybrid_backend.engines.cpu.kernels import Bf16AttentionKernel
 from torch_hybrid_backend.engines.cpu.operands.amx_formats import FORMATS, PANEL
 from torch_hybrid_backend.engines.cpu.schedules.amx import instructions
-from torch_hybrid_backend.engines.cpu.schedules.attention.bf16 import WordAttention
+from torch_hybrid_backend.engines.cpu.schedules.attention.bf16 import Bf16Attention
 from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirBuffer
@@ -36,10 +36,10 @@ class _Operand:
     part: Dim
 
 
-class TileAttention(WordAttention):
+class AmxBf16Attention(Bf16Attention):
     """The emission of one kernel. How many queries, keys and matrices there are may be known only at run time."""
 
-    def __init__(self, kernel: WordAttentionKernel, builder: Builder, printer: Printer, target: Target) -> None:
+    def __init__(self, kernel: Bf16AttentionKernel, builder: Builder, printer: Printer, target: Target) -> None:
         self.form = FORMATS[kernel.format]
         super().__init__(kernel, builder, printer, target)
         parts, self.weight_parts = self.form.parts, max(self.form.parts, kernel.weight_parts)
@@ -151,21 +151,21 @@ class TileAttention(WordAttention):
         left: _Operand,
         row: Index,
         right: _Operand,
-        words: Index,
+        pair: Index,
     ) -> Stmt:
-        """sums += rows of 32 bfloat16 from `row` on in `left`, times 16 rows of words from `words` on in `right`: `products` of parts."""
+        """sums += rows of 32 bfloat16 from `row` on in `left`, times 16 rows of pairs from `pair` on in `right`: `products` of parts."""
         b, name, statements = self.builder, self.form.instruction, list[Stmt]()
         held: tuple[int | None, int | None] = (None, None)
-        for pair in products:
-            if pair[0] != held[0]:
-                at = row + pair[0] * left.part
+        for parts in products:
+            if parts[0] != held[0]:
+                at = row + parts[0] * left.part
                 tiles = [(4 + i, at + i * _ROWS * left.row) for i in range(sums.rows)]
                 statements += [instructions.load(b, tile, left.array, place, left.row * 2) for tile, place in tiles]
-            if pair[1] != held[1]:
-                at = words + pair[1] * right.part
+            if parts[1] != held[1]:
+                at = pair + parts[1] * right.part
                 tiles = [(6 + j, at + j * _ROWS) for j in range(sums.columns)]
                 statements += [instructions.load(b, tile, right.array, place, right.row * 4) for tile, place in tiles]
-            held = pair
+            held = parts
             statements += sums.each(lambda tile, i, j: instructions.multiply(name, tile, 4 + i, 6 + j))
         return b.seq(*statements)
 

@@ -1,11 +1,11 @@
-"""Attention of float32 by AMX: as `amx`, with every number as the sum of several bfloat16 (`operands/amx_formats.py`).
+"""Attention of float32 by AMX: as `amx_bf16`, with every number as the sum of several bfloat16 (`operands/amx_formats.py`).
 
-Pattern: a `WordAttentionKernel` with a format of float32. What differs:
-1. Queries, keys and values are split where they are packed, and looked at.
-2. Weights are split as the softmax computes them (`rows`). They need no look: they are at most 1, the largest of a row is 1, and what tiles
-   take for zero of a product, less than 2^-126, is as little beside it.
-3. Where a key, a value or a query of a tile of rows is neither 0 nor of a magnitude from 2^-48 to 2^48 (infinities, NaN, denormal numbers),
-   that tile is computed as `tiled` does, which packs its own keys and values when it is first asked for.
+Pattern: a `Bf16AttentionKernel` with a format of float32. What differs:
+1. Queries, keys and values are split where they are packed, and their magnitudes are checked.
+2. Weights are split as the softmax computes them (`amx_computed`). They need no check: they are at most 1, the largest of a row is 1, and
+   products that tiles flush to zero, less than 2^-126, are as little beside it.
+3. A tile of rows falls back to `tiled` where a key, a value or a query of it is neither 0 nor of a magnitude from 2^-48 to 2^48 (infinities,
+   NaN, denormal numbers). `tiled` packs keys and values of its own before its first tile.
 Source: Henry, Tang & Heinecke, ARITH 2019 (`amx_formats`).
 """
 
@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch_hybrid_backend.engines.cpu.kernels import WordAttentionKernel
-from torch_hybrid_backend.engines.cpu.schedules.attention.amx_computed import RowAttention
+from torch_hybrid_backend.engines.cpu.kernels import Bf16AttentionKernel
+from torch_hybrid_backend.engines.cpu.schedules.attention.amx_computed import AmxComputedAttention
 from torch_hybrid_backend.engines.cpu.schedules.attention.tiled import TiledAttention
 from torch_hybrid_backend.engines.cpu.schedules.axes import vectors
 from torch_hybrid_backend.engines.cpu.schedules.bf16_split import word
@@ -27,14 +27,14 @@ from torch_hybrid_backend.engines.cpu.tir.printer import Printer
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.sizes.size import ceil_div, known_int
 
-# What a task has found out: whether a key or a value cannot be split, whether a query of the tile cannot, whether `tiled` has packed.
+# Flags of a task: a key or a value cannot be split; a query of the tile cannot be; `tiled` has packed.
 _PACKED_OUTSIDE, _QUERY_OUTSIDE, _HAS_PACKED = range(3)
 
 
-class SplitAttention(RowAttention):
+class AmxBf16SplitAttention(AmxComputedAttention):
     """The emission of one kernel. Sizes are known."""
 
-    def __init__(self, kernel: WordAttentionKernel, builder: Builder, printer: Printer, target: Target) -> None:
+    def __init__(self, kernel: Bf16AttentionKernel, builder: Builder, printer: Printer, target: Target) -> None:
         super().__init__(kernel, builder, printer, target)
         self.exact = TiledAttention(kernel, builder, printer, target)
         self.state = builder.local(3, "int32", "state")

@@ -1,7 +1,7 @@
-"""Attention by AMX whose operands are computed: as `amx`, with the softmax's weights as the sum of several bfloat16 where the kernel says so.
+"""Attention by AMX whose operands are computed: as `amx_bf16`, with the softmax's weights split into several bfloat16 where the kernel says so.
 
-Pattern: a `WordAttentionKernel` with a format. What differs:
-1. Keys are made row by row in scratch memory, as bfloat16, from where squares of words are transposed, as if they lay in memory so.
+Pattern: a `Bf16AttentionKernel` with a format. What differs:
+1. Keys are computed row by row into scratch memory, as bfloat16. From there squares of pairs are transposed, as of keys in memory.
 2. Weights are split as the softmax computes them (`operands/amx_formats.py`).
 Operands are bfloat16 or integers of 8 bits: all that are -256 to 256 are bfloat16, so each is one part and sums of their products are exact.
 Source: Henry, Tang & Heinecke, ARITH 2019 (`amx_formats`).
@@ -9,8 +9,8 @@ Source: Henry, Tang & Heinecke, ARITH 2019 (`amx_formats`).
 
 from __future__ import annotations
 
-from torch_hybrid_backend.engines.cpu.kernels import WordAttentionKernel
-from torch_hybrid_backend.engines.cpu.schedules.attention.amx_bf16 import TileAttention
+from torch_hybrid_backend.engines.cpu.kernels import Bf16AttentionKernel
+from torch_hybrid_backend.engines.cpu.schedules.attention.amx_bf16 import AmxBf16Attention
 from torch_hybrid_backend.engines.cpu.schedules.axes import vectors
 from torch_hybrid_backend.engines.cpu.schedules.bf16_split import FloatParts, upper
 from torch_hybrid_backend.engines.cpu.target import Target
@@ -22,10 +22,10 @@ from torch_hybrid_backend.loops.ir import Expr
 from torch_hybrid_backend.sizes.size import known_int
 
 
-class RowAttention(TileAttention):
+class AmxComputedAttention(AmxBf16Attention):
     """The emission of one kernel. Sizes are known."""
 
-    def __init__(self, kernel: WordAttentionKernel, builder: Builder, printer: Printer, target: Target) -> None:
+    def __init__(self, kernel: Bf16AttentionKernel, builder: Builder, printer: Printer, target: Target) -> None:
         super().__init__(kernel, builder, printer, target)
         # A panel's keys, part by part, rows of whole steps.
         self.part_of_rows = self.panel * self.query_size

@@ -1,8 +1,8 @@
-"""Attention of bfloat16 by dot products of it: as `tiled`, with both products of pairs of bfloat16 in words of 32 bits, sums in float32.
+"""Attention by bfloat16 dot products (AVX512-BF16): as `tiled`, with both products of pairs of bfloat16, in VNNI layout, and sums in float32.
 
-Pattern: a `WordAttentionKernel`. What differs:
-1. Keys are packed in words of two neighbours along the head, (panel, word, key of the panel): the squares that are transposed are of words,
-   which takes half the instructions. Values are packed in words of two neighbouring keys, (pair, padded width). Queries are copied as they are.
+Pattern: a `Bf16AttentionKernel`. What differs:
+1. Keys are packed in pairs of two neighbours along the head, (panel, pair, key of the panel). Transposing squares of pairs takes half the
+   instructions. Values are packed in pairs of two neighbouring keys, (pair, padded width). Queries are copied as they are.
 2. Scores are scaled in float32, in the softmax or where they are masked: a scaled query would have to be rounded again.
 3. Weights are rounded to bfloat16 as the softmax computes them. Their sum is of what they were before, as in eager.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch_hybrid_backend.engines.cpu.dot_products import bf16_dot_product
-from torch_hybrid_backend.engines.cpu.kernels import WordAttentionKernel
+from torch_hybrid_backend.engines.cpu.kernels import Bf16AttentionKernel
 from torch_hybrid_backend.engines.cpu.schedules.attention.tiled import TiledAttention
 from torch_hybrid_backend.engines.cpu.schedules.bf16_split import upper
 from torch_hybrid_backend.engines.cpu.schedules.register_tiles import RegisterTile
@@ -29,16 +29,16 @@ from torch_hybrid_backend.loops.ops import round_to
 from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, known_int
 
 
-class WordAttention(TiledAttention):
+class Bf16Attention(TiledAttention):
     """The emission of one kernel."""
 
     group = 2
 
-    def __init__(self, kernel: WordAttentionKernel, builder: Builder, printer: Printer, target: Target) -> None:
+    def __init__(self, kernel: Bf16AttentionKernel, builder: Builder, printer: Printer, target: Target) -> None:
         super().__init__(kernel, builder, printer, target)
         self.dot = bf16_dot_product(target)
         self.padded = self.value_vectors * self.lanes
-        # Elements of a query, in whole words.
+        # Elements of a query, in whole pairs.
         self.query_size = known_int(self.key_rows) * self.group
         self.tallest = self._held(self.tallest)
         self.q = self._workspace(self.tallest * self.query_size, "q", "uint16")
@@ -47,7 +47,7 @@ class WordAttention(TiledAttention):
         self.out = self._workspace(self.tallest * self.padded, "out")
         # The weights of a row's panel, until they are rounded: in registers; of the row whose softmax is emitted.
         self.recent: TirBuffer = None
-        self.rounds_words = "avx512_bf16" in target.features and self.panel == 32
+        self.rounds_panels = target.isa.rounds_to_bfloat16 and self.panel == 32
 
     def _buffers(self) -> tuple[TirBuffer, ...]:
         return (*super()._buffers(), self.weights)
@@ -65,7 +65,7 @@ class WordAttention(TiledAttention):
 
     def _of_key(self, batch: Index, head: Index, key: Index, d: Index) -> TirExpr:
         k, variables = self.kernel.k, self.kernel.k_vars
-        return _word(*(self._bits(k, variables, batch, head, key, d * 2 + side) for side in (0, 1)))
+        return _pair(*(self._bits(k, variables, batch, head, key, d * 2 + side) for side in (0, 1)))
 
     def pack_v(self, batch: Index, head: Index) -> Stmt:
         """v[pair of keys][padded width]; what is padded is zero, keys beyond the last too where they are read (0 * NaN is not 0)."""
@@ -77,7 +77,7 @@ class WordAttention(TiledAttention):
                     self._bits(kernel.v, kernel.v_vars, batch, head, t * 2 + side, e) if side == 0 or is_pair else None
                     for side in (0, 1)
                 )
-                return b.store(self.packed_v, t * padded + e, _word(first, second))
+                return b.store(self.packed_v, t * padded + e, _pair(first, second))
 
             last = t * padded + (padded - self.lanes)
             clear = self.fill(self.packed_v, last, self.lanes, tir.const(0, "int32")) if self.width < padded else None
@@ -114,9 +114,9 @@ class WordAttention(TiledAttention):
     def _products(self, rows: int, panel: Index, column: Index, keys: Dim) -> Stmt:
         tile = self._tile(rows, self.vectors_of(keys), self.key_rows)
 
-        def step(word: Index, way: int) -> Stmt | None:
-            k = panel * (self.key_rows * self.panel) + word * self.panel
-            return self._accumulate(tile, self.q, lambda row: word * 2 + row * self.query_size, self.packed_k, k, way)
+        def step(pair: Index, way: int) -> Stmt | None:
+            k = panel * (self.key_rows * self.panel) + pair * self.panel
+            return self._accumulate(tile, self.q, lambda row: pair * 2 + row * self.query_size, self.packed_k, k, way)
 
         compute = self.builder.seq(tile.declare(), tile.clear(), tile.reduce(self.key_rows, step))
         return self.builder.seq(compute, tile.spill(self.scores, column, self.stride))
@@ -135,16 +135,16 @@ class WordAttention(TiledAttention):
         return self._over_keys(panel, lambda keys: tile.steps(ceil_div(keys, 2), step))
 
     def _accumulate(
-        self, tile: RegisterTile, left: TirBuffer, words: Callable[[int], Index], right: TirBuffer, at: Index, way: int
+        self, tile: RegisterTile, left: TirBuffer, pairs: Callable[[int], Index], right: TirBuffer, at: Index, way: int
     ) -> Stmt | None:
-        """tile += the words that begin at elements `words(row)` of `left`, times vectors of words from `at` on in `right`."""
+        """tile += the pairs that begin at elements `pairs(row)` of `left`, times vectors of pairs from `at` on in `right`."""
         b, lanes, dot = self.builder, self.lanes, self.dot
         assert dot is not None  # else the kernel is another
 
         def vector(number: int) -> TirExpr:
             return tir.reinterpret(b.load_vector(right, at + number * lanes, lanes), f"uint16x{2 * lanes}")
 
-        scalars = [load_word(left, b.index(words(row)), dot, lanes) for row in range(tile.rows)]
+        scalars = [load_word(left, b.index(pairs(row)), dot, lanes) for row in range(tile.rows)]
         return tile.accumulate_words(scalars, [vector(v) for v in range(tile.vectors)], dot, way)
 
     # The softmax.
@@ -154,17 +154,17 @@ class WordAttention(TiledAttention):
 
     def _row_locals(self) -> tuple[TirBuffer, ...]:
         self.recent = self.builder.local(self.panel, self.dtype, "recent")
-        return (self.recent,) if self.rounds_words else ()
+        return (self.recent,) if self.rounds_panels else ()
 
     def _keep(self, lane: Index, at: Index, weight: TirExpr) -> Stmt:
-        if self.rounds_words:
+        if self.rounds_panels:
             return self.builder.store(self.recent, lane, weight)
         return self.builder.store(self.weights, at, narrow(weight, "bfloat16"))
 
     def _kept(self, start: Index, vectors: int) -> Stmt | None:
         """weights[start ...] = the panel's, rounded; zeros where it has fewer than a panel's vectors."""
         b, lanes = self.builder, self.lanes
-        if not self.rounds_words:
+        if not self.rounds_panels:
             missing = (self.panel_vectors - vectors) * lanes
             return (
                 self.fill(self.weights, start + vectors * lanes, missing, tir.const(0, "uint16")) if missing else None
@@ -179,7 +179,7 @@ class WordAttention(TiledAttention):
         return b.store_vector(self.weights, start, words, self.panel)
 
 
-def _word(low: TirExpr, high: TirExpr | None) -> TirExpr:
+def _pair(low: TirExpr, high: TirExpr | None) -> TirExpr:
     """Two bfloat16, the second zero for None, in 32 bits."""
     words = [tir.cast(half, "uint32") for half in (low, high) if half is not None]
     if high is not None:

@@ -3,8 +3,8 @@
 Pattern: an `AttentionKernel` of at most 8 queries, those of all heads that share keys, whose heads are whole vectors. Steps, for each (batch,
 head of keys):
 1. Scores: a group of keys times the queries, in registers, along the head; a horizontal sum ends each score. Packing the keys, as
-   `tiled_attention` does, would cost as much as the products themselves.
-2. Softmax as in `tiled_attention`, in blocks of keys where they are many.
+   `tiled` does, would cost as much as the products themselves.
+2. Softmax as in `tiled`, in blocks of keys where they are many.
 3. Weights times values: a row of values is a vector operand as it is.
 Time is that of reading keys and values from memory: 2 T D elements for 4 T D operations a query.
 """

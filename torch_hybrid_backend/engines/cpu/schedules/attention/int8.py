@@ -1,12 +1,12 @@
-"""Attention whose queries and keys are integers of 8 bits: as `tiled`, with scores by dot products of four of them, exact in 32 bits.
+"""Attention by int8 dot products (VNNI): as `tiled`, with scores of integer queries and keys by dot products of four, exact in 32 bits.
 
-Pattern: a `ByteAttentionKernel`. What differs:
-1. Keys are packed in words of four neighbours along the head, (panel, word, key of the panel): the squares that are transposed are of words,
-   which takes a quarter of the instructions. Queries are copied as they are, without signs: signed ones are moved up by 128.
-2. What that and a zero point add to a key's scores, so many times the sum of its elements, is taken off where they start. It is found once for
-   each key, by the same dot products.
+Pattern: a `Int8AttentionKernel`. What differs:
+1. Keys are packed in VNNI layout: groups of four neighbours along the head, (panel, group, key of the panel). Transposing squares of groups
+   takes a quarter of the instructions. Queries are copied as uint8: signed ones are shifted by 128.
+2. That shift and a zero point each add a multiple of the sum of a key's elements to the key's scores. Scores start at minus that
+   (compensation), which the same dot products compute once for each key.
 3. Scores are scaled in float32, in the softmax or where they are masked. Weights and values are multiplied in float32, so that weights are not
-   rounded: in integers they would take three products of bytes, which is no less work.
+   rounded: as integers they would take three int8 products, which is no less work.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from functools import partial
 
 from torch_hybrid_backend.engines.cpu.dot_products import integer_dot_product
-from torch_hybrid_backend.engines.cpu.kernels import ByteAttentionKernel
+from torch_hybrid_backend.engines.cpu.kernels import Int8AttentionKernel
 from torch_hybrid_backend.engines.cpu.schedules.attention.tiled import TiledAttention
 from torch_hybrid_backend.engines.cpu.schedules.register_tiles import RegisterTile
 from torch_hybrid_backend.engines.cpu.target import Target
@@ -28,24 +28,24 @@ from torch_hybrid_backend.sizes.size import Dim, known_int
 _ONES = 0x01010101  # four bytes of 1
 
 
-class ByteAttention(TiledAttention):
+class Int8Attention(TiledAttention):
     """The emission of one kernel."""
 
     group = 4
 
-    def __init__(self, kernel: ByteAttentionKernel, builder: Builder, printer: Printer, target: Target) -> None:
+    def __init__(self, kernel: Int8AttentionKernel, builder: Builder, printer: Printer, target: Target) -> None:
         super().__init__(kernel, builder, printer, target)
         dot = integer_dot_product("uint8", "int8", target, knows_sums=True)
         assert dot is not None  # else the kernel is another
         self.dot = dot
         self.is_signed = kernel.q.dtype == "int8"
-        self.moved = kernel.zero + (128 if self.is_signed else 0)  # by how much queries are too large
+        self.shift = kernel.zero + (128 if self.is_signed else 0)  # of packed queries, compared with the values
         self.q = self._workspace(self.tallest * self.depth, "q", "uint8")
         self.packed_v = self._workspace(self.panels * self.panel * self.value_vectors * self.lanes, "v")
         self.starts = self._workspace(self.panels * self.panel, "starts", "int32")
 
     def _buffers(self) -> tuple[TirBuffer, ...]:
-        return (*super()._buffers(), *([self.starts] if self.moved else []))
+        return (*super()._buffers(), *([self.starts] if self.shift else []))
 
     # Packing.
 
@@ -59,29 +59,29 @@ class ByteAttention(TiledAttention):
         return tir.reinterpret(word, "int32")
 
     def pack_k(self, batch: Index, head: Index) -> Stmt:
-        b, words = self.builder, super().pack_k(batch, head)
-        if not self.moved:
-            return words
+        b, pack = self.builder, super().pack_k(batch, head)
+        if not self.shift:
+            return pack
 
         def panel(number: Index) -> Stmt:
             tile = RegisterTile(b, self.printer, 1, self.panel_vectors, self.lanes, "int32")
             ones = tir.broadcast(tir.const(_ONES, "int32"), self.lanes)
 
-            def step(word: Index, way: int) -> Stmt | None:
-                return tile.accumulate_words([ones], self._words(tile, number, word), self.dot, way)
+            def step(group: Index, way: int) -> Stmt | None:
+                return tile.accumulate_words([ones], self._keys_of(tile, number, group), self.dot, way)
 
             def start(vector: int, lane: Index) -> Stmt:
                 at = number * self.panel + vector * self.lanes + lane
-                return b.store(self.starts, at, tile.at(0, vector, lane) * tir.const(-self.moved, "int32"))
+                return b.store(self.starts, at, tile.at(0, vector, lane) * tir.const(-self.shift, "int32"))
 
             starts = [self.vector(self.lanes, partial(start, v)) for v in range(self.panel_vectors)]
             return b.seq(tile.declare(), tile.clear(), tile.reduce(self.key_rows, step), *starts)
 
-        return b.seq(words, b.loop(self.panels, panel, name="p"))
+        return b.seq(pack, b.loop(self.panels, panel, name="p"))
 
-    def _words(self, tile: RegisterTile, panel: Index, word: Index) -> list[TirExpr]:
-        """Word number `word` of a panel's keys, in vectors."""
-        at = panel * (self.key_rows * self.panel) + word * self.panel
+    def _keys_of(self, tile: RegisterTile, panel: Index, group: Index) -> list[TirExpr]:
+        """Group number `group` of a panel's keys, in vectors."""
+        at = panel * (self.key_rows * self.panel) + group * self.panel
         return [
             tir.reinterpret(
                 self.builder.load_vector(self.packed_k, at + v * self.lanes, self.lanes),
@@ -109,10 +109,10 @@ class ByteAttention(TiledAttention):
         ways = RegisterTile.ways_for(rows * vectors, self.key_rows)
         tile = RegisterTile(b, self.printer, rows, vectors, self.lanes, "int32", ways)
 
-        def step(word: Index, way: int) -> Stmt | None:
-            places = [b.index(word * self.group + row * depth) for row in range(rows)]
+        def step(group: Index, way: int) -> Stmt | None:
+            places = [b.index(group * self.group + row * depth) for row in range(rows)]
             queries = [load_word(self.q, at, self.dot, self.lanes) for at in places]
-            return tile.accumulate_words(queries, self._words(tile, panel, word), self.dot, way)
+            return tile.accumulate_words(queries, self._keys_of(tile, panel, group), self.dot, way)
 
         def start(_: int, vector: int, lane: Index) -> TirExpr:
             return b.load(self.starts, panel * self.panel + vector * self.lanes + lane)
@@ -120,7 +120,7 @@ class ByteAttention(TiledAttention):
         return b.seq(
             tile.declare(),
             tile.clear(),
-            tile.fill(start) if self.moved else None,
+            tile.fill(start) if self.shift else None,
             tile.reduce(self.key_rows, step),
             tile.spill(self.scores, column, self.stride),
         )

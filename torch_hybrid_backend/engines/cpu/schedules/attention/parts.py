@@ -22,14 +22,14 @@ from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, known_int, size
 # Up to this many keys, a tile's scores are kept whole (14 rows: 56 KiB); beyond, in blocks of half as many.
 _KEYS = 1024
 FEW_QUERIES = 8  # of a decoder, or of heads that share keys
-# By how many of them lie in a word: keys' dtype, of which squares are packed.
+# The dtype of keys in memory of which squares are packed, by the elements of a group (VNNI layout).
 _PACKED = {1: "float32", 2: "bfloat16", 4: "int8"}
 
 
 class AttentionParts:
     """Sizes, workspaces and packing of one attention kernel. Workspaces belong to a task: one (batch, head, piece of rows)."""
 
-    # Neighbouring elements that lie in one of what is packed: along the head of keys, along the keys of values.
+    # Neighbouring elements that a packed element holds (VNNI layout): along the head of keys, along the keys of values.
     group = 1
 
     def __init__(self, kernel: AttentionKernel, builder: Builder, printer: Printer, target: Target) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from torch_hybrid_backend.engines.cpu.kernels import ByteAttentionKernel, WordAttentionKernel
+from torch_hybrid_backend.engines.cpu.kernels import Bf16AttentionKernel, Int8AttentionKernel
 from torch_hybrid_backend.engines.cpu.operands.amx_formats import FORMATS
-from torch_hybrid_backend.engines.cpu.schedules.attention.amx_bf16 import TileAttention
-from torch_hybrid_backend.engines.cpu.schedules.attention.amx_bf16_split import SplitAttention
-from torch_hybrid_backend.engines.cpu.schedules.attention.amx_computed import RowAttention
-from torch_hybrid_backend.engines.cpu.schedules.attention.bf16 import WordAttention
+from torch_hybrid_backend.engines.cpu.schedules.attention.amx_bf16 import AmxBf16Attention
+from torch_hybrid_backend.engines.cpu.schedules.attention.amx_bf16_split import AmxBf16SplitAttention
+from torch_hybrid_backend.engines.cpu.schedules.attention.amx_computed import AmxComputedAttention
+from torch_hybrid_backend.engines.cpu.schedules.attention.bf16 import Bf16Attention
 from torch_hybrid_backend.engines.cpu.schedules.attention.decoding import DecodingAttention
-from torch_hybrid_backend.engines.cpu.schedules.attention.int8 import ByteAttention
+from torch_hybrid_backend.engines.cpu.schedules.attention.int8 import Int8Attention
 from torch_hybrid_backend.engines.cpu.schedules.attention.tiled import TiledAttention
 from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt
@@ -19,19 +19,19 @@ from torch_hybrid_backend.loops.kernels import AttentionKernel
 
 
 def emit(kernel: AttentionKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
-    """The kernel's body. float32, float64, or bfloat16 and float16 computed in float32; a `WordAttentionKernel` by products of bfloat16, a
-    `ByteAttentionKernel` by products of bytes and of float32."""
-    if isinstance(kernel, ByteAttentionKernel):
-        return ByteAttention(kernel, builder, printer, target).emit()
-    if isinstance(kernel, WordAttentionKernel):
-        return _by_words(kernel)(kernel, builder, printer, target).emit()
+    """The kernel's body. An `AttentionKernel` multiplies in float32 or float64, a `Bf16AttentionKernel` in bfloat16, an `Int8AttentionKernel`
+    in int8 and float32."""
+    if isinstance(kernel, Int8AttentionKernel):
+        return Int8Attention(kernel, builder, printer, target).emit()
+    if isinstance(kernel, Bf16AttentionKernel):
+        return _bf16_schedule(kernel)(kernel, builder, printer, target).emit()
     decoding = DecodingAttention(kernel, builder, printer, target)
     return decoding.emit() if decoding.serves() else TiledAttention(kernel, builder, printer, target).emit()
 
 
-def _by_words(kernel: WordAttentionKernel) -> type[WordAttention]:
+def _bf16_schedule(kernel: Bf16AttentionKernel) -> type[Bf16Attention]:
     if not kernel.format:
-        return WordAttention
+        return Bf16Attention
     if FORMATS[kernel.format].splits:
-        return SplitAttention
-    return TileAttention if isinstance(kernel.k, Load) else RowAttention
+        return AmxBf16SplitAttention
+    return AmxBf16Attention if isinstance(kernel.k, Load) else AmxComputedAttention

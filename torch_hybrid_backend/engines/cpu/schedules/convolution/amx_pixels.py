@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from torch_hybrid_backend.engines.cpu.kernels import TileConvKernel
+from torch_hybrid_backend.engines.cpu.kernels import CpuConvKernel
 from torch_hybrid_backend.engines.cpu.operands.amx_formats import FORMATS, PANEL
 from torch_hybrid_backend.engines.cpu.schedules.amx.blocks import LANES, PART_STEPS, Part, Products
 from torch_hybrid_backend.engines.cpu.schedules.amx.product import TileProduct
@@ -36,6 +36,7 @@ from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirExpr
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
 from torch_hybrid_backend.engines.cpu.tir.storage import storage_dtype
+from torch_hybrid_backend.engines.cpu.weights import AmxTiles
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
 from torch_hybrid_backend.sizes.size import known_int, size_hint
 
@@ -73,7 +74,7 @@ class _Axis(Axis):
 class TileConvolution(TileProduct):
     """The emission of one kernel. Rows of a task are counted from its first line of the result on."""
 
-    def __init__(self, kernel: TileConvKernel, builder: Builder, printer: Printer, target: Target) -> None:
+    def __init__(self, kernel: CpuConvKernel[AmxTiles], builder: Builder, printer: Printer, target: Target) -> None:
         images, (outputs, *out) = kernel.domain[0].extent, (known_int(v.extent) for v in kernel.domain[1:])
         self.conv = kernel
         geometry = zip(
@@ -93,7 +94,10 @@ class TileConvolution(TileProduct):
         merged = images if isinstance(images, int) and self._merges_images() and one_pixel else None
         self.is_one_image, self.lines = merged is not None, self.y.out * (merged or 1)
         # Of a group.
-        self.form, self.channels = FORMATS[kernel.format], known_int(kernel.x_vars[1].extent) // kernel.groups
+        self.form, self.channels = (
+            FORMATS[kernel.weight.tile_format],
+            known_int(kernel.x_vars[1].extent) // kernel.groups,
+        )
         self.width = self._rows_in_line()
         self.channel_steps, self.taps = self.form.steps(self.channels), math.prod(kernel.kernel)
         k = self.form.conv_depth(self.channels, kernel.kernel)

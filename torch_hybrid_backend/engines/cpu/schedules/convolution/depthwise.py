@@ -1,6 +1,6 @@
 """Depthwise convolution: every output channel reads its own input channel.
 
-Pattern: a `PackedConvKernel` whose packed weight is (channel blocks, kh, kw, block): groups == input channels == output channels > 1.
+Pattern: `Panels` that are (channel blocks, kh, kw, block): groups == input channels == output channels > 1.
 Steps:
 1. Vector lanes are the channels of a block, in input, weight and output alike: with a blocked layout every access is one whole vector.
 2. One parallel loop over (image, channel block, output row).
@@ -43,12 +43,12 @@ def depthwise_row(parts: ConvParts) -> Callable[[Index, Index], Stmt] | None:
 
 
 def _blocks(parts: ConvParts) -> int:
-    return known_int(parts.kernel.packed.shape[0])
+    return known_int(parts.packed.shape[0])
 
 
 def _row(parts: ConvParts) -> Callable[[tuple[Index, ...]], Stmt] | None:
     """Compute one output row of a channel block: (image, block, output row)."""
-    if len(parts.kernel.packed.shape) != 4:
+    if len(parts.packed.shape) != 4:
         return None
     b, blocks = parts.builder, _blocks(parts)
     tail = parts.out_channels - (blocks - 1) * parts.block

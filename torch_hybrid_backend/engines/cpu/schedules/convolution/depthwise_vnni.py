@@ -1,6 +1,6 @@
 """Depthwise convolution of 8-bit integers by dot products of neighbouring pixels.
 
-Pattern: a `PackedConvKernel` whose packed weight is (channel blocks, kh, groups of 4 taps, 16, 4) (`operands/vnni_packing.py`):
+Pattern: a weight in `Taps`, (channel blocks, kh, groups of 4 taps, 16, 4) (`operands/vnni_packing.py`):
 groups == channels, of 8 bits by int8, the input in blocks of 16 channels. Steps:
 1. One parallel loop over (image, channel block, output row); a tile of output columns is held in registers over the whole window.
 2. Four neighbouring pixels of a block are one vector of memory. A permutation puts the four bytes of each channel together, and one dot product
@@ -30,12 +30,9 @@ _LANES, _TAPS = 16, 4
 _UNROLLED_LINES = 3
 
 
-def depthwise_taps(parts: ConvParts) -> Stmt | None:
-    """The kernel's body, or None where the weight is not in words of taps."""
-    packed = parts.kernel.packed
-    if len(packed.shape) != 5:
-        return None
-    b, blocks = parts.builder, known_int(packed.shape[0])
+def depthwise_taps(parts: ConvParts) -> Stmt:
+    """The kernel's body."""
+    b, blocks = parts.builder, known_int(parts.packed.shape[0])
     tail = parts.out_channels - (blocks - 1) * _LANES
     tiles = column_tiles(parts.columns, -(-parts.columns.out // max_rows(1, parts.target)))
 
@@ -52,10 +49,10 @@ def depthwise_taps(parts: ConvParts) -> Stmt | None:
 
 def _tiles(parts: ConvParts, tiles: ColumnTiles, position: tuple[Index, ...], lanes: int) -> Stmt:
     """All tiles of one kind in one output row, for the first `lanes` channels of a block."""
-    b, rows, columns, packed = parts.builder, parts.rows, parts.columns, parts.kernel.packed
+    b, rows, columns, packed = parts.builder, parts.rows, parts.columns, parts.packed
     x, (image, block, out_row) = parts.kernel.x, position
     assert isinstance(x, Load)
-    is_moved = parts.kernel.start is not None
+    is_moved = parts.starts is not None
     image_array, weight_array = parts.printer.arguments[x.buffer][0], parts.printer.arguments[packed][0]
 
     def one(number: Index) -> Stmt:

@@ -1,6 +1,6 @@
 """Direct convolution in blocked channels, with any number of groups.
 
-Pattern: a `PackedConvKernel` whose packed weight is (groups, channel blocks, kh, input channels of the group, kw, block). Steps:
+Pattern: `Panels` that are (groups, channel blocks, kh, input channels of the group, kw, block). Steps:
 1. Vector lanes are the output channels of a block. A register tile is some output columns of one row times some channel blocks, chosen by
    counting multiply-adds, loads and tasks (`conv_tiling`): small images need several blocks to have enough accumulators.
 2. A 1x1 kernel with stride 1 sees one long row: its tiles are cut from height x width.
@@ -64,7 +64,7 @@ class _Direct:
 
     def __init__(self, parts: ConvParts, is_flat: bool = True) -> None:
         self.parts, self.builder, self.target = parts, parts.builder, parts.target
-        self.groups, self.blocks, _, self.channels, _, self.block = map(known_int, parts.kernel.packed.shape[:6])
+        self.groups, self.blocks, _, self.channels, _, self.block = map(known_int, parts.packed.shape[:6])
         self.per_group = parts.out_channels // self.groups
         self.tail = self.per_group - (self.blocks - 1) * self.block
         self.is_flat = is_flat and reads_one_long_row(parts)
@@ -160,7 +160,7 @@ class _Direct:
 
     def _begin(self, tile: RegisterTile, task: Task) -> Stmt:
         """Begin the sums of a tile."""
-        if self.parts.kernel.start is None:
+        if self.parts.starts is None:
             return tile.clear()
         block = task.group * self.blocks + task.first_block
         return tile.fill(lambda _, vector, lane: self.parts.start((block + vector) * self.block + lane))
@@ -195,7 +195,7 @@ class _Direct:
     ) -> Stmt | None:
         """Adds the sums over the window and `channels` input channels to a tile; `ahead(kernel row, channel)`: before a block of channels."""
         b, parts = self.builder, self.parts
-        dot, border = parts.kernel.dot, parts.kernel.border
+        dot, border = parts.dot, parts.kernel.border
         around = None if dot is None or not border else word_of(border, dot.group, self.block)
         wide = is_wide(self.columns)
         taps = [kw for kw in range(self.columns.kernel) if border or any(inside[kw])] if not wide else []

@@ -20,7 +20,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch_hybrid_backend.engines.cpu.kernels import FusedConvKernel, PackedConvKernel
+from torch_hybrid_backend.engines.cpu.kernels import CpuConvKernel, FusedConvKernel
 from torch_hybrid_backend.engines.cpu.schedules.convolution.depthwise import depthwise_row
 from torch_hybrid_backend.engines.cpu.schedules.convolution.direct import direct_row
 from torch_hybrid_backend.engines.cpu.schedules.convolution.geometry import Axis
@@ -30,6 +30,7 @@ from torch_hybrid_backend.engines.cpu.tile_sizes import strips
 from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirBuffer
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
+from torch_hybrid_backend.engines.cpu.weights import Panels
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import Buffer, Load
 from torch_hybrid_backend.loops.kernels import Store
@@ -122,8 +123,8 @@ def _window(axis: Axis) -> int:
 
 
 def _through_ring(
-    first: PackedConvKernel, second: PackedConvKernel
-) -> tuple[PackedConvKernel, PackedConvKernel, Buffer]:
+    first: CpuConvKernel[Panels], second: CpuConvKernel[Panels]
+) -> tuple[CpuConvKernel[Panels], CpuConvKernel[Panels], Buffer]:
     """Both with a ring of rows in place of the tensor between them, and the ring."""
     (store,) = first.stores
     height = (second.kernel[0] - 1) * second.dilation[0] + 1

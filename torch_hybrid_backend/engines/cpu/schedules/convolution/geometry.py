@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from torch_hybrid_backend.engines.cpu.kernels import PackedConvKernel
+from torch_hybrid_backend.engines.cpu.kernels import CpuConvKernel
 from torch_hybrid_backend.engines.cpu.tile_sizes import split_into
+from torch_hybrid_backend.engines.cpu.weights import Weight
 from torch_hybrid_backend.loops.index import Index
 from torch_hybrid_backend.sizes.size import known_int
 
@@ -92,7 +93,7 @@ def column_tiles(axis: Axis, parts: int) -> list[ColumnTiles]:
     return found
 
 
-def axes(kernel: PackedConvKernel) -> tuple[Axis, Axis]:
+def axes(kernel: CpuConvKernel[Weight]) -> tuple[Axis, Axis]:
     """(rows, columns) of a 1-D or 2-D convolution kernel."""
     sizes = [known_int(variable.extent) for variable in kernel.x_vars[2:]]
     outs = [known_int(variable.extent) for variable in kernel.domain[2:]]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from torch_hybrid_backend.engines.cpu.dot_products import DotProduct
-from torch_hybrid_backend.engines.cpu.kernels import PackedConvKernel
+from torch_hybrid_backend.engines.cpu.kernels import CpuConvKernel
 from torch_hybrid_backend.engines.cpu.schedules.convolution.geometry import Axis, axes
 from torch_hybrid_backend.engines.cpu.schedules.register_tiles import RegisterTile, has_long_epilogue
 from torch_hybrid_backend.engines.cpu.schedules.transposition import transposed
@@ -18,6 +18,7 @@ from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.cpu.tir.dot import load_word, load_words
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
+from torch_hybrid_backend.engines.cpu.weights import Panels, Taps, Winograd
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
 from torch_hybrid_backend.loops.ir import Buffer, Load, compute_dtype, loads_of
 from torch_hybrid_backend.loops.layout import Blocked
@@ -30,17 +31,22 @@ _FEWEST_TURNED = 4
 class ConvParts:
     """Reads and writes of one convolution kernel over (image, channel, row, column)."""
 
-    def __init__(self, kernel: PackedConvKernel, builder: Builder, printer: Printer, target: Target) -> None:
+    def __init__(
+        self, kernel: CpuConvKernel[Panels | Winograd | Taps], builder: Builder, printer: Printer, target: Target
+    ) -> None:
         self.kernel, self.builder, self.printer, self.target = kernel, builder, printer, target
+        weight = kernel.weight
+        self.packed, self.block = weight.buffer, weight.width
+        self.dot = weight.dot if isinstance(weight, Panels) else None
+        self.starts = None if isinstance(weight, Winograd) else weight.start
         self.rows, self.columns = axes(kernel)
         self.images, self.out_channels = kernel.domain[0].extent, known_int(kernel.domain[1].extent)
         self.in_channels = known_int(kernel.x_vars[1].extent)
         self.dtype = compute_dtype(kernel.accumulator.dtype)
-        self.block = kernel.block
         self.long_epilogue = has_long_epilogue(kernel.stores)
         # Input channels of one step of a sum, and the bytes that one output channel's weight takes for it.
-        self.together = 1 if kernel.dot is None else kernel.dot.group
-        self.weight_bytes = self.together * tir.itemsize(kernel.packed.dtype)
+        self.together = 1 if self.dot is None else self.dot.group
+        self.weight_bytes = self.together * tir.itemsize(self.packed.dtype)
         self.x_bytes = self.together * max((tir.itemsize(load.buffer.dtype) for load in loads_of(kernel.x)), default=4)
 
     def _spatial(self, variables: tuple[LoopVar, ...], row: Index, column: Index) -> dict[LoopVar, Index]:
@@ -65,15 +71,15 @@ class ConvParts:
 
     def weight_words(self, dot: DotProduct, *position: Index) -> TirExpr:
         """A block's words of the packed weight, of which `position` is the first lane's."""
-        packed = self.kernel.packed
-        array = self.printer.arguments[packed][0]
-        offset = self.printer.offset(packed, (*position, as_index(0)), {})
+        array = self.printer.arguments[self.packed][0]
+        offset = self.printer.offset(self.packed, (*position, as_index(0)), {})
         return load_words(array, self.builder.index(offset), dot, self.block)
 
     def start(self, channel: Index) -> TirExpr:
         """The first value of the sums of an output channel; channels are counted as in the packed weight."""
-        start = self.kernel.start
-        return tir.const(0, self.dtype) if start is None else self.printer.expr(Load(self.dtype, start, (channel,)), {})
+        if self.starts is None:
+            return tir.const(0, self.dtype)
+        return self.printer.expr(Load(self.dtype, self.starts, (channel,)), {})
 
     def fetch(
         self,
@@ -105,8 +111,7 @@ class ConvParts:
 
     def weight(self, *position: Index) -> TirExpr:
         """Read one element of the packed weight."""
-        packed = self.kernel.packed
-        return self.printer.expr(Load(compute_dtype(packed.dtype), packed, position), {})
+        return self.printer.expr(Load(compute_dtype(self.packed.dtype), self.packed, position), {})
 
     def inside(
         self, axis: Axis, position: Index, body: Stmt, last: Index | None = None, other: Stmt | None = None

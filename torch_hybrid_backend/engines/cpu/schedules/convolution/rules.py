@@ -1,12 +1,12 @@
-"""Convolution: the rules in order; the first that takes a kernel emits it.
+"""Convolution by vectors: the weight's form chooses the rule.
 
-`winograd` takes kernels whose weight was transformed for it; `depthwise` and `depthwise_taps` those without sums over channels;
-`small_output_channels` those to less than a vector of channels; `direct` every other one, with any number of groups.
+`winograd` takes a `Winograd` weight, `depthwise_taps` one in `Taps`. Of `Panels` the first rule that serves emits the kernel: `depthwise`
+without sums over channels, `small_output_channels` to less than a vector of channels, `direct` every other one, with any number of groups.
 """
 
 from __future__ import annotations
 
-from torch_hybrid_backend.engines.cpu.kernels import PackedConvKernel
+from torch_hybrid_backend.engines.cpu.kernels import CpuConvKernel
 from torch_hybrid_backend.engines.cpu.schedules.convolution.depthwise import depthwise
 from torch_hybrid_backend.engines.cpu.schedules.convolution.depthwise_vnni import depthwise_taps
 from torch_hybrid_backend.engines.cpu.schedules.convolution.direct import direct
@@ -16,12 +16,18 @@ from torch_hybrid_backend.engines.cpu.schedules.convolution.winograd import wino
 from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
+from torch_hybrid_backend.engines.cpu.weights import Panels, Taps, Winograd
 
 
-def emit(kernel: PackedConvKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
+def emit(kernel: CpuConvKernel[Panels | Winograd | Taps], builder: Builder, printer: Printer, target: Target) -> Stmt:
     """The body of a 1-D or 2-D convolution kernel; accumulates in the compute dtype of the accumulator's dtype."""
     parts = ConvParts(kernel, builder, printer, target)
-    for rule in (winograd, depthwise, depthwise_taps, small_output_channels):
+    match kernel.weight:
+        case Winograd():
+            return winograd(parts)
+        case Taps():
+            return depthwise_taps(parts)
+    for rule in (depthwise, small_output_channels):
         body = rule(parts)
         if body is not None:
             return body

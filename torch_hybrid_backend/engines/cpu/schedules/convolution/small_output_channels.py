@@ -1,6 +1,6 @@
 """Convolution to few output channels: the last layer of denoisers, of super-resolution, of segmentation, flow or depth networks.
 
-Pattern: a `PackedConvKernel` of one group whose output channels fill half a vector or less, and whose input channels fill whole ones, blocked.
+Pattern: `Panels` of one group whose output channels fill half a vector or less, and whose input channels fill whole ones, blocked.
 With output channels as lanes most of a vector would be empty: 3 of 16. Steps:
 1. Vector lanes are the input channels of a block, of input and weight alike; each accumulator is one output channel at one pixel.
 2. A task is a strip of rows of an image. It copies the weight first, input channels innermost: small, for the outputs are few.
@@ -18,7 +18,7 @@ from torch_hybrid_backend.engines.cpu.schedules.convolution.geometry import Colu
 from torch_hybrid_backend.engines.cpu.schedules.convolution.parts import ConvParts
 from torch_hybrid_backend.engines.cpu.schedules.register_tiles import IN_FLIGHT, RegisterTile, by_part, partials
 from torch_hybrid_backend.engines.cpu.schedules.transposition import transposed
-from torch_hybrid_backend.engines.cpu.tile_sizes import lane_chunks, register_count, split_into, strips
+from torch_hybrid_backend.engines.cpu.tile_sizes import lane_chunks, split_into, strips
 from torch_hybrid_backend.engines.cpu.tir.builder import Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import loads_of
@@ -40,14 +40,7 @@ def small_output_channels(parts: ConvParts) -> Stmt | None:
 
 def _serves(parts: ConvParts) -> bool:
     kernel, lanes, outputs = parts.kernel, parts.target.lanes, parts.out_channels
-    if (
-        kernel.winograd
-        or kernel.dot is not None
-        or kernel.groups > 1
-        or parts.dtype != "float32"
-        or lanes % 4
-        or parts.in_channels % lanes
-    ):
+    if parts.dot is not None or kernel.groups > 1 or parts.dtype != "float32" or lanes % 4 or parts.in_channels % lanes:
         return False
     if outputs > lanes or is_wide(parts.columns) or _tile_columns(parts) is None:
         return False
@@ -62,7 +55,7 @@ def _serves(parts: ConvParts) -> bool:
 
 def _tile_columns(parts: ConvParts) -> int | None:
     """Columns of a register tile: a power of two, beside the outputs' weights and the pixels that several columns read at different taps."""
-    outputs, most = parts.out_channels, register_count(parts.target) - 1
+    outputs, most = parts.out_channels, parts.target.isa.registers - 1
 
     def fits(columns: int) -> bool:
         return columns * outputs + outputs + parts.columns.shared(columns) <= most

@@ -8,7 +8,7 @@ from torch_hybrid_backend.engines.cpu.schedules.convolution.geometry import Axis
 from torch_hybrid_backend.engines.cpu.schedules.convolution.parts import ConvParts
 from torch_hybrid_backend.engines.cpu.schedules.convolution.weight_stream import streams
 from torch_hybrid_backend.engines.cpu.schedules.register_tiles import IN_FLIGHT, lanes_of
-from torch_hybrid_backend.engines.cpu.tile_sizes import Split, max_rows, register_count, split_into
+from torch_hybrid_backend.engines.cpu.tile_sizes import Split, max_rows, split_into
 from torch_hybrid_backend.loops.index import Index, LoopVar
 from torch_hybrid_backend.loops.ir import loads_of
 from torch_hybrid_backend.loops.layout import Blocked
@@ -46,7 +46,7 @@ def reads_one_long_row(parts: ConvParts) -> bool:
 
 def channel_block(parts: ConvParts) -> int:
     """Input channels that lie together: the loop over channels is split there, so that no address needs a division."""
-    channels = known_int(parts.kernel.packed.shape[3])
+    channels = known_int(parts.packed.shape[3])
     found = {
         layout.block
         for load in loads_of(parts.kernel.x)
@@ -58,10 +58,10 @@ def channel_block(parts: ConvParts) -> int:
 
 def choose_tiling(parts: ConvParts, rows: Axis, columns: Axis, is_flat: bool) -> Tiling:
     """Blocks and columns per register tile: the kernel's `schedule_rank` of those there are, by estimated time; ties go to fewer loads."""
-    groups, all_blocks, *_ = map(known_int, parts.kernel.packed.shape)
+    groups, all_blocks, *_ = map(known_int, parts.packed.shape)
     target, vectors = parts.target, max(1, parts.block // lanes_of(parts.target, parts.dtype))
     found: dict[tuple[Split, int], float] = {}
-    for most in range(1, min(all_blocks, register_count(target) // 4) + 1):
+    for most in range(1, min(all_blocks, target.isa.registers // 4) + 1):
         blocks = split_into(all_blocks, -(-all_blocks // most))
         tiles = -(-columns.out // _most_columns(parts, columns, blocks.size * vectors))
         split = split_into(columns.out, tiles)
@@ -72,7 +72,7 @@ def choose_tiling(parts: ConvParts, rows: Axis, columns: Axis, is_flat: bool) ->
             parts.weight_bytes
             * blocks.size
             * parts.block
-            * known_int(parts.kernel.packed.shape[3])
+            * known_int(parts.packed.shape[3])
             * rows.kernel
             * columns.kernel
         )
@@ -96,17 +96,17 @@ def _most_columns(parts: ConvParts, columns: Axis, vectors: int) -> int:
     LLVM keeps an input element in a register that several columns read at different taps of an unrolled kernel row: those need
     room beside the accumulators, or accumulators are stored and loaded in every step (3x the time for 3x3 and 2 blocks of 14 columns).
     """
-    spare = 0 if parts.kernel.dot is None else parts.kernel.dot.registers
+    spare = 0 if parts.dot is None else parts.dot.registers
     most = max_rows(vectors, parts.target, spare)
     if is_wide(columns):
         return most
-    registers = register_count(parts.target) - 1 - spare - vectors
+    registers = parts.target.isa.registers - 1 - spare - vectors
     return next((c for c in range(most, 0, -1) if c * vectors + columns.shared(c) <= registers), 1)
 
 
 def _chunks(parts: ConvParts, rows: Axis, columns: Axis, blocks: Split) -> tuple[int, int]:
     """Input channels and output rows per chunk; (all channels, 0) where the weight of one task fits the cache."""
-    groups, _, _, channels, _, block = map(known_int, parts.kernel.packed.shape[:6])
+    groups, _, _, channels, _, block = map(known_int, parts.packed.shape[:6])
     together, l2 = channel_block(parts), parts.target.l2_bytes
     row_bytes = columns.out * blocks.size * block * 4
     channel_bytes = blocks.size * block * rows.kernel * columns.kernel * parts.weight_bytes

@@ -23,7 +23,7 @@ _MAX_LINES = 64
 
 def streams(parts: ConvParts) -> bool:
     """True if the weight is gone through once: it is larger than an image of the input, or than half the cache, where it could stay."""
-    weight = math.prod(map(known_int, parts.kernel.packed.shape[:6])) * parts.weight_bytes
+    weight = math.prod(map(known_int, parts.packed.shape[:6])) * parts.weight_bytes
     image = parts.in_channels // parts.together * parts.rows.size * parts.columns.size * parts.x_bytes
     return weight > min(parts.target.l2_bytes // 2, image)
 
@@ -53,8 +53,8 @@ class WeightStream:
 
         `step`: its number among those of the part, all turns counted.
         """
-        groups, group_blocks, *inner = map(known_int, self.parts.kernel.packed.shape)
-        block_size, line = math.prod(inner), LINE_BYTES // tir.itemsize(self.parts.kernel.packed.dtype)
+        groups, group_blocks, *inner = map(known_int, self.parts.packed.shape)
+        block_size, line = math.prod(inner), LINE_BYTES // tir.itemsize(self.parts.packed.dtype)
         share = -(-task.blocks * block_size // (line * self.turns * self.steps))
         if share > _MAX_LINES:
             return None
@@ -64,7 +64,7 @@ class WeightStream:
         b, following = self.parts.builder, (block + task.blocks) % (groups * group_blocks)
         mine = tir.equal(b.index((first + self.turns) // per_core), b.index((first + step // self.steps) // per_core))
         start: TirExpr = tir.select(mine, b.index(following * block_size), b.index(block * block_size))
-        array = self.parts.printer.arguments[self.parts.kernel.packed][0]
+        array = self.parts.printer.arguments[self.parts.packed][0]
         places = [start + b.index(step * (share * line) + i * line) for i in range(share)]
         return b.seq(*[b.prefetch(array, place) for place in places])
 
@@ -84,9 +84,9 @@ class WeightChunks:
 
     def prefetch(self, task: Task, chunk: Index, row: Index, kh: Index, channel: Index) -> Stmt | None:
         """A row's share of the next chunk, or of the next task's first: what lies there as kernel row `kh` and `channel` do here."""
-        groups, blocks, kernel_rows, channels, columns, lanes = map(known_int, self.parts.kernel.packed.shape[:6])
+        groups, blocks, kernel_rows, channels, columns, lanes = map(known_int, self.parts.packed.shape[:6])
         block = lanes * self.parts.together
-        line = LINE_BYTES // tir.itemsize(self.parts.kernel.packed.dtype)
+        line = LINE_BYTES // tir.itemsize(self.parts.packed.dtype)
         share = -(-self.together * columns * block // (line * self.rows))
         if share * task.blocks > _MAX_LINES:
             return None
@@ -95,12 +95,12 @@ class WeightChunks:
         following = own if self.pieces > 1 else (own + task.blocks) % (groups * blocks)
         step = channels // self.chunks
         within = (kh * channels + channel) * (columns * block) + row * (share * line)
-        is_last = tir.equal(b.index(chunk), b.index(self.chunks - 1))
+        is_last = b.equal(chunk, self.chunks - 1)
         start: TirExpr = tir.select(
             is_last,
             b.index(following * size + within - (self.chunks - 1) * step * columns * block),
             b.index(own * size + within + step * columns * block),
         )
-        array = self.parts.printer.arguments[self.parts.kernel.packed][0]
+        array = self.parts.printer.arguments[self.parts.packed][0]
         places = [start + b.index(v * size + i * line) for v in range(task.blocks) for i in range(share)]
         return b.seq(*[b.prefetch(array, place) for place in places])

@@ -1,6 +1,6 @@
 """Winograd convolution of 3x3 kernels with stride 1: F(2x2, 3x3) and F(4x4, 3x3).
 
-Pattern: a `PackedConvKernel` with `winograd` = m, its weight transformed ahead (`winograd_transform`). Tiles of m x m outputs of all images are
+Pattern: a `Winograd` weight of m outputs, transformed ahead (`winograd_transform`). Tiles of m x m outputs of all images are
 numbered through; a task takes a run of them, a group of the convolution and some of its output channels:
 1. Input transform: B^T d B of each tile and input channel into a buffer (position, channel block, tile, lane). Vector lanes are channels.
    Where a tile reaches outside the input, elements are zero.
@@ -34,6 +34,7 @@ from torch_hybrid_backend.engines.cpu.tile_sizes import max_rows, split_at_most
 from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.cpu.tir.math import is_finite, is_nan, opaque
+from torch_hybrid_backend.engines.cpu.weights import Winograd
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.sizes.size import known_int
 
@@ -42,9 +43,9 @@ Read = Callable[[int], TirExpr]
 Write = Callable[[int, TirExpr], Stmt]
 
 
-def winograd(parts: ConvParts) -> Stmt | None:
-    """The kernel's body, or None where its weight was not transformed."""
-    return _Winograd(parts).emit() if parts.kernel.winograd else None
+def winograd(parts: ConvParts) -> Stmt:
+    """The kernel's body."""
+    return _Winograd(parts).emit()
 
 
 class _Winograd:
@@ -52,9 +53,11 @@ class _Winograd:
 
     def __init__(self, parts: ConvParts) -> None:
         self.parts, self.builder, self.target = parts, parts.builder, parts.target
-        self.m, self.dtype, self.lanes = parts.kernel.winograd, parts.dtype, parts.block
+        weight = parts.kernel.weight
+        assert isinstance(weight, Winograd)
+        self.m, self.dtype, self.lanes = weight.outputs, parts.dtype, parts.block
         self.n = tile_size(self.m)
-        all_parts, panels, self.channels, self.width = map(known_int, parts.kernel.packed.shape)
+        all_parts, panels, self.channels, self.width = map(known_int, parts.packed.shape)
         self.positions = panels - 1  # the last one has the signs
         self.groups = parts.kernel.groups
         self.out_parts, self.out_channels = all_parts // self.groups, parts.out_channels // self.groups  # of a group
@@ -313,7 +316,7 @@ class _Winograd:
         """A statement before the steps of a block of channels, and what goes before each unrolled one: the share of tile `number` of `tiles`
         in the next panel of weights, which comes from memory while this one is multiplied."""
         b, unroll = self.builder, tile.unrolled(self.lanes)
-        array = self.parts.printer.arguments[self.parts.kernel.packed][0]
+        array = self.parts.printer.arguments[self.parts.packed][0]
         line = LINE_BYTES // 4
         share = -(-unroll * self.width // (line * tiles))
         each, per_block = self.channels // unroll * (share * line), self.lanes // unroll * (share * line)

@@ -1,13 +1,13 @@
 """Matmul by AMX: the products of `schedules/amx` with rows of one array or expression.
 
-Pattern: a `TileMatMulKernel`. Where its right operand lies in words, the lines of its two tiles alternate: a tile's are 128 bytes apart.
+Pattern: a weight in `AmxTiles`. Where it lies in VNNI format, the lines of its two tiles alternate: a tile's are 128 bytes apart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch_hybrid_backend.engines.cpu.kernels import DequantizedMatMulKernel, TileMatMulKernel
+from torch_hybrid_backend.engines.cpu.kernels import CpuMatMulKernel
 from torch_hybrid_backend.engines.cpu.operands.amx_formats import FORMATS, PANEL, ROW_BYTES, TileFormat
 from torch_hybrid_backend.engines.cpu.schedules.amx.blocks import LANES, Part, Products
 from torch_hybrid_backend.engines.cpu.schedules.amx.product import TileProduct
@@ -15,15 +15,16 @@ from torch_hybrid_backend.engines.cpu.schedules.amx.rows import Piece, RowsInMem
 from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirBuffer
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
+from torch_hybrid_backend.engines.cpu.weights import AmxTiles, Quantized
 from torch_hybrid_backend.loops.index import Index, LoopVar
 from torch_hybrid_backend.loops.ir import Call, Load
 from torch_hybrid_backend.loops.layout import offset_of
 from torch_hybrid_backend.sizes.size import Dim, known_int
 
 
-def emit(kernel: TileMatMulKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
+def emit(kernel: CpuMatMulKernel[AmxTiles], builder: Builder, printer: Printer, target: Target) -> Stmt:
     """The kernel's body."""
-    return TileMatMul(kernel, FORMATS[kernel.format], builder, printer, target).emit()
+    return TileMatMul(kernel, FORMATS[kernel.weight.tile_format], builder, printer, target).emit()
 
 
 class TileMatMul(TileProduct):
@@ -31,26 +32,26 @@ class TileMatMul(TileProduct):
 
     def __init__(
         self,
-        kernel: TileMatMulKernel | DequantizedMatMulKernel,
+        kernel: CpuMatMulKernel[AmxTiles | Quantized],
         form: TileFormat,
         builder: Builder,
         printer: Printer,
         target: Target,
     ) -> None:
         batch, m, n = (variable.extent for variable in kernel.domain)
-        self.depth, self.batched_b = kernel.k, isinstance(kernel, TileMatMulKernel) and kernel.batched_b
+        self.depth, self.is_batched = kernel.k, kernel.is_batched
         sizes = (batch, m, known_int(kernel.k.extent), known_int(n))
         super().__init__(Products(kernel, form, kernel.a, sizes), builder, printer, target)
-        self.in_words = isinstance(kernel, TileMatMulKernel) and kernel.in_words
-        if self.in_words:
+        self.is_vnni = isinstance(kernel.weight, AmxTiles) and kernel.weight.is_vnni
+        if self.is_vnni:
             self.b_row_bytes = 2 * ROW_BYTES
 
     def _b_batches(self) -> Dim:
-        return self.batch if self.batched_b else 1
+        return self.batch if self.is_batched else 1
 
     def _b_at(self, panel: Index, part: Part, s: Index, number: int) -> tuple[TirBuffer, Index, int]:
         array, at, apart = super()._b_at(panel, part, s, number)
-        return array, at, ROW_BYTES // self.form.itemsize if self.in_words else apart
+        return array, at, ROW_BYTES // self.form.itemsize if self.is_vnni else apart
 
     def _rows_in_memory(self) -> RowsInMemory | None:
         a = self.a.args[0] if isinstance(self.a, Call) and self.a.op == "cast" else self.a

@@ -1,6 +1,6 @@
 """Few rows times a plain weight: C[m, n] = sum over k of A[m, k] * W[n, k] as dot products along k, as both lie in memory.
 
-Pattern: a `UnpackedMatMulKernel` with less than a vector of rows: classifiers, decoding. W comes from memory, once: packed panels would come no
+Pattern: a weight `InPlace` with less than a vector of rows: classifiers, decoding. W comes from memory, once: packed panels would come no
 faster. Steps:
 1. The rows of A are copied once for each task: they may be computed, or lie in any order.
 2. A block is a vector's worth of W's rows; the last one overlaps the one before where the columns are not whole vectors.
@@ -12,15 +12,15 @@ Source: Van Zee & van de Geijn, "BLIS", 2015, level-1f `dotxf`: several dot prod
 
 from __future__ import annotations
 
-from torch_hybrid_backend.engines.cpu.kernels import UnpackedMatMulKernel
+from torch_hybrid_backend.engines.cpu.kernels import CpuMatMulKernel
 from torch_hybrid_backend.engines.cpu.schedules.axes import offsets_of, step
 from torch_hybrid_backend.engines.cpu.schedules.register_tiles import RegisterTile, partials
 from torch_hybrid_backend.engines.cpu.schedules.transposition import transposed
 from torch_hybrid_backend.engines.cpu.target import LINE_BYTES, Target
-from torch_hybrid_backend.engines.cpu.tile_sizes import register_count
 from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
+from torch_hybrid_backend.engines.cpu.weights import InPlace
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.sizes.size import known_int
 
@@ -29,7 +29,7 @@ _LINE = LINE_BYTES // _ITEMSIZE  # elements of a cache line
 _MAX_STREAMS = 4  # rows of W read at once
 
 
-def emit(kernel: UnpackedMatMulKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
+def emit(kernel: CpuMatMulKernel[InPlace], builder: Builder, printer: Printer, target: Target) -> Stmt:
     """The kernel's body. float32; sizes are known; at least a vector of columns and of k."""
     return _DotRows(kernel, builder, printer, target).emit()
 
@@ -37,15 +37,15 @@ def emit(kernel: UnpackedMatMulKernel, builder: Builder, printer: Printer, targe
 class _DotRows:
     """The emission of one kernel."""
 
-    def __init__(self, kernel: UnpackedMatMulKernel, builder: Builder, printer: Printer, target: Target) -> None:
+    def __init__(self, kernel: CpuMatMulKernel[InPlace], builder: Builder, printer: Printer, target: Target) -> None:
         self.kernel, self.builder, self.printer = kernel, builder, printer
         self.b, self.m, self.n = kernel.domain
         self.rows, self.columns, self.depth = map(known_int, (self.m.extent, self.n.extent, kernel.k.extent))
         self.lanes, self.dtype = target.lanes, kernel.accumulator.dtype
-        self.weight = printer.arguments[kernel.weight][0]
+        self.weight = printer.arguments[kernel.weight.buffer][0]
         self.blocks = -(-self.columns // self.lanes)
         self.tasks = min(target.cores, self.blocks)
-        tall = (h for h in (_MAX_STREAMS, 2) if self.rows * h + min(self.rows, h) + 1 <= register_count(target))
+        tall = (h for h in (_MAX_STREAMS, 2) if self.rows * h + min(self.rows, h) + 1 <= target.isa.registers)
         self.streams = next(tall, 1)
         # How many rows of W before its use a line is asked for: a block, or what a quarter of the second-level cache holds.
         held = max(1, target.l2_bytes // 4 // (_ITEMSIZE * self.depth))
@@ -101,11 +101,11 @@ class _DotRows:
 
     def _tile(self, products: TirBuffer, column: Index, number: Index) -> Stmt:
         """Dot products of `streams` rows of W with every row of A: products[tile, row, stream, lane]."""
-        b, lanes, stride = self.builder, self.lanes, self.kernel.row_stride
+        b, lanes, stride = self.builder, self.lanes, self.kernel.weight.row_stride
         whole, left = divmod(self.depth, lanes)
         ways = RegisterTile.ways_for(self.rows * self.streams, whole)
         tile = RegisterTile(b, self.printer, self.rows, self.streams, lanes, self.dtype, ways)
-        start = (column + number * self.streams) * stride + self.kernel.offset
+        start = (column + number * self.streams) * stride + self.kernel.weight.offset
 
         def products_at(k: Index, way: int, first_lane: int = 0) -> Stmt | None:
             def w(stream: int, lane: Index) -> TirExpr:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch_hybrid_backend.engines.cpu.dot_products import DotProduct
 from torch_hybrid_backend.engines.cpu.schedules.register_tiles import by_part, tile_start
 from torch_hybrid_backend.engines.cpu.target import Target
-from torch_hybrid_backend.engines.cpu.tile_sizes import register_count, split_at_most, split_into
+from torch_hybrid_backend.engines.cpu.tile_sizes import split_at_most, split_into
 from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt
 from torch_hybrid_backend.loops.index import Index
@@ -55,7 +55,7 @@ def integer_tiles(
     """
     b, cores, parts = builder, target.cores, form.parts
     # A sum for each part of a row and vector of columns; a word of each vector, one of a row, two masks and a spare.
-    room = (register_count(target) - vectors - 4) // vectors
+    room = (target.isa.registers - vectors - 4) // vectors
     # Where groups are short, the sums of all groups are in registers beside them. Of an unknown number of rows the last tile overlaps the one
     # before: tiles of few rows take hardly longer, and waste less.
     is_short = form.group <= _SHORT_GROUP or isinstance(m, Size)

@@ -1,6 +1,6 @@
 """MatMul: C[b, m, n] = sum over k of A[b, m, k] * B[b, k, n], with B packed in panels of `tile_n` columns.
 
-Pattern: a `PackedMatMulKernel`. Steps:
+Pattern: a weight in `Panels`. Steps:
 1. Rows are cut into register tiles as equal as can be (197 rows are 2 tiles of 14 and 13 of 13), so there is no ragged last tile, and of
    no more rows than the first-level cache holds lines of; columns are the panels of the packed B, the last of which computes only the
    vectors that hold columns.
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from torch_hybrid_backend.engines.cpu.dot_products import DotProduct
-from torch_hybrid_backend.engines.cpu.kernels import PackedMatMulKernel
+from torch_hybrid_backend.engines.cpu.kernels import CpuMatMulKernel
 from torch_hybrid_backend.engines.cpu.schedules.axes import Chunk, chunks, step
 from torch_hybrid_backend.engines.cpu.schedules.register_tiles import (
     IN_FLIGHT,
@@ -41,6 +41,7 @@ from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirExpr
 from torch_hybrid_backend.engines.cpu.tir.dot import load_word, load_words
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
+from torch_hybrid_backend.engines.cpu.weights import Panels, Weight
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import Load, compute_dtype, loads_of
 from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, function, size_hint
@@ -52,9 +53,9 @@ _L1_WAY_BYTES = 4096
 _LONG_EPILOGUE_ACCUMULATORS = 26
 
 
-def emit(kernel: PackedMatMulKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
+def emit(kernel: CpuMatMulKernel[Panels], builder: Builder, printer: Printer, target: Target) -> Stmt:
     """The kernel's body. Any float or integer dtype; accumulates in the compute dtype of the accumulator's dtype."""
-    return MatMul(kernel, builder, printer, target).emit()
+    return _PackedMatMul(kernel, builder, printer, target).emit()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,24 +78,34 @@ class Ahead:
 
 
 class MatMul:
-    """The emission of one kernel."""
+    """The emission of one kernel, whatever its weight's form: register tiles of rows by panels of `width` columns.
 
-    def __init__(self, kernel: PackedMatMulKernel, builder: Builder, printer: Printer, target: Target) -> None:
+    With a `dot`, k is in words.
+    """
+
+    def __init__(
+        self,
+        kernel: CpuMatMulKernel[Weight],
+        width: int,
+        builder: Builder,
+        printer: Printer,
+        target: Target,
+        dot: DotProduct | None = None,
+    ) -> None:
         self.kernel, self.builder, self.printer, self.target = kernel, builder, printer, target
+        self.width, self.dot = width, dot
         self.b, self.m, self.n = kernel.domain
         self.dtype = compute_dtype(kernel.accumulator.dtype)
         # Of a tile: along k, one element each, or one word.
-        self.steps = kernel.k.extent if kernel.dot is None else kernel.k.extent // kernel.dot.group
-        self.lanes = min(lanes_of(target, self.dtype), kernel.tile_n)
-        self.vectors = kernel.tile_n // self.lanes
-        self.panels = ceil_div(self.n.extent, kernel.tile_n)
+        self.steps = kernel.k.extent if dot is None else kernel.k.extent // dot.group
+        self.lanes = min(lanes_of(target, self.dtype), width)
+        self.vectors = width // self.lanes
+        self.panels = ceil_div(self.n.extent, width)
         # Columns of the last panel; of one that is not whole where that is only known at run time.
-        whole = self.n.extent // kernel.tile_n if isinstance(self.n.extent, Size) else self.panels - 1
-        self.last = self.n.extent - whole * kernel.tile_n
+        whole = self.n.extent // width if isinstance(self.n.extent, Size) else self.panels - 1
+        self.last = self.n.extent - whole * width
         self.long_epilogue = has_long_epilogue(kernel.stores)
-        self.is_dot = (
-            kernel.dot is None and kernel.tile_n == 1 and size_hint(kernel.k.extent) >= 2 * lanes_of(target, self.dtype)
-        )
+        self.is_dot = dot is None and width == 1 and size_hint(kernel.k.extent) >= 2 * lanes_of(target, self.dtype)
 
     def emit(self) -> Stmt:
         if isinstance(self.m.extent, Size):
@@ -127,7 +138,7 @@ class MatMul:
         return b.fused((self.b.extent, blocks, self.panels, per_block), tile)
 
     def _most_rows(self) -> int:
-        spare = 0 if self.kernel.dot is None else self.kernel.dot.registers
+        spare = 0 if self.dot is None else self.dot.registers
         most = min(max_rows(1 if self.is_dot else self.vectors, self.target, spare), self._most_cached_rows())
         return min(most, _LONG_EPILOGUE_ACCUMULATORS // self.vectors) if self.long_epilogue else most
 
@@ -183,9 +194,7 @@ class MatMul:
         return _Order(split_into(m, blocks * per_block), blocks, per_block)
 
     def _by_panel(self, batch: Index, first: Index, rows: int, panel: Index, ahead: Ahead) -> Stmt:
-        if self.is_dot:
-            return self._dot_tile(batch, first, rows)
-        b, full = self.builder, self.kernel.tile_n
+        b, full = self.builder, self.width
         if isinstance(self.last, Size):
             return b.when(
                 b.index(panel * full + full) <= b.size(self.n.extent),
@@ -205,96 +214,9 @@ class MatMul:
     def _a(self, batch: Index, row: Index, k: Index) -> TirExpr:
         return self.printer.expr(self.kernel.a, {self.b: batch, self.m: row, self.kernel.k: k})
 
-    def _packed(self, batch: Index, panel: Index, k: Index, column: Index) -> TirExpr:
-        kernel = self.kernel
-        position = (batch if kernel.batched_b else as_index(0), panel, k, column)
-        return self.printer.expr(Load(compute_dtype(kernel.packed.dtype), kernel.packed, position), {})
-
     def _tile(self, batch: Index, first: Index, rows: int, panel: Index, columns: Dim, ahead: Ahead) -> Stmt:
         """Compute one register tile: `rows` rows from `first`, the first `columns` columns of a panel."""
-        b, kernel, k_extent = self.builder, self.kernel, self.steps
-        vectors = self.vectors if isinstance(columns, Size) else -(-columns // self.lanes)
-        ways = RegisterTile.ways_for(rows * vectors, k_extent)
-        tile = RegisterTile(b, self.printer, rows, vectors, self.lanes, self.dtype, ways)
-
-        def step(k: Index, way: int) -> Stmt | None:
-            if kernel.dot is not None:
-                words = [self._word(batch, first + row, k, kernel.dot) for row in range(rows)]
-                columns_of = [self._packed_words(batch, panel, k, v, kernel.dot) for v in range(vectors)]
-                return tile.accumulate_words(words, columns_of, kernel.dot, way)
-
-            def a(row: int, _: Index) -> TirExpr:
-                return self._a(batch, first + row, k)
-
-            def packed(vector: int, lane: Index) -> TirExpr:
-                return self._packed(batch, panel, k, lane + vector * self.lanes)
-
-            return tile.accumulate(partials(a, rows), partials(packed, vectors), way)
-
-        begin, prefetch = self._prefetching(tile, batch, panel, ahead)
-        compute = b.seq(
-            begin, tile.declare(), tile.clear(), self._start(tile, batch, panel), tile.reduce(k_extent, step, prefetch)
-        )
-        return b.seq(compute, self._write(tile, batch, first, panel * self.kernel.tile_n, columns))
-
-    def _start(self, tile: RegisterTile, batch: Index, panel: Index) -> Stmt | None:
-        """Begin the sums where they do not begin at zero: only the first copy may be overwritten."""
-        kernel, start = self.kernel, self.kernel.start
-        if start is None:
-            return None
-        of_right = batch if kernel.batched_b else as_index(0)
-
-        def value(row: int, vector: int, lane: Index) -> TirExpr:
-            column = panel * kernel.tile_n + (lane + vector * self.lanes)
-            return self.printer.expr(Load("int32", start, (of_right, column)), {})
-
-        return tile.fill(value)
-
-    def _word(self, batch: Index, row: Index, k: Index, dot: DotProduct) -> TirExpr:
-        load = self.kernel.a
-        assert isinstance(load, Load)
-        env = {self.b: batch, self.m: row, self.kernel.k: k * dot.group}
-        array = self.printer.arguments[load.buffer][0]
-        offset = self.builder.index(self.printer.offset(load.buffer, load.index, env))
-        return load_word(array, offset, dot, self.lanes)
-
-    def _packed_words(self, batch: Index, panel: Index, k: Index, vector: int, dot: DotProduct) -> TirExpr:
-        packed = self.kernel.packed
-        none = as_index(0)
-        position = (batch if self.kernel.batched_b else none, panel, k, as_index(vector * self.lanes), none)
-        array = self.printer.arguments[packed][0]
-        return load_words(array, self.builder.index(self.printer.offset(packed, position, {})), dot, self.lanes)
-
-    def _prefetching(
-        self, tile: RegisterTile, batch: Index, panel: Index, ahead: Ahead
-    ) -> tuple[Stmt | None, Callable[[Index], Stmt] | None]:
-        """A statement before a tile, and what goes before each of its unrolled steps: this tile's share of the next panel."""
-        b, kernel, k_extent = self.builder, self.kernel, self.steps
-        panels = self.panels * (self.b.extent if kernel.batched_b else 1)
-        unroll = tile.unrolled(k_extent)
-        # Lines of a panel for one unrolled step, and how many of them each of the tiles fetches.
-        itemsize = tir.itemsize(kernel.packed.dtype)
-        line = LINE_BYTES // itemsize
-        step_elements = kernel.tile_n * (1 if kernel.dot is None else kernel.dot.group)
-        lines = -(-unroll * step_elements // line)
-        if size_hint(panels) <= self.target.cores or size_hint(k_extent) < unroll:
-            return None, None
-        share = -(-lines // ahead.tiles)
-        number = batch * self.panels + panel if kernel.batched_b else panel
-        following = number + 1
-        if ahead.repeats:
-            following = following % panels
-        # The last tiles ask again for what is there already, where tiles outnumber lines.
-        each = k_extent // unroll * (share * line)
-        start = b.variable("next", "int32")
-        mine = tir.minimum(b.index(ahead.tile), tir.const(-(-lines // share) - 1, "int32")) * b.size(each)
-        begin = b.bind(start, b.index(following * (k_extent * step_elements)) + mine)
-        array = self.printer.arguments[kernel.packed][0]
-
-        def prefetch(k: Index) -> Stmt:
-            return b.seq(*[b.prefetch(array, start + b.index(k * (share * line) + i * line)) for i in range(share)])
-
-        return begin, prefetch
+        raise NotImplementedError
 
     def _write(self, tile: RegisterTile, batch: Index, first: Index, column: Index, columns: Dim) -> Stmt:
         """The stores of a tile, straight from registers where the epilogue is short and all columns are real."""
@@ -330,6 +252,110 @@ class MatMul:
         """Every store of the kernel at one point of the domain, with `value` as the accumulator."""
         self.printer.locals[self.kernel.accumulator] = lambda _: value
         return self.printer.stores(self.kernel.stores, {self.b: batch, self.m: row, self.n: column})
+
+
+class _PackedMatMul(MatMul):
+    """The emission of one kernel whose weight is packed ahead."""
+
+    def __init__(self, kernel: CpuMatMulKernel[Panels], builder: Builder, printer: Printer, target: Target) -> None:
+        self.weight = kernel.weight
+        super().__init__(kernel, self.weight.width, builder, printer, target, self.weight.dot)
+        self.is_batched = kernel.is_batched
+
+    def _by_panel(self, batch: Index, first: Index, rows: int, panel: Index, ahead: Ahead) -> Stmt:
+        if self.is_dot:
+            return self._dot_tile(batch, first, rows)
+        return super()._by_panel(batch, first, rows, panel, ahead)
+
+    def _packed(self, batch: Index, panel: Index, k: Index, column: Index) -> TirExpr:
+        packed = self.weight.buffer
+        position = (batch if self.is_batched else as_index(0), panel, k, column)
+        return self.printer.expr(Load(compute_dtype(packed.dtype), packed, position), {})
+
+    def _tile(self, batch: Index, first: Index, rows: int, panel: Index, columns: Dim, ahead: Ahead) -> Stmt:
+        b, dot, k_extent = self.builder, self.dot, self.steps
+        vectors = self.vectors if isinstance(columns, Size) else -(-columns // self.lanes)
+        ways = RegisterTile.ways_for(rows * vectors, k_extent)
+        tile = RegisterTile(b, self.printer, rows, vectors, self.lanes, self.dtype, ways)
+
+        def step(k: Index, way: int) -> Stmt | None:
+            if dot is not None:
+                words = [self._word(batch, first + row, k, dot) for row in range(rows)]
+                columns_of = [self._packed_words(batch, panel, k, v, dot) for v in range(vectors)]
+                return tile.accumulate_words(words, columns_of, dot, way)
+
+            def a(row: int, _: Index) -> TirExpr:
+                return self._a(batch, first + row, k)
+
+            def packed(vector: int, lane: Index) -> TirExpr:
+                return self._packed(batch, panel, k, lane + vector * self.lanes)
+
+            return tile.accumulate(partials(a, rows), partials(packed, vectors), way)
+
+        begin, prefetch = self._prefetching(tile, batch, panel, ahead)
+        compute = b.seq(
+            begin, tile.declare(), tile.clear(), self._start(tile, batch, panel), tile.reduce(k_extent, step, prefetch)
+        )
+        return b.seq(compute, self._write(tile, batch, first, panel * self.width, columns))
+
+    def _start(self, tile: RegisterTile, batch: Index, panel: Index) -> Stmt | None:
+        """Begin the sums where they do not begin at zero: only the first copy may be overwritten."""
+        start = self.weight.start
+        if start is None:
+            return None
+        of_right = batch if self.is_batched else as_index(0)
+
+        def value(row: int, vector: int, lane: Index) -> TirExpr:
+            column = panel * self.width + (lane + vector * self.lanes)
+            return self.printer.expr(Load("int32", start, (of_right, column)), {})
+
+        return tile.fill(value)
+
+    def _word(self, batch: Index, row: Index, k: Index, dot: DotProduct) -> TirExpr:
+        load = self.kernel.a
+        assert isinstance(load, Load)
+        env = {self.b: batch, self.m: row, self.kernel.k: k * dot.group}
+        array = self.printer.arguments[load.buffer][0]
+        offset = self.builder.index(self.printer.offset(load.buffer, load.index, env))
+        return load_word(array, offset, dot, self.lanes)
+
+    def _packed_words(self, batch: Index, panel: Index, k: Index, vector: int, dot: DotProduct) -> TirExpr:
+        packed = self.weight.buffer
+        none = as_index(0)
+        position = (batch if self.is_batched else none, panel, k, as_index(vector * self.lanes), none)
+        array = self.printer.arguments[packed][0]
+        return load_words(array, self.builder.index(self.printer.offset(packed, position, {})), dot, self.lanes)
+
+    def _prefetching(
+        self, tile: RegisterTile, batch: Index, panel: Index, ahead: Ahead
+    ) -> tuple[Stmt | None, Callable[[Index], Stmt] | None]:
+        """A statement before a tile, and what goes before each of its unrolled steps: this tile's share of the next panel."""
+        b, packed, k_extent = self.builder, self.weight.buffer, self.steps
+        panels = self.panels * (self.b.extent if self.is_batched else 1)
+        unroll = tile.unrolled(k_extent)
+        # Lines of a panel for one unrolled step, and how many of them each of the tiles fetches.
+        itemsize = tir.itemsize(packed.dtype)
+        line = LINE_BYTES // itemsize
+        step_elements = self.width * (1 if self.dot is None else self.dot.group)
+        lines = -(-unroll * step_elements // line)
+        if size_hint(panels) <= self.target.cores or size_hint(k_extent) < unroll:
+            return None, None
+        share = -(-lines // ahead.tiles)
+        number = batch * self.panels + panel if self.is_batched else panel
+        following = number + 1
+        if ahead.repeats:
+            following = following % panels
+        # The last tiles ask again for what is there already, where tiles outnumber lines.
+        each = k_extent // unroll * (share * line)
+        start = b.variable("next", "int32")
+        mine = tir.minimum(b.index(ahead.tile), tir.const(-(-lines // share) - 1, "int32")) * b.size(each)
+        begin = b.bind(start, b.index(following * (k_extent * step_elements)) + mine)
+        array = self.printer.arguments[packed][0]
+
+        def prefetch(k: Index) -> Stmt:
+            return b.seq(*[b.prefetch(array, start + b.index(k * (share * line) + i * line)) for i in range(share)])
+
+        return begin, prefetch
 
     def _dot_tile(self, batch: Index, first: Index, rows: int) -> Stmt:
         """Compute one column: rows of A, read along k, times the only panel, which is a plain vector over k."""

@@ -1,6 +1,6 @@
 """Matmul by panels that the kernel itself copies: C[m, n] = sum over k of A[m, k] * W[k, n], with no packed copy of W beside it.
 
-Pattern: a `UnpackedMatMulKernel` whose weight lies (K, N), so that a panel of columns is K pieces of whole vectors, each in another page.
+Pattern: a weight `InPlace` that lies (K, N), so that a panel of columns is K pieces of whole vectors, each in another page.
 The tiles are those of `matmul`; in addition:
 1. Each task has a share of the panels, and room for two: the one it works on, and the next.
 2. While the tiles of a panel run, each copies its share of the next one, a few rows before every chunk of its steps of k. So copying
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch_hybrid_backend.engines.cpu.kernels import PackedMatMulKernel, UnpackedMatMulKernel
+from torch_hybrid_backend.engines.cpu.kernels import CpuMatMulKernel
 from torch_hybrid_backend.engines.cpu.schedules.matmul.packed import Ahead, MatMul
 from torch_hybrid_backend.engines.cpu.schedules.register_tiles import RegisterTile, by_part
 from torch_hybrid_backend.engines.cpu.target import Target
@@ -22,6 +22,7 @@ from torch_hybrid_backend.engines.cpu.tile_sizes import tile_n
 from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirExpr
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
+from torch_hybrid_backend.engines.cpu.weights import InPlace
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.sizes.size import Dim, known_int
 
@@ -33,7 +34,7 @@ _AHEAD = 6
 _SHARING_ROWS = 160
 
 
-def emit(kernel: UnpackedMatMulKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
+def emit(kernel: CpuMatMulKernel[InPlace], builder: Builder, printer: Printer, target: Target) -> Stmt:
     """The kernel's body. float32; sizes are known; columns are whole panels (`tiles.copies_panels`)."""
     return _CopiedPanels(kernel, builder, printer, target).emit()
 
@@ -60,16 +61,12 @@ class _CopiedPanels(MatMul):
 
     turn: _Turn  # whose tiles are being emitted
 
-    def __init__(self, kernel: UnpackedMatMulKernel, builder: Builder, printer: Printer, target: Target) -> None:
+    def __init__(self, kernel: CpuMatMulKernel[InPlace], builder: Builder, printer: Printer, target: Target) -> None:
         width = tile_n(kernel.domain[2].extent, target)
-        as_packed = PackedMatMulKernel(
-            kernel.reads, kernel.writes, kernel.domain, kernel.k, kernel.a, kernel.weight, width, False,
-            kernel.accumulator, kernel.stores,
-        )  # fmt: skip
-        super().__init__(as_packed, builder, printer, target)
-        self.unpacked = kernel
-        self.weight = printer.arguments[kernel.weight][0]
-        self.k_extent, self.width = known_int(kernel.k.extent), width
+        super().__init__(kernel, width, builder, printer, target)
+        self.unpacked = kernel.weight
+        self.weight = printer.arguments[kernel.weight.buffer][0]
+        self.k_extent = known_int(kernel.k.extent)
         rows = min(known_int(self.m.extent), _SHARING_ROWS)
         parts = -(-self.k_extent // max(_CHUNK, target.l2_bytes // 2 // (4 * rows)))
         self.depth = min(self.k_extent, -(-self.k_extent // parts // _CHUNK) * _CHUNK)

@@ -1,4 +1,4 @@
-"""A quantised weight in memory, and its elements in registers: what the schedules of a `DequantizedMatMulKernel` read it by.
+"""A quantised weight in memory, and its elements in registers: what the schedules of a `Quantized` weight read it by.
 
     weight[k, n] = (integer - zero) * scale, or table[integer]
 
@@ -8,7 +8,7 @@ shift and a permutation of a vector (vpermps), which reads 4 bits of each lane; 
 
 from __future__ import annotations
 
-from torch_hybrid_backend.engines.cpu.kernels import DequantizedMatMulKernel
+from torch_hybrid_backend.engines.cpu.kernels import CpuMatMulKernel
 from torch_hybrid_backend.engines.cpu.target import LINE_BYTES
 from torch_hybrid_backend.engines.cpu.tile_sizes import NIBBLES, nibble_place
 from torch_hybrid_backend.engines.cpu.tir import expressions as tir
@@ -16,8 +16,9 @@ from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirExpr
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
 from torch_hybrid_backend.engines.cpu.tir.storage import widen
 from torch_hybrid_backend.engines.cpu.tir.x86 import looked_up
+from torch_hybrid_backend.engines.cpu.weights import Quantized
 from torch_hybrid_backend.loops.index import Index
-from torch_hybrid_backend.loops.lookups import MOST_VALUES
+from torch_hybrid_backend.loops.quantized import MOST_VALUES
 from torch_hybrid_backend.sizes.size import known_int
 
 _TOP = tir.const(-(1 << 28), "int32")  # the mask of a word's last nibble
@@ -32,13 +33,13 @@ class QuantizedWeight:
     `array`: its integers; `depth`: elements of k, in `groups` groups of `group`; `per_word`: elements of k in one element of `array`.
     """
 
-    def __init__(self, kernel: DequantizedMatMulKernel, builder: Builder, printer: Printer, lanes: int) -> None:
-        self._kernel, self._builder, self._printer, self._lanes = kernel, builder, printer, lanes
-        self._width = kernel.tile_n
-        self.array = printer.arguments[kernel.packed][0]
-        self.depth, self.group = known_int(kernel.k.extent), kernel.group
-        self.per_word = 32 // kernel.bits if kernel.packed.dtype == "int32" else 1
-        self.groups = -(-self.depth // kernel.group)
+    def __init__(self, kernel: CpuMatMulKernel[Quantized], builder: Builder, printer: Printer, lanes: int) -> None:
+        self._weight, self._builder, self._printer, self._lanes = kernel.weight, builder, printer, lanes
+        self._width = self._weight.width
+        self.array = printer.arguments[self._weight.buffer][0]
+        self.depth, self.group = known_int(kernel.k.extent), self._weight.group
+        self.per_word = 32 // self._weight.bits if self._weight.buffer.dtype == "int32" else 1
+        self.groups = -(-self.depth // self.group)
         self._values = builder.local(MOST_VALUES, "float32", "values")
 
     @property
@@ -52,9 +53,9 @@ class QuantizedWeight:
 
     def table(self) -> tuple[Stmt | None, Stmt | None]:
         """Statements that declare and fill `values`, in registers, at the begin of a task."""
-        if self._kernel.table is None:
+        if self._weight.table is None:
             return None, None
-        table = self._printer.arguments[self._kernel.table][0]
+        table = self._printer.arguments[self._weight.table][0]
 
         def keep(vector: int) -> Stmt:
             def of(lane: Index) -> Stmt:
@@ -79,9 +80,9 @@ class QuantizedWeight:
     def integer(self, word: Index, j: int, column: Index) -> TirExpr:
         """Step `j` of the word at element `word` of a panel, as float32 times `unit`; with a table, the value that it stands for."""
         value = self._builder.load(self.array, word + column)
-        if self._kernel.bits == 4:
+        if self._weight.bits == 4:
             place = nibble_place(j)
-            if self._kernel.table is not None:
+            if self._weight.table is not None:
                 return self._looked_up(value, place, column % self._lanes)
             if place < NIBBLES - 1:
                 value = value << tir.const(4 * (NIBBLES - 1 - place), "int32")
@@ -95,18 +96,18 @@ class QuantizedWeight:
     @property
     def unit(self) -> float:
         """The value of the integer 1."""
-        return _TOP_UNIT if self._kernel.bits == 4 and self._kernel.table is None else 1.0
+        return _TOP_UNIT if self._weight.bits == 4 and self._weight.table is None else 1.0
 
     def of_group(self, panel: Index, group: Index, column: Index, *, zero: bool) -> TirExpr:
         """The scale of a column's group, or its zero point."""
-        buffer = self._kernel.zeros if zero else self._kernel.scales
+        buffer = self._weight.zeros if zero else self._weight.scales
         assert buffer is not None
         place = panel * (self.groups * self._width) + group * self._width + column
         return widen(self._builder.load(self._printer.arguments[buffer][0], place), buffer.dtype)
 
     def moved(self, value: TirExpr, panel: Index, group: Index, column: Index) -> TirExpr:
         """An integer less its zero point."""
-        if self._kernel.zeros is None:
+        if self._weight.zeros is None:
             return value
         zero = self.of_group(panel, group, column, zero=True)
         return value - (zero if self.unit == 1 else zero * tir.const(self.unit, "float32"))
@@ -114,6 +115,6 @@ class QuantizedWeight:
     def ahead(self, word: Index, words: int, distance: int | None = None) -> Stmt:
         """Asks for the lines that lie `distance` elements, or `_AHEAD_BYTES`, behind some words of a panel."""
         b, itemsize = self._builder, tir.itemsize(str(self.array.dtype))
-        line, start = LINE_BYTES // itemsize, word + (distance or _AHEAD_BYTES[self._kernel.bits] // itemsize)
+        line, start = LINE_BYTES // itemsize, word + (distance or _AHEAD_BYTES[self._weight.bits] // itemsize)
         lines = range(0, words * self._width, line)
         return b.seq(*[b.prefetch(self.array, b.index(start + place)) for place in lines])

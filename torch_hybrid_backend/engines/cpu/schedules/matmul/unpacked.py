@@ -1,6 +1,6 @@
 """Plain matmul: C[m, n] = sum over k of A[m, k] * W[n, k], with W read where the network keeps it: no packed copy of it exists.
 
-Pattern: a `UnpackedMatMulKernel`. It computes the transposed product, the mirror image of `matmul`: rows of W are the scalars of the register
+Pattern: a weight `InPlace`. It computes the transposed product, the mirror image of `matmul`: rows of W are the scalars of the register
 tiles, read along k as they lie, and it is A that is packed, once for each call. Steps:
 1. Each task has a share of W's rows, and goes through A in groups of panels, of up to three vectors of rows, that fit half its second-level
    cache. It packs a group first, (panel, k, rows): squares of vectors are transposed in registers. Rows are padded to whole vectors with
@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch_hybrid_backend.engines.cpu.kernels import UnpackedMatMulKernel
+from torch_hybrid_backend.engines.cpu.kernels import CpuMatMulKernel
 from torch_hybrid_backend.engines.cpu.schedules.axes import offsets_of, step
 from torch_hybrid_backend.engines.cpu.schedules.matmul import few_rows, panel_copy
 from torch_hybrid_backend.engines.cpu.schedules.register_tiles import RegisterTile, by_part, partials
@@ -29,6 +29,7 @@ from torch_hybrid_backend.engines.cpu.tile_sizes import Split, split_at_most
 from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
+from torch_hybrid_backend.engines.cpu.weights import InPlace
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.sizes.size import known_int
 
@@ -38,9 +39,9 @@ _VECTORS = 3
 _UNROLL = 4
 
 
-def emit(kernel: UnpackedMatMulKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
+def emit(kernel: CpuMatMulKernel[InPlace], builder: Builder, printer: Printer, target: Target) -> Stmt:
     """The kernel's body. float32; sizes are known; at least a vector of columns. A weight laid out (K, N) is `panel_copy`' affair."""
-    if kernel.k_stride != 1:
+    if kernel.weight.k_stride != 1:
         return panel_copy.emit(kernel, builder, printer, target)
     if known_int(kernel.domain[1].extent) < target.lanes <= known_int(kernel.k.extent):
         return few_rows.emit(kernel, builder, printer, target)
@@ -85,14 +86,14 @@ class _Block:
 class _UnpackedMatMul:
     """The emission of one kernel."""
 
-    def __init__(self, kernel: UnpackedMatMulKernel, builder: Builder, printer: Printer, target: Target) -> None:
+    def __init__(self, kernel: CpuMatMulKernel[InPlace], builder: Builder, printer: Printer, target: Target) -> None:
         self.kernel, self.builder, self.printer = kernel, builder, printer
         self.b, self.m, self.n = kernel.domain
         self.rows, self.columns, self.k_extent = map(known_int, (self.m.extent, self.n.extent, kernel.k.extent))
         self.lanes = target.lanes
         self.height = self.lanes // 2
         self.dtype = kernel.accumulator.dtype
-        self.weight = printer.arguments[kernel.weight][0]
+        self.weight = printer.arguments[kernel.weight.buffer][0]
         self.depth = _depth(self.k_extent, max(_LINE, target.l1_bytes // 2 // (self.height * _ITEMSIZE)))
         self.panels: Split = split_at_most(-(-self.rows // self.lanes), _VECTORS)
         fitting = max(1, target.l2_bytes // 2 // (self.panels.size * self.lanes * self.depth.size * _ITEMSIZE))
@@ -239,13 +240,13 @@ class _UnpackedMatMul:
             binds.append(bind)
         ahead = b.variable("ahead", "int32")
         next_start = as_index(0) if part.is_last else part.start + part.size
-        stride = tir.const(self.kernel.row_stride, "int32")
+        stride = tir.const(self.kernel.weight.row_stride, "int32")
         following = tir.select(
             b.index(inner) + 1 < count,
             self._first_row(b.index(number) + 1) * stride + b.index(part.start),
             self._first_row(b.index(begin)) * stride + b.index(next_start),
         )
-        binds.append(b.bind(ahead, following + tir.const(self.kernel.offset, "int32")))
+        binds.append(b.bind(ahead, following + tir.const(self.kernel.weight.offset, "int32")))
         block = _Block(inner, first, ahead)
 
         def panel(position: Index) -> Stmt:
@@ -286,8 +287,8 @@ class _UnpackedMatMul:
         b, lanes, row = self.builder, self.lanes, half * self.height
         ways = RegisterTile.ways_for(self.height * vectors, part.size)
         tile = RegisterTile(b, self.printer, self.height, vectors, lanes, self.dtype, ways)
-        stride, width = self.kernel.row_stride, vectors * lanes
-        weights = (block.first + row) * stride + part.start + self.kernel.offset
+        stride, width = self.kernel.weight.row_stride, vectors * lanes
+        weights = (block.first + row) * stride + part.start + self.kernel.weight.offset
         panel = position * self.panel_size
 
         def step_at(k: Index, way: int) -> Stmt | None:

@@ -1,6 +1,6 @@
 """Matmul with a quantised weight: C[m, n] = sum over k of A[m, k] * (Q[k, n] - zero[g, n]) * scale[g, n], g = k // group, Q of 8 or 4 bits.
 
-Pattern: a `DequantizedMatMulKernel`. Sums are as exact as those of the dequantised weight, but where the kernel says that rows may be rounded
+Pattern: a `Quantized` weight. Sums are as exact as those of the dequantised weight, but where it says that rows may be rounded
 (`row_parts`). The weight comes from memory once, as it is packed: a sequential stream for each task, which has a share of the panels.
 
 Few rows (decoding): integers become float32 in registers and are multiplied there; a group's sum is multiplied by its scale. (So activations
@@ -29,7 +29,7 @@ from collections.abc import Callable
 from functools import partial
 
 from torch_hybrid_backend.engines.cpu.dot_products import ROW_PARTS, row_dot_product, row_group
-from torch_hybrid_backend.engines.cpu.kernels import DequantizedMatMulKernel, PackedMatMulKernel
+from torch_hybrid_backend.engines.cpu.kernels import CpuMatMulKernel
 from torch_hybrid_backend.engines.cpu.schedules.axes import offsets_of, step
 from torch_hybrid_backend.engines.cpu.schedules.matmul.integer_rows import IntegerRows
 from torch_hybrid_backend.engines.cpu.schedules.matmul.integer_tiles import IntegerForm, IntegerTiles, integer_tiles
@@ -43,10 +43,10 @@ from torch_hybrid_backend.engines.cpu.schedules.register_tiles import (
     tile_start,
 )
 from torch_hybrid_backend.engines.cpu.target import Target
-from torch_hybrid_backend.engines.cpu.tile_sizes import register_count
 from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
+from torch_hybrid_backend.engines.cpu.weights import Quantized
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, known_int
 
@@ -57,7 +57,7 @@ _DEPTH = 512
 AddGroup = Callable[[RegisterTile, Index, Index], Stmt]
 
 
-def emit(kernel: DequantizedMatMulKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
+def emit(kernel: CpuMatMulKernel[Quantized], builder: Builder, printer: Printer, target: Target) -> Stmt:
     """The kernel's body. A and accumulator float32; more than a vector of columns; K and N are known."""
     return _Dequantized(kernel, builder, printer, target).emit()
 
@@ -65,16 +65,12 @@ def emit(kernel: DequantizedMatMulKernel, builder: Builder, printer: Printer, ta
 class _Dequantized(MatMul):
     """The emission of one kernel."""
 
-    def __init__(self, kernel: DequantizedMatMulKernel, builder: Builder, printer: Printer, target: Target) -> None:
-        as_packed = PackedMatMulKernel(
-            kernel.reads, kernel.writes, kernel.domain, kernel.k, kernel.a, kernel.packed, kernel.tile_n, False,
-            kernel.accumulator, kernel.stores,
-        )  # fmt: skip
-        super().__init__(as_packed, builder, printer, target)
-        self.quantized, self.width = kernel, kernel.tile_n
+    def __init__(self, kernel: CpuMatMulKernel[Quantized], builder: Builder, printer: Printer, target: Target) -> None:
+        self.quantized = kernel.weight
+        super().__init__(kernel, self.quantized.width, builder, printer, target)
         self.weight = QuantizedWeight(kernel, builder, printer, self.lanes)
         self.depth_of_all, self.count, self.groups = self.weight.depth, known_int(self.panels), self.weight.groups
-        whole = max(1, _DEPTH // kernel.group) * kernel.group
+        whole = max(1, _DEPTH // self.quantized.group) * self.quantized.group
         self.depth = min(self.depth_of_all, whole if self.groups > 1 else _DEPTH)
         self.parts = -(-self.depth_of_all // self.depth)
 
@@ -92,7 +88,7 @@ class _Dequantized(MatMul):
 
     def _few(self) -> int:
         """Rows up to which a group's sums, and the sums of groups, have registers."""
-        return max(1, (register_count(self.target) - 6) // (2 * self.vectors))
+        return max(1, (self.target.isa.registers - 6) // (2 * self.vectors))
 
     def _of_few(self, rows: int) -> Stmt:
         """All rows, fewer than a tile of integers, in streams of `rows`, where their number is only known at run time."""

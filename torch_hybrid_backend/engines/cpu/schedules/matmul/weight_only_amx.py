@@ -1,7 +1,7 @@
 """Matmul with a quantised weight by AMX: C[m, n] = sum over k of A[m, k] * (Q[k, n] - zero[g, n]) * scale[g, n], g = k // group.
 
-Pattern: a `TileDequantizedMatMulKernel`. Beside the steps of `schedules/amx`: before a task multiplies a panel of columns, it unpacks that
-panel's part of k to tiles, which stay in the first-level cache while the panels of rows go by.
+Pattern: a `Quantized` weight with a `tile_format`. Beside the steps of `schedules/amx`: before a task multiplies a panel of columns, it
+unpacks that panel's part of k to tiles, which stay in the first-level cache while the panels of rows go by.
 
 Activations of bfloat16 are multiplied by the weight dequantised and rounded to bfloat16, as the graph has it. So are those of others that may
 be rounded to 8 bits: that would lose more than rounding both to bfloat16 does. For others the weight's integers, which are exact in bfloat16,
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch_hybrid_backend.engines.cpu.kernels import TileDequantizedMatMulKernel
+from torch_hybrid_backend.engines.cpu.kernels import CpuMatMulKernel
 from torch_hybrid_backend.engines.cpu.operands.amx_formats import FORMATS, PANEL
 from torch_hybrid_backend.engines.cpu.schedules.amx import instructions
 from torch_hybrid_backend.engines.cpu.schedules.amx.blocks import LANES, Part
@@ -35,6 +35,7 @@ from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirBuffe
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
 from torch_hybrid_backend.engines.cpu.tir.storage import narrow
 from torch_hybrid_backend.engines.cpu.tir.x86 import bf16_of_nibbles, rounded_pairs
+from torch_hybrid_backend.engines.cpu.weights import Quantized
 from torch_hybrid_backend.loops.index import Index, as_index
 
 # Words of 32 bits in a tile: two integers along k of one column each.
@@ -47,18 +48,18 @@ _UNPACK_CYCLES, _SCALE_CYCLES = 100.0, 130.0
 _ONE = 0x3F803F80  # two of bfloat16
 
 
-def emit(kernel: TileDequantizedMatMulKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
+def emit(kernel: CpuMatMulKernel[Quantized], builder: Builder, printer: Printer, target: Target) -> Stmt:
     """The kernel's body."""
-    kind = _RoundedWeight if kernel.format == "bfloat16" else _IntegerWeight
+    kind = _RoundedWeight if kernel.weight.tile_format == "bfloat16" else _IntegerWeight
     return kind(kernel, builder, printer, target).emit()
 
 
 class _UnpackedWeight(TileMatMul):
     """The emission of one kernel: what unpacks its weight to tiles."""
 
-    def __init__(self, kernel: TileDequantizedMatMulKernel, builder: Builder, printer: Printer, target: Target) -> None:
+    def __init__(self, kernel: CpuMatMulKernel[Quantized], builder: Builder, printer: Printer, target: Target) -> None:
         self.weight = QuantizedWeight(kernel, builder, printer, LANES)
-        super().__init__(kernel, FORMATS[kernel.format].by_integers, builder, printer, target)
+        super().__init__(kernel, FORMATS[kernel.weight.tile_format].by_integers, builder, printer, target)
         self.unpacked = builder.local(self.part_steps * 2 * _TILE_WORDS, "int32", "unpacked")
 
     def _unpack(self, panel: Index, k: Index, line: Index, count: int) -> Stmt:
@@ -152,7 +153,7 @@ class _RoundedWeight(_UnpackedWeight):
     def _rounded(self, line: Index, j: int, first: TirBuffer, second: TirBuffer) -> Stmt:
         """Two vectors of float32 as a line of a tile."""
         b = self.builder
-        if "avx512_bf16" in self.target.features:
+        if self.target.isa.rounds_to_bfloat16:
             pairs = rounded_pairs(b, *(b.load_vector(array, 0, LANES) for array in (first, second)))
             return b.store_vector(self.unpacked, self._line_at(line, j), pairs, LANES)
 
@@ -166,11 +167,11 @@ class _RoundedWeight(_UnpackedWeight):
 class _IntegerWeight(_UnpackedWeight):
     """A weight of integers in groups, for operands that are split."""
 
-    def __init__(self, kernel: TileDequantizedMatMulKernel, builder: Builder, printer: Printer, target: Target) -> None:
+    def __init__(self, kernel: CpuMatMulKernel[Quantized], builder: Builder, printer: Printer, target: Target) -> None:
         super().__init__(kernel, builder, printer, target)
         self.group_steps = min(self._group_steps(), self.part_steps)
-        self.has_zeros = kernel.zeros is not None
-        self.looks_up = kernel.bits == 4 and "avx512bw" in target.features
+        self.has_zeros = kernel.weight.zeros is not None
+        self.looks_up = kernel.weight.bits == 4 and target.isa.looks_up_bfloat16
         # Sums of rows of A: of every group of a part, panel of rows and row, the same in every lane.
         groups = self.part_steps // self.group_steps
         self.row_sums = builder.local(groups * self.block * PANEL * LANES, "float32", "row_sums")
@@ -364,7 +365,7 @@ class _IntegerWeight(_UnpackedWeight):
 
         begin, add = added(as_index(count - 1))
         return b.seq(
-            b.when(tir.equal(b.index(part.number), 0), b.loop(row_tiles * PANEL, zero, name="zero")),
+            b.when(b.equal(part.number, 0), b.loop(row_tiles * PANEL, zero, name="zero")),
             products(as_index(0), []),
             b.loop(count - 1, group, name="group") if count > 1 else None,
             begin,

@@ -1,6 +1,6 @@
 """Attention that a model writes out, beside `scaled_dot_product_attention` and beside inductor, in turn in one process.
 
-    python -m benchmarks.written_attention [--seconds 2]
+    python -m benchmarks.sdpa_matching [--seconds 2]
 
 Microseconds of a call: the median of the rounds, guards included. Batch, heads, queries, keys, width of a head.
 """

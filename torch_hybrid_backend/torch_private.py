@@ -1,0 +1,257 @@
+"""Everything private that this package uses of PyTorch: no other module imports or names it (`tests/test_layers.py`).
+
+Private is a name with a part that begins with an underscore: `torch._ops.OpOverload`, `torch._C._get_schema`, and all of Dynamo, AOTAutograd
+and inductor, also where PyTorch's documentation mentions them. PyTorch promises nothing about such names. So each has a canary in
+`tests/test_torch_private.py`, which fails where a release renames it, or changes what is relied on. Operators (`torch.ops.aten._to_copy`) and
+their overloads are not meant: they are what graphs consist of. Private attributes of PyTorch's objects (`operator._schema`) stay where they are
+read; the canaries list them.
+
+What `import torch` loads is imported here at once. The rest takes up to two seconds, and is imported when a name of it is first asked for: so
+import this module's names inside a function where the package must stay cheap to import.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.fx
+from torch import _conj as conjugate_view
+from torch import _mkldnn as mkldnn_layout  # type: ignore[attr-defined]
+from torch import _neg_view as negative_view
+from torch._C import DisableTorchFunction, DispatchKey, TensorBase
+from torch._C import _DisableAutocast as without_autocast
+from torch._C import _DisablePythonDispatcher as without_python_dispatcher
+from torch._C import _get_function_stack_at as torch_function_mode_at
+from torch._C import _get_schema as get_schema
+from torch._C import _is_any_autocast_enabled as is_any_autocast_enabled
+from torch._C import _len_torch_dispatch_stack as count_torch_dispatch_modes
+from torch._C import _len_torch_function_stack as count_torch_function_modes
+from torch._C._autograd import _profiler_enabled as profiler_enabled
+from torch._C._functorch import peek_interpreter_stack
+from torch._decomp import (
+    core_aten_decompositions,
+    decomposition_table,
+    get_decompositions,
+    global_decomposition_table,
+)
+from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import TracingContext, detect_fake_mode
+from torch._ops import HigherOrderOperator, OperatorBase, OpOverload, OpOverloadPacket
+from torch._prims_common import suggest_memory_format
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
+from torch.fx._lazy_graph_module import _make_graph_module as make_graph_module
+from torch.fx._lazy_graph_module import _use_lazy_graph_module as use_lazy_graph_module
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+
+if TYPE_CHECKING:
+    from torch._dynamo import compiled_autograd
+    from torch._dynamo import config as dynamo_config
+    from torch._dynamo import reset as reset_dynamo
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.convert_frame import compile_lock
+    from torch._dynamo.eval_frame import OptimizedModule
+    from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, ShortenTraceback, TorchRuntimeError
+    from torch._dynamo.source import ConstantSource, TensorPropertySource
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.utils import same
+    from torch._functorch import config as functorch_config
+    from torch._functorch._aot_autograd.schemas import MutationType, OutputType, PlainTensorMeta
+    from torch._inductor import compiler_bisector
+    from torch._inductor import config as inductor_config
+    from torch._inductor import list_options as inductor_options
+    from torch.ao.quantization.fx import _decomposed as quantized_decomposed
+    from torch.utils._sympy.value_ranges import ValueRanges
+
+# Beginnings of the names of modules whose functions are made for function transforms.
+FUNCTORCH = ("torch._functorch", "torch._C._functorch")
+
+# Names that are imported when they are first asked for -> where from: a module, or an attribute of one.
+_LATER = {
+    "BackendCompilerFailed": "torch._dynamo.exc:BackendCompilerFailed",
+    "ConstantSource": "torch._dynamo.source:ConstantSource",
+    "FailOnRecompileLimitHit": "torch._dynamo.exc:FailOnRecompileLimitHit",
+    "InstructionTranslator": "torch._dynamo.symbolic_convert:InstructionTranslator",
+    "MutationType": "torch._functorch._aot_autograd.schemas:MutationType",
+    "OptimizedModule": "torch._dynamo.eval_frame:OptimizedModule",
+    "OutputType": "torch._functorch._aot_autograd.schemas:OutputType",
+    "PlainTensorMeta": "torch._functorch._aot_autograd.schemas:PlainTensorMeta",
+    "ShortenTraceback": "torch._dynamo.exc:ShortenTraceback",
+    "TensorPropertySource": "torch._dynamo.source:TensorPropertySource",
+    "TorchRuntimeError": "torch._dynamo.exc:TorchRuntimeError",
+    "ValueRanges": "torch.utils._sympy.value_ranges:ValueRanges",
+    "aot_autograd": "torch._dynamo.backends.common:aot_autograd",
+    "compile_lock": "torch._dynamo.convert_frame:compile_lock",
+    "compiled_autograd": "torch._dynamo.compiled_autograd",
+    "compiler_bisector": "torch._inductor.compiler_bisector",
+    "dynamo_config": "torch._dynamo.config",
+    "functorch_config": "torch._functorch.config",
+    "inductor_config": "torch._inductor.config",
+    "inductor_options": "torch._inductor:list_options",
+    "quantized_decomposed": "torch.ao.quantization.fx._decomposed",
+    "reset_dynamo": "torch._dynamo:reset",
+    "same": "torch._dynamo.utils:same",
+}
+
+__all__ = [
+    "FUNCTORCH",
+    "BackendCompilerFailed",
+    "ConstantSource",
+    "DataDependentOutputException",
+    "DisableTorchFunction",
+    "DispatchKey",
+    "FailOnRecompileLimitHit",
+    "FakeTensor",
+    "FakeTensorMode",
+    "HigherOrderOperator",
+    "InstructionTranslator",
+    "LazyGraphModule",
+    "MutationType",
+    "OpOverload",
+    "OpOverloadPacket",
+    "OperatorBase",
+    "OptimizedModule",
+    "OutputType",
+    "PlainTensorMeta",
+    "ShortenTraceback",
+    "TensorBase",
+    "TensorPropertySource",
+    "TorchDispatchMode",
+    "TorchRuntimeError",
+    "TracingContext",
+    "TreeSpec",
+    "ValueRanges",
+    "aot_autograd",
+    "clear_fx_tracing_flag",
+    "compile_lock",
+    "compiled_autograd",
+    "compiler_bisector",
+    "conjugate_view",
+    "core_aten_decompositions",
+    "count_torch_dispatch_modes",
+    "count_torch_function_modes",
+    "decomposition_table",
+    "deferred_full_gc",
+    "detect_fake_mode",
+    "dynamo_config",
+    "enable_python_dispatcher",
+    "functions_of_torch",
+    "functorch_config",
+    "get_decompositions",
+    "get_schema",
+    "global_decomposition_table",
+    "graph_breaks_logger",
+    "inductor_config",
+    "inductor_options",
+    "is_any_autocast_enabled",
+    "is_traceable_wrapper_subclass",
+    "kernel_switches",
+    "load_inductor",
+    "make_graph_module",
+    "mkldnn_layout",
+    "negative_view",
+    "peek_interpreter_stack",
+    "profiler_enabled",
+    "quantized_decomposed",
+    "quantized_operators",
+    "registered_kernels",
+    "reset_dynamo",
+    "same",
+    "suggest_memory_format",
+    "torch_function_mode_at",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "tree_unflatten",
+    "unset_fake_temporarily",
+    "use_lazy_graph_module",
+    "vmap_kernels",
+    "without_autocast",
+    "without_modes",
+    "without_python_dispatcher",
+]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name not in _LATER:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module, _, attribute = _LATER[name].partition(":")
+        value = importlib.import_module(module)
+        value = getattr(value, attribute) if attribute else value
+        globals()[name] = value
+        return value
+
+
+def clear_fx_tracing_flag() -> None:
+    """Let compiled functions be called while torch.fx traces. The flag is set for all threads."""
+    torch.fx._symbolic_trace._is_fx_tracing_flag = False
+
+
+def graph_breaks_logger() -> logging.Logger:
+    """Dynamo's logger of graph breaks."""
+    from torch._logging._internal import getArtifactLogger
+
+    logger: logging.Logger = getArtifactLogger("torch._dynamo.symbolic_convert", "graph_breaks")
+    return logger
+
+
+def deferred_full_gc() -> Callable[[], AbstractContextManager[None]] | None:
+    """Dynamo's own means of holding full garbage collections back, from torch 2.15 on; None before."""
+    import torch._dynamo.utils
+
+    return getattr(torch._dynamo.utils, "deferred_full_gc", None)
+
+
+def registered_kernels() -> set[str]:
+    """Kernels that Python code registered with `torch.library`, as "namespace/operator/key"."""
+    return set(torch.library._impls)
+
+
+def vmap_kernels() -> set[str]:
+    """Those of them that the first use of `torch.vmap` registers."""
+    from torch._functorch import predispatch
+
+    library = predispatch.VMAP_DECOMPOSITIONS_LIB
+    return set() if library is None else set(library._op_impls)
+
+
+def functions_of_torch() -> tuple[Any, ...]:
+    """Modules of compiled functions that Dynamo's graphs call."""
+    return torch._C, torch._C._nn, getattr(torch._C, "_special", None)
+
+
+def kernel_switches() -> tuple[bool, ...]:
+    """State of the switches that decide which kernels PyTorch calls, and so which operators are traced."""
+    return (
+        torch._C._get_deterministic_fill_uninitialized_memory(),
+        torch._C._get_mkldnn_enabled(),
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
+    )
+
+
+def load_inductor() -> None:
+    """Import PyTorch's own compiler, which its first compilation would do otherwise."""
+    importlib.import_module("torch._inductor.compile_fx")
+
+
+def quantized_operators() -> Any:
+    """`torch.ops.quantized_decomposed`, whose operators exist once torch.ao's module is imported."""
+    importlib.import_module("torch.ao.quantization.fx._decomposed")
+    return torch.ops.quantized_decomposed
