@@ -380,7 +380,7 @@ def _allclose(reference: torch.Tensor, result: torch.Tensor) -> bool:
 
 def _near(reference: torch.Tensor, result: torch.Tensor, ideal: object) -> bool:
     """True if the result's root mean square error against `ideal`, the wider run's output, is about that of eager's, as
-    `torch._dynamo.utils.same` judges."""
+    `torch._dynamo.utils.same` decides."""
     if not isinstance(ideal, torch.Tensor):
         return False
     squares = torch.zeros(3, dtype=torch.float64)  # sums of squares: eager's errors, the result's errors, the ideal

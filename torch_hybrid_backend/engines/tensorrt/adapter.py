@@ -4,8 +4,8 @@ What differs between releases of torch_tensorrt is in `_SETTINGS`, as data; the 
 sources (github.com/pytorch/TensorRT). Their partitioner, run-time and engine cache are not used: the cache unpickles, and its key leaves out
 the arguments of operators.
 
-Importing it takes seconds, and needs a GPU: torch_tensorrt asks for the capability of one. Only what is judged or built for the first time
-needs it: `verdicts` are kept, and `loaded` takes TensorRT alone.
+Importing this module takes seconds, and needs a GPU: torch_tensorrt reads the capability of the current one. It is imported only when an
+operator is checked, or an engine is built, for the first time: `verdicts` are kept, and `loaded` needs TensorRT alone.
 """
 
 from __future__ import annotations
