@@ -414,6 +414,39 @@ def test_an_engine_that_raises_while_timed_falls_back(caplog: pytest.LogCaptureF
     assert [cost.engine for cost in choice.decision.costs] == ["fine", "eager"]
 
 
+def test_engines_hold_nothing_while_eager_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arenas of large intermediate values are freed before: eager's own come on top of what engines hold."""
+    monkeypatch.setattr("torch_hybrid_backend.partition.placement._is_large", lambda compiled: True)
+    region = _region()
+    timed = Timed(region, 50.0, first=10.0)
+    holds: list[bool] = []  # whenever eager is timed
+
+    class Holding(Known):
+        held = False
+
+        def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            self.held = True
+            return super().__call__(inputs)
+
+        def release(self) -> None:
+            self.held = False
+
+    known = timed.candidates["first"]
+    assert isinstance(known, Known)
+    engine = Holding(region, known.change)
+    forward = region.graph_module.forward
+
+    def run(*inputs: Any) -> Any:
+        holds.append(engine.held)
+        return forward(*inputs)
+
+    region.graph_module.forward = run  # type: ignore[method-assign]
+    choice = choose(region, {"first": engine}, [X], CONFIG, timed.pricing())
+    assert choice.decision.engine == "first"
+    assert [each.microseconds for each in choice.decision.costs] == [10.0, 50.0]
+    assert set(holds) == {False}
+
+
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("when", ["compile", "run", "timed"])
 def test_what_leaves_a_device_unusable_is_raised(when: str, strict: bool, caplog: pytest.LogCaptureFixture) -> None:

@@ -18,7 +18,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -57,6 +57,9 @@ _CLEAR_RATIO = 1.3
 # loses now, and the next process times it again.
 _IMPLAUSIBLE_RATIO = 10.0
 
+# Of the three largest intermediate values of a region: most others take their places in its arena.
+_LARGE_BYTES = 4 * MAX_HELD_BYTES
+
 # Runs a region on its inputs, in order, and returns its outputs, in order.
 Runner = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
@@ -89,6 +92,32 @@ class Pricing:
     device: Device = CPU
     deadline: Deadline = field(default_factory=lambda: Deadline(math.inf))
     timer: Timer = field(default_factory=HostTimer)
+
+
+@dataclass(frozen=True, slots=True)
+class _EagerLast:
+    """Timer of engines, then of eager: what engines hold (arenas, packed constants) is freed before eager runs.
+
+    A round calls each twice, unless that takes more than the budget, and tells the shorter time: after it engines make again what was freed."""
+
+    timer: Timer
+    engines: Mapping[str, CompiledRegion]
+    budget_s: float
+
+    def now(self) -> int:
+        return self.timer.now()
+
+    def round(self, calls: Sequence[Callable[[], object]]) -> list[int]:
+        taken, eager = self._shorter(calls[: len(self.engines)]), calls[len(self.engines) :]
+        if not eager:  # it cannot run the region
+            return taken
+        for engine in self.engines.values():
+            engine.release()
+        return taken + self._shorter(eager)
+
+    def _shorter(self, calls: Sequence[Callable[[], object]]) -> list[int]:
+        once = self.timer.round(calls)
+        return once if sum(once) > 1e9 * self.budget_s else list(map(min, once, self.timer.round(calls)))
 
 
 class _CandidateError(Exception):
@@ -137,6 +166,8 @@ def choose(
         refusals.append(Refusal.of(EAGER, unable))
     if alive and not region.draws and sum(t.nbytes for made in trials.results.values() for t in made) > MAX_HELD_BYTES:
         trials.results.clear()  # each candidate computes its outputs again while it is timed, and the winner runs once more
+    if region.device.is_host and any(map(_is_large, alive.values())):  # a device's timer waits for whole rounds
+        pricing = replace(pricing, timer=_EagerLast(pricing.timer, alive, config.measure_budget_s))
     costs = _price(region, alive, inputs, config, pricing, drop, eager_runs=unable is None)
     # Without costs all candidates are equal: none is left, or there is no estimate for the device.
     winner = cheapest(costs).engine if costs else next(iter(alive), EAGER)
@@ -250,6 +281,16 @@ def _at_every_size(
 
 def _ranges(compiled: CompiledRegion) -> bool:
     return compiled.program is not None and bool(compiled.program.ranges)
+
+
+def _is_large(compiled: CompiledRegion) -> bool:
+    """True if the region's arena is so large that eager's own intermediate values should not come on top of it."""
+    program = compiled.program
+    if program is None:
+        return False
+    others = {*program.inputs, *program.outputs, *(constant.buffer for constant in program.constants)}
+    own = (spec for position, spec in enumerate(program.buffers) if position not in others and spec.is_static)
+    return sum(sorted(spec.size_bytes for spec in own)[-3:]) > _LARGE_BYTES
 
 
 def _building_refusal(engine: str, pending: PendingRegion) -> Refusal:
@@ -380,6 +421,8 @@ def _price(
         calls = {engine: functools.partial(_guarded, engine, run, inputs) for engine, run in runners.items()}
         try:
             rounds = Rounds(clear_ratio=_CLEAR_RATIO, **_warm(config))
+            if isinstance(pricing.timer, _EagerLast):
+                rounds["min_rounds"] = 1
             return priced(region.key, contenders, calls, config.measure_budget_s, pricing, rounds)
         except _CandidateError as failed:
             if failed.engine == EAGER:
