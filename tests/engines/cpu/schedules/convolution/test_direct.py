@@ -130,10 +130,9 @@ def test_constants_of_a_polynomial_leave_accumulators_their_registers(channels: 
         reads=(Argument(x, Blocked(16)), *map(row_major, (packed, scale, shift))),
         writes=(Argument(out, Blocked(16)),),
         x=x.at(tuple(map(index_of, floats.x_vars))),
-        packed=packed,
+        weight=dataclasses.replace(floats.weight, buffer=packed, dot=dot),
         accumulator=sums,
         stores=(Store(out, point, ops.cast(ops.call("round_even", bounded), "int8")),),
-        dot=dot,
     )
     (got,) = run_kernel(kernel, rules.emit, {x: image.to(torch.uint8), packed: ahead, scale: scales, shift: shifts})
     products = torch.nn.functional.conv2d(image.double(), weight.double())

@@ -62,7 +62,7 @@ def test_numbers_of_any_size(bits: int) -> None:
     function = compile_kernel(kernel, weight_only.emit)["kernel"]
     generator = torch.Generator().manual_seed(0)
     q = torch.randint(1, 8, (1, k, n), generator=generator) * torch.tensor([1, -1]).repeat(n // 2)
-    memory = [packed_weight(q, kernel).flatten(), pack_b(torch.full((1, k // 32, n), 0.125), tile).flatten()]
+    memory = [packed_weight(q, kernel.weight).flatten(), pack_b(torch.full((1, k // 32, n), 0.125), tile).flatten()]
 
     def product(x: torch.Tensor) -> torch.Tensor:
         out = torch.empty(n)

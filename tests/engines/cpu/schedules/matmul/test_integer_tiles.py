@@ -40,7 +40,7 @@ def test_many_rows_of_which_one_is_special(row_parts: int) -> None:
     a, weight, scales, bias, residual = (argument.buffer for argument in kernel.reads)
     torch.manual_seed(0)
     q = torch.randint(1, 128, (1, k, n)) * torch.tensor([1, -1]).repeat(n // 2)
-    inputs = {weight: packed_weight(q, kernel), scales: pack_b(torch.full((1, 2, n), 0.125), tile)}
+    inputs = {weight: packed_weight(q, kernel.weight), scales: pack_b(torch.full((1, 2, n), 0.125), tile)}
     inputs |= {bias: torch.zeros(n), residual: torch.ones(1, m, n)}
     for special in (torch.inf, -torch.inf, torch.nan, 1e36, 1e-42):
         x = torch.randn(1, m, k)
