@@ -8,7 +8,7 @@ The model is a Llama of TinyLlama-1.1B's shape with random weights and a static 
 own, so that the whole model in float32 (4.4 GB) is there once; each process also measures how fast all cores read memory. `ms`: of a
 token; `MB`: of weights that a token reads, with scales and zero points, as the side keeps them; `share`: of the measured bandwidth that these
 bytes alone make; `kept`: bytes that our plan keeps of weights beside the parameters, over float32's; `error`: of the logits, relative root
-mean square. "aten" is PyTorch's operators on packed weights, called from eager; "torchao" its weight-only quantisation through inductor
+mean square. "aten" is PyTorch's operators on packed weights, called from eager; "torchao" its weight-only quantization through inductor
 with freezing, in bfloat16; "llama.cpp" its blocks of 32 weights in 8 bits (Q8_0) and 4 (Q4_0), where `make .venv/llama_cpp` has built it. Run
 it on an otherwise idle machine.
 """

@@ -4,7 +4,7 @@
     python -m benchmarks.quantized_weights --rows 1 128 --layers 4096x4096 --out quantized_weights.json
 
 A call runs several layers of one shape, so that weights come from memory. All sides run in turn in one process; outputs are compared with
-float64 products of the dequantised weights first. `us` is one layer's; `GB/s` counts a weight once, with its scales (and zero points where
+float64 products of the dequantized weights first. `us` is one layer's; `GB/s` counts a weight once, with its scales (and zero points where
 the side has them); `gain` is over our own float32. "hybrid clusters": weights that share 16 values, as `compress` makes them; "aten":
 `_weight_int8pack_mm` and `_weight_int4pack_mm_for_cpu`, in bfloat16 as torchao calls them, and in float32. Run it on an otherwise idle machine.
 """

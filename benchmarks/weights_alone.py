@@ -3,7 +3,7 @@
     python -m benchmarks.weights_alone
     python -m benchmarks.weights_alone --rows 1 4 128 --inputs 3072 --outputs 768 --activation-bits 16 --seconds 5
 
-Medians of a call in microseconds, and billions of multiply-adds a second. `exact`: weights of 8 bits that a graph dequantises itself, so that
+Medians of a call in microseconds, and billions of multiply-adds a second. `exact`: weights of 8 bits that a graph dequantizes itself, so that
 rows keep all their digits; under `int8-weights` and `int4-weights` they keep `--activation-bits`. `error`: relative root mean square against
 the product of the same weights in float64. Run it on an otherwise idle machine.
 """
@@ -24,7 +24,7 @@ from torch_hybrid_backend.measuring.measure import measure
 _SIDES = ("as-written", "exact", "int8-weights", "int4-weights")
 
 
-class Dequantised(nn.Module):
+class Dequantized(nn.Module):
     """A linear layer whose weight lies in 8 bits, with a scale for each output."""
 
     def __init__(self, layer: nn.Linear) -> None:
@@ -40,7 +40,7 @@ class Dequantised(nn.Module):
 def _compiled(side: str, layer: nn.Linear, activation_bits: int = 32) -> Callable[[torch.Tensor], torch.Tensor]:
     torch._dynamo.reset()
     if side == "exact":
-        return torch.compile(Dequantised(layer), backend="hybrid", dynamic=False)
+        return torch.compile(Dequantized(layer), backend="hybrid", dynamic=False)
     options = {"precision": side, "precision_tolerance": 1.0, "activation_bits": activation_bits}
     return torch.compile(layer, backend="hybrid", dynamic=False, options=options)
 
@@ -52,7 +52,7 @@ def _rounded(side: str, weight: torch.Tensor) -> torch.Tensor:
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
     layer.weight.data = weight.clone()
     identity = torch.eye(weight.shape[1])
-    # A first call answers by eager, which dequantises the weight.
+    # A first call answers by eager, which dequantizes the weight.
     return _compiled(side, layer)(identity).T.double()
 
 

@@ -143,7 +143,7 @@ class _Block(torch.nn.Module):
         return self.inner(x)
 
 
-def test_explain_tells_what_a_quantised_model_leaves_in_floating_point(tmp_path: Path) -> None:
+def test_explain_tells_what_a_quantized_model_leaves_in_floating_point(tmp_path: Path) -> None:
     """The number of converted layers is told, and for each of the others its name in the model and its code; from the cache of graphs as
     well."""
     quantized = torch_hybrid_backend.quantize(_Block().eval(), [torch.randn(8, 8)], "naive", exclude=("outer",))

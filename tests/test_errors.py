@@ -112,7 +112,7 @@ def test_one_class_catches_all_that_is_raised_on_purpose() -> None:
     [
         ("explainn", "explain"),
         ("EXPLAIN", "explain"),
-        ("quantise", "quantize"),
+        ("quantize", "quantize"),
         ("int4", "int4-weights"),
         ("zebra", None),
     ],

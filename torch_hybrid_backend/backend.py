@@ -303,7 +303,7 @@ class _Told:
         self._graph_breaks[graph_break] = None
 
     def of(self, model: object, about: Mapping[str, str]) -> Explanation:
-        """The plans so far, with what a quantised model knows of its layers."""
+        """The plans so far, with what a quantized model knows of its layers."""
         why = left_in_float(model) if isinstance(model, torch.nn.Module) else {}
         compiling = sum(graph.compiling for graph in self._in_background)
         plans = tuple(with_reasons(plan, why) for plan in self._plans)
@@ -316,7 +316,7 @@ _listening: ContextVar[Mapping[str, Callable[..., None]] | None] = ContextVar("l
 
 
 def with_reasons(plan: Plan, why: Mapping[str, Refused]) -> Plan:
-    """The plan with what a quantised model knows of its layers in floating point, by site."""
+    """The plan with what a quantized model knows of its layers in floating point, by site."""
     if plan.conversion is None or not why:
         return plan
 

@@ -30,7 +30,7 @@ class ArgumentError(HybridError, ValueError):
 
 
 class QuantizationError(HybridError, ValueError):
-    """A model cannot be quantised as asked: its calibration data, an exclusion, or a file of ranges is at fault."""
+    """A model cannot be quantized as asked: its calibration data, an exclusion, or a file of ranges is at fault."""
 
 
 class CompileError(HybridError):

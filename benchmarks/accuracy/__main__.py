@@ -5,7 +5,7 @@
 
 Tasks: "docstrings" (MiniLM's real weights), "resnet50" and "mobilenet_v2" (layouts trained on scikit-learn's digits), "llama" (a small one,
 trained on the standard library's sources). Training takes some minutes in all, once. Besides precisions `--precision` takes calibrated
-quantisation and compression. Accuracies are percent, and their differences points; perplexities are per byte, and their differences percent.
+quantization and compression. Accuracies are percent, and their differences points; perplexities are per byte, and their differences percent.
 Each difference has its standard error. Rows are written as they are found, and take the place of the same ones of a run before.
 Some have a limit, the most that they may cost in full size: at the end it exits with 1 where one is exceeded.
 """

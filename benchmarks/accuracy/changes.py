@@ -1,4 +1,4 @@
-"""Changes of a model: a precision of the backend's, calibrated quantisation, compression. Each gives a callable in its place."""
+"""Changes of a model: a precision of the backend's, calibrated quantization, compression. Each gives a callable in its place."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class Layer(nn.Module):
         if not self.shape.kernel:
             return nn.functional.linear(x, self.weight)
         if self.is_int8:
-            # The weight as a quantised layer has it: of 8 bits until the product.
+            # The weight as a quantized layer has it: of 8 bits until the product.
             x, weight = (
                 x.float(),
                 torch.ops.quantized_decomposed.dequantize_per_tensor(self.weight, 1.0, 0, -128, 127, torch.int8),
@@ -148,7 +148,7 @@ def onednn(shape: Shape, layer: Layer, x: torch.Tensor) -> Call:
     return lambda: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
 
 
-_STEP = 0.02  # of quantised queries, keys and values
+_STEP = 0.02  # of quantized queries, keys and values
 
 
 def attention_compared(shape: Attention, precision: str, budget_s: float) -> dict[str, float]:
@@ -161,11 +161,11 @@ def attention_compared(shape: Attention, precision: str, budget_s: float) -> dic
     if precision == "int8":
         narrow = [(x / _STEP).round().clamp(-128, 127).to(torch.int8) for x in wide]
 
-        def dequantised(*operands: torch.Tensor) -> torch.Tensor:
+        def dequantized(*operands: torch.Tensor) -> torch.Tensor:
             scaled = (_STEP, 0, -128, 127, torch.int8)
             return shape(*(torch.ops.quantized_decomposed.dequantize_per_tensor(x, *scaled) for x in operands))
 
-        of_bytes, same = torch.compile(dequantised, backend="hybrid", dynamic=False), [x * _STEP for x in narrow]
+        of_bytes, same = torch.compile(dequantized, backend="hybrid", dynamic=False), [x * _STEP for x in narrow]
         name = f"{shape} int8"
         return timed(lambda: of_bytes(*narrow), lambda: shape(*same), lambda: plain(*wide), 1e-5, name, budget_s)
     half = [x.to({"bf16": torch.bfloat16, "fp16": torch.float16}[precision]) for x in wide]
@@ -203,7 +203,7 @@ def main() -> None:
     parser.add_argument("--budget-s", type=float, default=1.0, help="seconds for each shape and precision")
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")
     arguments = parser.parse_args()
-    import torch.ao.quantization.fx._decomposed  # the operators of quantised graphs
+    import torch.ao.quantization.fx._decomposed  # the operators of quantized graphs
 
     rows = []
     layers: dict[str, Sequence[Shape | Attention]] = {"linear": LINEAR, "conv": CONVOLUTIONS, "attention": ATTENTION}

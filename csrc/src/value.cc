@@ -42,7 +42,7 @@ Tensor EmptyOn(const Device& device, const Layout& layout) {
                            device.ToString());
 }
 
-// As torch names them, without the quantised ones.
+// As torch names them, without the quantized ones.
 constexpr std::pair<std::string_view, ScalarType> kDtypes[] = {
     {"bool", ScalarType::Bool},
     {"uint8", ScalarType::Byte},

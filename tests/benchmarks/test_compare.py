@@ -71,8 +71,8 @@ def test_a_precision_is_asked_of_all_that_have_none_of_their_own(tmp_path: Path)
     """Peers get it with inputs to calibrate by, other ones than are timed; a row tells how far results are off eager's in float32. How far they
     may be is the reader's to say, but for those that are further off than zeros."""
     effort = Effort(threads=1, seconds=0.05, rounds=1, timeout_s=120, precision="int8")
-    far = dataclasses.replace(planted("quantising"), name="far", precision="int4-weights")
-    peers = [BASELINES[0], planted("quantising"), far]
+    far = dataclasses.replace(planted("quantizing"), name="far", precision="int4-weights")
+    peers = [BASELINES[0], planted("quantizing"), far]
     base, asked, far_off = compare("lstm", "small", 1, peers, effort, tmp_path / "log", lambda _: None)
     assert (base["peer"], base["precision"], base["rms_error"]) == ("eager_float32", "float32", 0.0)
     assert (asked["precision"], asked["asked"]) == ("int8", "int8")
@@ -84,7 +84,7 @@ def test_a_precision_is_asked_of_all_that_have_none_of_their_own(tmp_path: Path)
 
 
 def test_what_a_precision_needs_is_named(tmp_path: Path) -> None:
-    """Packages that only quantised models need are not missed in float32."""
+    """Packages that only quantized models need are not missed in float32."""
     wanted = {"int8": (("no_such_package", "no-such-package"),)}
     peer = Peer("eager", "eager", "torch_hybrid_backend.bench.peers.eager", more_packages=wanted)
     assert peer.missing() == peer.missing("bf16") == ""

@@ -31,7 +31,7 @@ SLOW = {
     "README.md",
     "docs/tutorial.md",
     "docs/guides/generation.md",
-    "docs/guides/quantisation.md",
+    "docs/guides/quantization.md",
     "docs/guides/servers.md",
     "docs/guides/troubleshooting.md",
     "docs/guides/training.md",

@@ -260,7 +260,7 @@ def test_what_float32_cannot_reach_is_not_compared(whole: _Times, monkeypatch: p
 @pytest.mark.full
 @pytest.mark.usefixtures("kernels")
 def test_a_model_that_gains_nothing_by_integers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By real times: scales and quantisations of a large image cost more than what four channels of it multiply."""
+    """By real times: scales and quantizations of a large image cost more than what four channels of it multiply."""
     monkeypatch.undo()
     torch.set_num_threads(1)
     found = _explained(nn.Conv2d(4, 4, 1), torch.randn(4, 4, 256, 256), precision="int8")

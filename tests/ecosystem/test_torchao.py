@@ -1,4 +1,4 @@
-"""torchao's quantised models, compiled: what its graphs and tensors say is what is computed.
+"""torchao's quantized models, compiled: what its graphs and tensors say is what is computed.
 
 torchao lies in a folder apart (`make .venv/torchao`), and one process runs all models: wherever it can be found, transformers imports it, and
 so would every other test.
@@ -49,8 +49,8 @@ def _of(found: dict[str, Any], name: str) -> Figures:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_results_are_eagers(name: str, found: dict[str, Any]) -> None:
-    """In one graph, all of which our engines run, of a model that quantisation changes a little: graphs that were quantised by export, and
-    weights of 8 and 4 bits that are torchao's tensors, with rows quantised in every call or not."""
+    """In one graph, all of which our engines run, of a model that quantization changes a little: graphs that were quantized by export, and
+    weights of 8 and 4 bits that are torchao's tensors, with rows quantized in every call or not."""
     figures = _of(found, name)
     assert 1e-4 < figures["quantization"] < (0.15 if "int4" in name else 0.05)
     assert figures["difference"] < (5e-3 if name == "packed int4 weights" else 1e-3)  # it is in bfloat16

@@ -1,4 +1,4 @@
-"""Models that torchao quantised, compiled and beside eager: in a process of its own, for torchao registers operators and changes settings.
+"""Models that torchao quantized, compiled and beside eager: in a process of its own, for torchao registers operators and changes settings.
 
     python -m tests.ecosystem.torchao_models
 
@@ -22,8 +22,8 @@ import torch_hybrid_backend
 WAS_IMPORTED = "torchao" in sys.modules  # by the package itself
 
 
-class Quantised(NamedTuple):
-    """before: what `model(x)` was before quantisation."""
+class Quantized(NamedTuple):
+    """before: what `model(x)` was before quantization."""
 
     model: nn.Module
     x: torch.Tensor
@@ -31,7 +31,7 @@ class Quantised(NamedTuple):
 
 
 class Figures(TypedDict):
-    """`quantization`: by how much eager's results differ from those before quantisation; `difference`: ours from eager's; as shares, by norms.
+    """`quantization`: by how much eager's results differ from those before quantization; `difference`: ours from eager's; as shares, by norms.
 
     graphs: how many there are. operators: those that an engine of ours runs. in_eager: the others.
     """
@@ -61,8 +61,8 @@ def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).float().norm() / b.float().norm())
 
 
-def _figures(quantised: Quantised) -> Figures:
-    model, x, before = quantised
+def _figures(quantized: Quantized) -> Figures:
+    model, x, before = quantized
     expected = model(x)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="hybrid")
@@ -79,8 +79,8 @@ def _figures(quantised: Quantised) -> Figures:
     )
 
 
-def _exported(*, is_dynamic: bool) -> Quantised:
-    """Export, the quantiser for x86, and conversion."""
+def _exported(*, is_dynamic: bool) -> Quantized:
+    """Export, the quantizer for x86, and conversion."""
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
     from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
 
@@ -89,10 +89,10 @@ def _exported(*, is_dynamic: bool) -> Quantised:
     quantizer.set_global(x86.get_default_x86_inductor_quantization_config(is_dynamic=is_dynamic))
     prepared = prepare_pt2e(torch.export.export(model, (x,)).module(), quantizer)
     prepared(x)
-    return Quantised(convert_pt2e(prepared), x, model(x))
+    return Quantized(convert_pt2e(prepared), x, model(x))
 
 
-def _tensors(config: Callable[[], Any], dtype: torch.dtype = torch.float32) -> Quantised:
+def _tensors(config: Callable[[], Any], dtype: torch.dtype = torch.float32) -> Quantized:
     """Weights that are torchao's tensors."""
     from torchao.quantization import quantize_
 
@@ -100,7 +100,7 @@ def _tensors(config: Callable[[], Any], dtype: torch.dtype = torch.float32) -> Q
     x = torch.randn(40, 64, dtype=dtype)
     before = model(x)
     quantize_(model, config())
-    return Quantised(model, x, before)
+    return Quantized(model, x, before)
 
 
 def _config(name: str, **options: Any) -> Callable[[], Any]:
@@ -133,7 +133,7 @@ def _packed_int4() -> Any:
     return PrototypeInt4WeightOnlyConfig(group_size=32)
 
 
-MODELS: Mapping[str, Callable[[], Quantised]] = {
+MODELS: Mapping[str, Callable[[], Quantized]] = {
     "pt2e": functools.partial(_exported, is_dynamic=False),
     "pt2e, dynamic": functools.partial(_exported, is_dynamic=True),
     "int8 weights": functools.partial(_tensors, _config("Int8WeightOnlyConfig")),

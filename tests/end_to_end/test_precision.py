@@ -160,7 +160,7 @@ def test_attention_of_any_length() -> None:
     not {"avx512_vnni", "avx_vnni"} & set(TvmBackend().target.features), reason="this processor has no VNNI"
 )
 def test_attention_of_int8_of_any_length() -> None:
-    """Queries and keys that are dequantised bytes, of lengths known only at run time: one kernel, with exact products of the integers."""
+    """Queries and keys that are dequantized bytes, of lengths known only at run time: one kernel, with exact products of the integers."""
     torch.manual_seed(0)
     options = {"placement": "estimate"}
 

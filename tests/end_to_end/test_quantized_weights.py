@@ -59,7 +59,7 @@ def compiled_block(precision: str, **options: Any) -> tuple[Block, Callable[...,
 @pytest.mark.parametrize("precision", FORMS)
 @torch.no_grad()
 def test_weights_are_live(precision: str) -> None:
-    """Results are those of the dequantised weights to float32's rounding, also after a weight changed."""
+    """Results are those of the dequantized weights to float32's rounding, also after a weight changed."""
     model, compiled = compiled_block(precision, activation_bits=32)
     x = torch.randn(1, 160)
     for _ in range(2):

@@ -200,7 +200,7 @@ def test_what_is_no_graph_is_refused(damage: Callable[[dict[str, Any]], object])
         graph_from_text(json.dumps(written).encode(), FakeTensorMode())
 
 
-def test_operators_on_quantised_tensors_are_found_in_a_new_process(tmp_path) -> None:
+def test_operators_on_quantized_tensors_are_found_in_a_new_process(tmp_path) -> None:
     """Operators on quantized tensors exist only once torch.ao's module is imported: reading a graph that holds some imports it."""
     graph = torch.fx.Graph()
     x = graph.placeholder("x")

@@ -162,8 +162,8 @@ def test_convolutions_keep_their_epilogue_before_a_concatenation(
     ("products", "steps"),
     [(3, 3), *((1, steps) for steps in range(POLICY.max_inline_calls - 8, POLICY.max_inline_calls))],
 )
-def test_quantised_activations_are_kept_as_integers(products: int, steps: int) -> None:
-    """However long the work before them is, and however many products read them: no tensor of floats is dequantised for them."""
+def test_quantized_activations_are_kept_as_integers(products: int, steps: int) -> None:
+    """However long the work before them is, and however many products read them: no tensor of floats is dequantized for them."""
     scale, *rest = 0.01, 3, -128, 127, torch.int8
 
     def layer(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
@@ -180,7 +180,7 @@ def test_quantised_activations_are_kept_as_integers(products: int, steps: int) -
     assert len({buffer for op in multiplied for buffer in buffers_of(op.a)}) == 1
 
 
-def test_dequantised_values_have_readers_of_both_kinds() -> None:
+def test_dequantized_values_have_readers_of_both_kinds() -> None:
     """Values that integer products read as integers are written as floats as well, for products of floats and for the caller."""
     scale, *rest = 0.5, 0, -128, 127, torch.int8
 

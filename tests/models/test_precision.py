@@ -40,7 +40,7 @@ _COUNTS = {
     "lstm": (272, 270, 3, 10),
     "unet": (27, 27, 2, 26),
 }
-# The same for `int8` and `int8+bf16`: operators, those converted to each dtype, casts in a call (a value that several layers read is quantised
+# The same for `int8` and `int8+bf16`: operators, those converted to each dtype, casts in a call (a value that several layers read is quantized
 # once), and casts of weights. Attention's products are bfloat16's in the second.
 _INTEGERS = {
     ("resnet50", "int8"): (96, {"int8": 21}, 17, 21),
@@ -68,7 +68,7 @@ def test_casts(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "precision"), [pytest.param(*key, id="-".join(key)) for key in _INTEGERS])
 def test_casts_to_integers(name: str, precision: str) -> None:
-    """Every layer with weights is quantised, its weight in a cast that is made once."""
+    """Every layer with weights is quantized, its weight in a cast that is made once."""
     counts = _conversion(name, precision)
     assert (counts.operators, dict(counts.converted), counts.casts, counts.weight_casts) == _INTEGERS[name, precision]
 

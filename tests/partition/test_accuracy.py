@@ -362,7 +362,7 @@ def _written_out(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("quantize", [_quantize, _written_out])
-def test_quantised_integers_may_differ_by_one_step(quantize: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_quantized_integers_may_differ_by_one_step(quantize: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """A step is a rounding, also behind views and pooling; two are a fault. Integers that come about otherwise are exact, places of pooling
     among them."""
     x = torch.rand(2, 4, 8, 8) * 20
@@ -376,7 +376,7 @@ def test_quantised_integers_may_differ_by_one_step(quantize: Callable[[torch.Ten
         assert "by up to 1" in _compare(function, x, lambda y: y + 1)
 
 
-def test_regions_that_quantise_are_run_in_a_wider_dtype() -> None:
+def test_regions_that_quantize_are_run_in_a_wider_dtype() -> None:
     """The wider run goes through operators that take float32 alone: what differs from eager no more than rounding does passes, what differs
     more does not."""
     w = torch.randn(8, 16)
@@ -395,7 +395,7 @@ def test_regions_that_quantise_are_run_in_a_wider_dtype() -> None:
 
 
 def test_a_step_at_a_tie_may_show_in_what_is_computed_from_it() -> None:
-    """A value that lies at a tie may be quantised to either side of it, and what is computed from it differs by a step times its weights;
+    """A value that lies at a tie may be quantized to either side of it, and what is computed from it differs by a step times its weights;
     four steps are a fault, and so is one where nothing lies at a tie."""
     w = torch.randn(16, 16)
 

@@ -212,8 +212,8 @@ def test_what_is_returned_through_a_hidden_view_stays():
     assert hoisted.fold is None
 
 
-class Quantised(nn.Module):
-    """A convolution with weights quantised per channel, written with torch.ao's operators or out in full, and batch norm."""
+class Quantized(nn.Module):
+    """A convolution with weights quantized per channel, written with torch.ao's operators or out in full, and batch norm."""
 
     def __init__(self, written_out: bool) -> None:
         super().__init__()
@@ -234,10 +234,10 @@ class Quantised(nn.Module):
 
 
 @pytest.mark.parametrize("written_out", [False, True])
-def test_weights_are_quantised_once_and_dequantised_where_they_are_read(captured, written_out):
-    """A quantized weight is kept with 8 bits an element; batch norm is not folded into its dequantised form. A changed parameter is
-    quantised anew."""
-    model = Quantised(written_out).eval()
+def test_weights_are_quantized_once_and_dequantized_where_they_are_read(captured, written_out):
+    """A quantized weight is kept with 8 bits an element; batch norm is not folded into its dequantized form. A changed parameter is
+    quantized anew."""
+    model = Quantized(written_out).eval()
     x = torch.randn(2, 3, 6, 6)
     subject = captured(model, x)
     hoisted = hoisted_of(subject)

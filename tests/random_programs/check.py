@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.random_programs.noise import QUANTISE, REDUCTION, add_noise, on_grid
 from tests.random_programs.program import Input, Module, Program, namespace, run_lines, widths
-from tests.random_programs.quantised import NUDGES
+from tests.random_programs.quantized import NUDGES
 from torch_hybrid_backend.backend import compile_graph
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.lazy_bits import LazyBits
@@ -137,7 +137,7 @@ class _Results:
 class _Truth:
     """The answers of eager, and float64. `noisy` are float64 runs with errors added: made where no tolerance is known.
 
-    `sides`: float64 runs that take other sides at ties of what is quantised; none where only exact values are.
+    `sides`: float64 runs that take other sides at ties of what is quantized; none where only exact values are.
     """
 
     program: Program
@@ -172,7 +172,7 @@ def _resized(program: Program) -> Iterator[tuple[_Truth, int]]:
         )
         try:
             truth = _Truth.of(replace(program, inputs=inputs, tolerances={}), trained=False)
-        except AssertionError:  # so operators on quantised tensors refuse sizes that are not their scales'
+        except AssertionError:  # so operators on quantized tensors refuse sizes that are not their scales'
             continue
         if truth is not None and all(t.isfinite().all() for t in truth.expected.tensors):
             yield truth, size

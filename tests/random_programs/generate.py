@@ -19,7 +19,7 @@ from tests.random_programs.vocabulary import (
     parts,
     pictures,
     pointwise,
-    quantised,
+    quantized,
     reductions,
     scaled,
     sequences,
@@ -37,7 +37,7 @@ GROUPS: dict[str, tuple[tuple[Template, int], ...]] = {
     "pictures": pictures.TEMPLATES,
     "sequences": sequences.TEMPLATES,
     "networks": networks.TEMPLATES,
-    "quantised": quantised.TEMPLATES,
+    "quantized": quantized.TEMPLATES,
     "scaled": scaled.TEMPLATES,
     "complex": complex_numbers.TEMPLATES,
     "chains": ((parts.views_of_views, 1),),
@@ -69,8 +69,8 @@ PROFILES: dict[str, Profile] = {
     "pictures": Profile({"pictures": 6, "shapes": 1, "chains": 1, "pointwise": 1, "mutation": 1}),
     "sequences": Profile({"sequences": 6, "shapes": 1, "chains": 1, "pointwise": 1, "reductions": 1}),
     "networks": Profile({"networks": 6, "chains": 1, "pointwise": 1, "reductions": 1}),
-    "quantised": Profile(
-        {"quantised": 4, "scaled": 8, "shapes": 1, "pointwise": 1}, sizes=(1, 2, 3, 5, 8, 16, 17, 32, 33, 64)
+    "quantized": Profile(
+        {"quantized": 4, "scaled": 8, "shapes": 1, "pointwise": 1}, sizes=(1, 2, 3, 5, 8, 16, 17, 32, 33, 64)
     ),
     "libraries": Profile(
         {"pictures": 3, "sequences": 3, "networks": 3, "chains": 2, "mutation": 2, "pointwise": 2, "layers": 1},

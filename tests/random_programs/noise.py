@@ -10,7 +10,7 @@ SUM = "sum"  # as arithmetic, over many elements in any order
 SMOOTH = "smooth"  # a function whose last digits are everyone's own
 REDUCTION = "reduction"  # as smooth, and errors scale with the largest element
 STEP = "step"  # exact in, exact out: comparisons, rounding, positions, integers
-QUANTISE = "quantise"  # inexact in, integers out: beside a tie either side is right, and everywhere else one integer
+QUANTISE = "quantize"  # inexact in, integers out: beside a tie either side is right, and everywhere else one integer
 
 LARGEST_EXACT = 4096.0
 

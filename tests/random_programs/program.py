@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.random_programs import quantised
+from tests.random_programs import quantized
 from tests.random_programs.noise import REDUCTION
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -168,9 +168,9 @@ class Module(nn.Module):
 
 
 def namespace(wide: bool, nudge: float = 0.0) -> dict[str, Any]:
-    """The names that a program's text may mention. Nudge: what is quantised is moved by this share of its largest value
-    (`quantised.functions`)."""
-    names: dict[str, Any] = {"torch": torch, "F": nn.functional, "math": math, **quantised.functions(wide, nudge)}
+    """The names that a program's text may mention. Nudge: what is quantized is moved by this share of its largest value
+    (`quantized.functions`)."""
+    names: dict[str, Any] = {"torch": torch, "F": nn.functional, "math": math, **quantized.functions(wide, nudge)}
     for dtype in FLOATS:
         names[str(dtype).removeprefix("torch.")] = torch.float64 if wide else dtype
     return names

@@ -9,9 +9,9 @@ Four executions go on at once:
 - the static knowledge whether a value is *exact*: a small multiple of 1/256, made by operations that round nothing in any order. Only exact
   values are compared, rounded, made integers or searched for positions, for there an error of one unit may change everything.
 
-Other values may be quantised: next to all of their elements lie so far from ties that everyone finds the same integers. Where not all do,
+Other values may be quantized: next to all of their elements lie so far from ties that everyone finds the same integers. Where not all do,
 all four go on with eager's, so that the spread stays that of rounding. What follows is *unsteady*: the check allows there what the other side
-of a tie makes of it, and such values are quantised again only where that changes no integer.
+of a tie makes of it, and such values are quantized again only where that changes no integer.
 
 Lines are taken back whose values become infinite, NaN, large or too inexact.
 """
@@ -28,7 +28,7 @@ import torch
 from tests.random_programs.draw import Draw
 from tests.random_programs.noise import LARGEST_EXACT, MOVE, QUANTISE, REDUCTION, SMOOTH, STEP, SUM, add_noise, on_grid
 from tests.random_programs.program import LAYOUTS, Input, Line, Program, namespace, run_lines
-from tests.random_programs.quantised import NUDGES, functions
+from tests.random_programs.quantized import NUDGES, functions
 
 LARGEST = 1000.0
 MAX_ELEMENTS = 6000
@@ -237,7 +237,7 @@ class Scope:
         return values
 
     def _differing(self, line: Line, target: str) -> torch.Tensor:
-        """The places where integers that a line makes differ between runs, or with what is quantised moved a little."""
+        """The places where integers that a line makes differ between runs, or with what is quantized moved a little."""
         eager, *others = (space[target] for space in self._spaces)
         for nudge in NUDGES:
             moved = self._wide | functions(True, nudge)

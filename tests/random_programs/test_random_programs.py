@@ -63,9 +63,9 @@ def test_engine_runs_most_of_it(profile: str, kernel_cache: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["static", "dynamic", "training"])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_quantised_layers(seed: int, mode: str, kernel_cache: Path) -> None:
+def test_quantized_layers(seed: int, mode: str, kernel_cache: Path) -> None:
     """Integers bit by bit, and what their scales make of them."""
-    program = seeded(seed, 8, "quantised")
+    program = seeded(seed, 8, "quantized")
     report = check(program, "tvm", kernel_cache, mode)
     assert not report.why, program
     assert 2 * report.taken >= report.operators > 0
@@ -93,12 +93,12 @@ def _down(function: str, *operands: Expr) -> Expr:
     ],
     ids=["rounded down", "no zero point", "not clamped"],
 )
-def test_mistakes_in_quantised_layers_are_found(
+def test_mistakes_in_quantized_layers_are_found(
     name: str, mistake: Callable[..., Expr], kernel_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same programs where what lowers the operators has one."""
     monkeypatch.setattr(quantized, name, mistake)
-    found = [check(seeded(seed, 8, "quantised"), "tvm", kernel_cache).why for seed in (0, 1, 3)]
+    found = [check(seeded(seed, 8, "quantized"), "tvm", kernel_cache).why for seed in (0, 1, 3)]
     assert any("off by" in why or "differs from eager's" in why for why in found), found
 
 
@@ -106,7 +106,7 @@ def test_mistakes_in_quantised_layers_are_found(
 def test_sums_that_saturate_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without VNNI, products of bytes are added up in 16 bits where weights have 7: that is right, and with weights of 8 it is found."""
     monkeypatch.setattr(Target, "host", lambda: TARGETS["without vnni"])
-    program = seeded(103, 5, "quantised")
+    program = seeded(103, 5, "quantized")
     assert not check(program, "tvm", tmp_path / "right").why
 
     def for_seven_bits(*operands: Any, knows_sums: bool, bounds: tuple[int, int] | None) -> DotProduct | None:

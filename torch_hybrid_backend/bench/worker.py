@@ -139,7 +139,7 @@ def _sums(model: nn.Module, inputs: Inputs) -> list[float]:
     """The sum of every tensor of a model and its inputs: they tell whether two processes made the same."""
     made = [*model.state_dict().values(), *inputs.tensors()]
     plain = [value for value in made if type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided]
-    # PyTorch adds up neither quantised tensors nor floats of 8 bits.
+    # PyTorch adds up neither quantized tensors nor floats of 8 bits.
     summed = [v for v in plain if not (v.is_quantized or v.is_complex() or (v.is_floating_point() and v.itemsize == 1))]
     return [float(value.sum(dtype=torch.float64)) for value in summed]
 

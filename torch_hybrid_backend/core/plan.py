@@ -208,7 +208,7 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class Unconverted:
-    """A layer that is computed as written under another precision, or in floating point beside layers that the model quantises, and why.
+    """A layer that is computed as written under another precision, or in floating point beside layers that the model quantizes, and why.
 
     `site`: the module in whose forward it is called, by its path, with "#2" behind it for that forward's second layer and so on; "" where that
     is not known.
@@ -224,7 +224,7 @@ class Unconverted:
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """Outcome for a graph that is not computed as written, or that quantises layers itself; its `precision` is then "as-written", and
+    """Outcome for a graph that is not computed as written, or that quantizes layers itself; its `precision` is then "as-written", and
     `tolerance` 0, as nothing is compared.
 
     `operators`: how many compute floating-point tensors in a call; `converted`: how many of them to which precision. `casts`: conversions

@@ -14,7 +14,7 @@ class Reason(StrEnum):
     DTYPE = "dtype"  # the operator is known, not for these dtypes
     SYMBOLIC_SHAPE = "symbolic_shape"  # a size is only known at run time
     DEVICE = "device"  # a tensor lives on a device the engine does not serve
-    LAYOUT = "layout"  # sparse, quantised, complex or otherwise not a plain strided tensor
+    LAYOUT = "layout"  # sparse, quantized, complex or otherwise not a plain strided tensor
     ARGUMENT = "argument"  # an argument value the lowering does not cover
     NONDETERMINISTIC = (
         "nondeterministic"  # results would depend on an order that nothing fixes, and torch is told to avoid that

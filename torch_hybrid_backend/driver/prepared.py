@@ -58,7 +58,7 @@ class Prepared:
     """A captured graph after the passes. `fold` computes what parameters alone decide; `is_repeatable`: running it twice goes unnoticed;
     `is_repeatable_apart`: so it does on copies of its inputs and with random numbers of its own (`generators.apart`).
 
-    `conversion`: the outcome of another precision than as written, or of the model's own quantisation; else None. `reduced`: the graph that
+    `conversion`: the outcome of another precision than as written, or of the model's own quantization; else None. `reduced`: the graph that
     the first call is compared with; None after that call, and if nothing was converted. `unrepeatable`: the first operator that keeps a call
     from being repeated; "" if none does.
     """

@@ -1,7 +1,7 @@
 """A functional ATen graph as text, and back: for what is kept of AOTAutograd's work between processes, and for processes that build.
 
 Text (JSON), not a pickle: nothing that is read can run, and an operator is looked up by name in ATen, prims and torch.ao's operators on
-quantised tensors alone. What has no place in it raises `NotTextError`: symbolic sizes, sub-graphs, operators of other libraries, constants that
+quantized tensors alone. What has no place in it raises `NotTextError`: symbolic sizes, sub-graphs, operators of other libraries, constants that
 are large or lie elsewhere than on the CPU.
 
     text = graph_to_text(graph_module)

@@ -15,8 +15,8 @@ def test_a_model_with_named_arguments_and_outputs(tmp_path: Path) -> None:
     assert result["median_ms"] > 0
 
 
-def test_a_quantised_model(tmp_path: Path) -> None:
-    """Its own quantiser's, calibrated on other inputs."""
+def test_a_quantized_model(tmp_path: Path) -> None:
+    """Its own quantizer's, calibrated on other inputs."""
     result = measured("onnxruntime", tmp_path, "int8")
     assert 1e-4 < result["rms_error"] < 0.1
     assert result["executed"]

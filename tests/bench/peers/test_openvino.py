@@ -15,7 +15,7 @@ def test_a_model_with_named_arguments_and_outputs(tmp_path: Path) -> None:
     assert result["median_ms"] > 0
 
 
-def test_a_quantised_model(tmp_path: Path) -> None:
+def test_a_quantized_model(tmp_path: Path) -> None:
     """NNCF's, calibrated on other inputs."""
     result = measured("openvino", tmp_path, "int8")
     assert 1e-4 < result["rms_error"] < 0.1

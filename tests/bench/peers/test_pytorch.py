@@ -21,7 +21,7 @@ def test_half_precision_is_autocast() -> None:
 
 
 @torch.no_grad()
-def test_a_quantised_graph_takes_arguments_by_name() -> None:
+def test_a_quantized_graph_takes_arguments_by_name() -> None:
     """torchao's, where it is installed."""
     if why := by_name()["inductor"].missing("int8"):
         pytest.skip(why)

@@ -61,7 +61,7 @@ def small_net() -> nn.Module:
     ).eval()
 
 
-def quantised_net() -> nn.Module:
+def quantized_net() -> nn.Module:
     return torch_hybrid_backend.quantize(small_net(), calibration="none")
 
 
@@ -115,7 +115,7 @@ KEPT: dict[str, tuple[Callable[[], Callable[..., Any]], tuple[torch.Tensor, ...]
     "strided input": (lambda: transposed, (torch.randn(3, 8)[:, ::2].t(),)),
     "autocast inside": (lambda: under_autocast, (torch.randn(3, 3),)),
     "operators by their packets": (lambda: lambda x: torch.ops.aten.mul(x, 2.5), (torch.randn(2, 3),)),
-    "quantised layers": (quantised_net, (torch.randn(1, 3, 8, 8),)),
+    "quantized layers": (quantized_net, (torch.randn(1, 3, 8, 8),)),
     "empty batch": (small_net, (torch.randn(0, 3, 8, 8),)),
 }
 

@@ -1,4 +1,4 @@
-"""Graphs that a second process finds: of quantised models, in all forms that they have, and what it must not take for one of them.
+"""Graphs that a second process finds: of quantized models, in all forms that they have, and what it must not take for one of them.
 
 torchao lies in a folder apart (`make .venv/torchao`), as in `tests/ecosystem/test_torchao.py`.
 """
@@ -88,7 +88,7 @@ def second(cache: Path, first: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("name", _OF_TORCHAO)
 def test_of_torchao(name: str, first: dict[str, Any], second: dict[str, Any]) -> None:
     """Exported models, and weights that are torchao's tensors: the second process does not trace them, and computes the same bits. The first
-    traces each though many have the same parts: rows that are quantised in each call, by one rule or another, or not."""
+    traces each though many have the same parts: rows that are quantized in each call, by one rule or another, or not."""
     assert (first[name]["traced"], second[name]["traced"]) == (1, 0)
     _check_same({name: second[name]}, first)
 

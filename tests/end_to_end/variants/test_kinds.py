@@ -1,4 +1,4 @@
-"""Tensors that no kernel takes: complex numbers, sparse and quantised tensors, float8; eager runs them, among regions that the engine runs."""
+"""Tensors that no kernel takes: complex numbers, sparse and quantized tensors, float8; eager runs them, among regions that the engine runs."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ def test_made_sparse_inside() -> None:
                 assert_same_tensor(got, want)
 
 
-def test_quantised() -> None:
-    """Quantised tensors made, used and dequantised between float operators."""
+def test_quantized() -> None:
+    """Quantized tensors made, used and dequantized between float operators."""
 
     def function(x: torch.Tensor) -> torch.Tensor:
         q = torch.quantize_per_tensor(torch.tanh(x), 0.05, 3, torch.qint8)
@@ -106,21 +106,21 @@ def test_quantised() -> None:
             assert_same_tensor(fast.call(_numbers(5, 6) * (k + 1)), function(_numbers(5, 6) * (k + 1)))
 
 
-def test_quantised_model() -> None:
-    """A dynamically quantised model gives what it gives in eager."""
+def test_quantized_model() -> None:
+    """A dynamically quantized model gives what it gives in eager."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4)).eval()
-    quantised = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
-    fast = compiled(quantised, strict=False)
+    quantized = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+    fast = compiled(quantized, strict=False)
     with forced(), torch.no_grad():
         for k in range(3):
             torch.testing.assert_close(
-                fast.call(_numbers(5, 8) + k), quantised(_numbers(5, 8) + k), rtol=1e-3, atol=1e-3
+                fast.call(_numbers(5, 8) + k), quantized(_numbers(5, 8) + k), rtol=1e-3, atol=1e-3
             )
 
 
-def test_fake_quantisation() -> None:
-    """Fake quantisation, as quantisation-aware training has it: integers steps of floats."""
+def test_fake_quantization() -> None:
+    """Fake quantization, as quantization-aware training has it: integers steps of floats."""
     check(
         lambda x: torch.fake_quantize_per_tensor_affine(x.sin(), 0.1, 0, -128, 127) * 2,
         lambda: (_numbers(5, 6).requires_grad_(),),

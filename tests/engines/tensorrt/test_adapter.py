@@ -163,7 +163,7 @@ def test_threads_that_lower_beside_each_other_change_nothing() -> None:
     """The first to come is the first to go: warnings, handlers and torch_tensorrt's folding are as they were."""
     folder = adapter.constant_folding._TorchTensorRTConstantFolder
     before = folder.is_impure, list(warnings.filters), list(logging.getLogger().handlers)
-    for change in (adapter._silent, adapter._quantisers_kept):
+    for change in (adapter._silent, adapter._quantizers_kept):
         with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
             for thread, step in (
                 (first, "__enter__"),

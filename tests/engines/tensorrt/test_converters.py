@@ -58,7 +58,7 @@ def test_copies_of_inputs_counts_and_gathers_are_ours_where_sizes_are_unknown() 
 
 @builds_bytes
 def test_layers_have_the_types_that_the_graph_says() -> None:
-    """Values of 8 bits leave engines and enter them; channels are dequantised to half types; many scales, of which each is its own."""
+    """Values of 8 bits leave engines and enter them; channels are dequantized to half types; many scales, of which each is its own."""
 
     def function(x: torch.Tensor, w: torch.Tensor, s: torch.Tensor) -> Any:
         narrow = [Q.quantize_per_tensor(x, 0.01 * (i + 1), 0, -128, 127, torch.int8) for i in range(3)]

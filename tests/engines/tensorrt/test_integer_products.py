@@ -1,4 +1,4 @@
-"""Products of what a graph quantises: rewritten they compute the same, and TensorRT's builder makes products of integers of them."""
+"""Products of what a graph quantizes: rewritten they compute the same, and TensorRT's builder makes products of integers of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.engines.tensorrt.build import BuildRequest
 from torch_hybrid_backend.engines.tensorrt.integer_products import spell_out
 from torch_hybrid_backend.engines.tensorrt.quantization import zero_points
-from torch_hybrid_backend.graph import quantization as quantised
+from torch_hybrid_backend.graph import quantization as quantized
 from torch_hybrid_backend.partition.regions import partition_graph
 from torch_hybrid_backend.passes.hoist import hoist
 
@@ -30,33 +30,33 @@ FP8 = torch.float8_e4m3fn
 def weight(w: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
     """A weight as `hoist` leaves a weight in a graph: integers and scales are inputs, zero points a fill."""
     zeros = torch.full([w.shape[0]], 0, dtype=torch.int64)
-    dequantised: torch.Tensor = Q.dequantize_per_channel(w, s, zeros, 0, -127, 127, torch.int8)
-    return dequantised
+    dequantized: torch.Tensor = Q.dequantize_per_channel(w, s, zeros, 0, -127, 127, torch.int8)
+    return dequantized
 
 
 def fixed(x: torch.Tensor) -> torch.Tensor:
-    dequantised: torch.Tensor = quantised.tensor(quantised.call, x, -3.0, 3.0)
-    return dequantised
+    dequantized: torch.Tensor = quantized.tensor(quantized.call, x, -3.0, 3.0)
+    return dequantized
 
 
 def rows(x: torch.Tensor) -> torch.Tensor:
-    dequantised: torch.Tensor = quantised.rows_now(quantised.call, x)
-    return dequantised
+    dequantized: torch.Tensor = quantized.rows_now(quantized.call, x)
+    return dequantized
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:
-    dequantised: torch.Tensor = quantised.tensor_now(quantised.call, x)
-    return dequantised
+    dequantized: torch.Tensor = quantized.tensor_now(quantized.call, x)
+    return dequantized
 
 
 def float8(x: torch.Tensor) -> torch.Tensor:
     narrow = Q.quantize_per_tensor(x, 0.1, 0, -448, 448, FP8)
-    dequantised: torch.Tensor = Q.dequantize_per_tensor(narrow, 0.1, 0, -448, 448, FP8)
-    return dequantised
+    dequantized: torch.Tensor = Q.dequantize_per_tensor(narrow, 0.1, 0, -448, 448, FP8)
+    return dequantized
 
 
-def linear(quantise: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
-    return lambda x, w, s, b: F.linear(quantise(x), weight(w, s).to(x.dtype), b)
+def linear(quantize: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return lambda x, w, s, b: F.linear(quantize(x), weight(w, s).to(x.dtype), b)
 
 
 def inputs(*shape: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -135,23 +135,23 @@ def test_products_of_integers_are_exact() -> None:
     graph.graph.output_node().args = ((product,),)
     graph.recompile()
     x, w, _, _ = given
-    integers = quantised.rows_now(_integers, x)
+    integers = quantized.rows_now(_integers, x)
     (result,) = graph(*given)
     assert torch.equal(result.to(torch.int64).reshape(2, 8, 32), integers.to(torch.int64) @ w.t().to(torch.int64))
 
 
 def _integers(op: Any, *args: Any, **options: Any) -> Any:
-    """`Apply` that does not dequantise."""
+    """`Apply` that does not dequantize."""
     return args[0] if "dequantize" in str(op) else op(*args, **options)
 
 
 def test_weights_alone_keep_their_scales() -> None:
-    """The other operand is no integer: the builder dequantises within the product."""
+    """The other operand is no integer: the builder dequantizes within the product."""
     function, given = (lambda x, w, s, b: F.linear(x, weight(w, s), b)), inputs(8)
     graph = lowered(function, given)
     spell_out(graph)
-    (dequantiser,) = (node for node in graph.graph.nodes if "dequantize" in str(node.target))
-    assert "per_channel" in str(dequantiser.target)
+    (dequantizer,) = (node for node in graph.graph.nodes if "dequantize" in str(node.target))
+    assert "per_channel" in str(dequantizer.target)
     assert torch.equal(graph(*given), function(*given))
 
 
@@ -159,7 +159,7 @@ def test_weights_alone_keep_their_scales() -> None:
 @builds_bytes
 @pytest.mark.parametrize("name", CASES)
 def test_the_builder_makes_products_of_integers(name: str) -> None:
-    """Layer by layer: what quantises writes values of 8 bits, products read them, and the rest of the region is fused around."""
+    """Layer by layer: what quantizes writes values of 8 bits, products read them, and the rest of the region is fused around."""
     made = region(CASES[name][0], *CASES[name][1])
     layers = built(made).layers
     short = "FP8" if name == "float8" else "Int8"
@@ -173,7 +173,7 @@ def test_the_builder_makes_products_of_integers(name: str) -> None:
 @pytest.mark.tensorrt
 @builds_bytes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_weights_alone_are_dequantised_within_the_product(dtype: torch.dtype) -> None:
+def test_weights_alone_are_dequantized_within_the_product(dtype: torch.dtype) -> None:
     """Weights alone come as they are, one byte each."""
     layers = built(region(lambda x, w, s, b: F.linear(x, weight(w, s).to(x.dtype), b), *inputs(8, dtype=dtype))).layers
     (product,) = (layer for layer in layers if "Fc" in layer)

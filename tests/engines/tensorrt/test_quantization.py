@@ -15,7 +15,7 @@ from torch_hybrid_backend.core.verdict import Reason, Refused, Supported
 from torch_hybrid_backend.engines.tensorrt import quantization
 from torch_hybrid_backend.engines.tensorrt.installed import FLAVOURS, Installation
 from torch_hybrid_backend.engines.tensorrt.quantization import judged, zero_points
-from torch_hybrid_backend.graph import quantization as quantised
+from torch_hybrid_backend.graph import quantization as quantized
 from torch_hybrid_backend.graph.quantized import operator_name
 
 F = torch.nn.functional
@@ -46,9 +46,9 @@ def _zeros(count: int, value: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize(
     "function",
     [
-        lambda x, w, s: quantised.tensor(quantised.call, x, -1.0, 2.0),
-        lambda x, w, s: quantised.tensor_now(quantised.call, x),
-        lambda x, w, s: quantised.rows_now(quantised.call, x),
+        lambda x, w, s: quantized.tensor(quantized.call, x, -1.0, 2.0),
+        lambda x, w, s: quantized.tensor_now(quantized.call, x),
+        lambda x, w, s: quantized.rows_now(quantized.call, x),
         lambda x, w, s: Q.dequantize_per_channel(w, s, _zeros(4), 0, -127, 127, torch.int8).t(),
         lambda x, w, s: Q.dequantize_per_channel(w, s, None, 0, -128, 127, torch.int8),
         lambda x, w, s: w.t().to(torch.float32),
@@ -57,7 +57,7 @@ def _zeros(count: int, value: int = 0) -> torch.Tensor:
     ids=["tensor", "tensor now", "rows now", "channels", "no zero points", "cast", "float8"],
 )
 def test_what_quantize_and_torchao_write_is_taken(function: Callable[..., Any]) -> None:
-    """With everything that belongs to it: quantisers, fills of zero points, views of integers."""
+    """With everything that belongs to it: quantizers, fills of zero points, views of integers."""
     found = verdicts(function, X, W, S)
     assert found
     assert all(isinstance(verdict, Supported) for verdict in found.values()), found
@@ -66,7 +66,7 @@ def test_what_quantize_and_torchao_write_is_taken(function: Callable[..., Any]) 
 @pytest.mark.parametrize(
     ("function", "code", "why"),
     [
-        (lambda x, w, s: quantised.tensor(quantised.call, x, 0.0, 2.0), Reason.DTYPE, "torch.uint8"),
+        (lambda x, w, s: quantized.tensor(quantized.call, x, 0.0, 2.0), Reason.DTYPE, "torch.uint8"),
         (lambda x, w, s: Q.quantize_per_tensor(x, 0.1, 3, -128, 127, torch.int8), Reason.ARGUMENT, "it is 3"),
         (
             lambda x, w, s: Q.dequantize_per_channel(w, s, _zeros(4, 1), 0, -128, 127, torch.int8),
@@ -102,7 +102,7 @@ def test_what_is_refused_has_a_code(function: Callable[..., Any], code: Reason, 
 def test_what_is_none_of_its_business() -> None:
     """Plain operators, and whole numbers that are no zero points."""
     assert verdicts(lambda x: (x @ x.t()).relu() + torch.zeros(8, dtype=torch.int64), X) == {}
-    graph = make_fx(lambda x: quantised.tensor_now(quantised.call, x), tracing_mode="fake")(X)
+    graph = make_fx(lambda x: quantized.tensor_now(quantized.call, x), tracing_mode="fake")(X)
     titles = [operator_name(node) for node in graph.graph.nodes]
     assert titles[-3:-1] == ["quantize_per_tensor.tensor", "dequantize_per_tensor.tensor"]
 
@@ -115,7 +115,7 @@ def test_float8_needs_a_chip_that_has_it(monkeypatch: pytest.MonkeyPatch) -> Non
         assert all(bool(verdict) is taken for verdict in found.values())
         if not taken:
             assert {verdict.code for verdict in found.values()} == {Reason.UNSUPPORTED}
-        assert all(verdicts(lambda x: quantised.tensor(quantised.call, x, -1.0, 1.0), X).values())
+        assert all(verdicts(lambda x: quantized.tensor(quantized.call, x, -1.0, 1.0), X).values())
 
 
 def test_the_first_release_that_builds_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +128,7 @@ def test_the_first_release_that_builds_them(monkeypatch: pytest.MonkeyPatch) -> 
         (Refused(Reason.MISSING_DEPENDENCY, "nothing is installed"), True),
     ):
         monkeypatch.setattr(quantization, "installation", lambda found=found: found)
-        verdicts_found = verdicts(lambda x: quantised.tensor(quantised.call, x, -1.0, 1.0), X).values()
+        verdicts_found = verdicts(lambda x: quantized.tensor(quantized.call, x, -1.0, 1.0), X).values()
         assert [bool(verdict) for verdict in verdicts_found] == [taken, taken]
         assert taken or {verdict.code for verdict in verdicts_found} == {Reason.UNSUPPORTED}
 
@@ -138,12 +138,12 @@ def test_convolutions_of_int8_activations(monkeypatch: pytest.MonkeyPatch) -> No
     x, w, s = torch.randn(1, 4, 8, 8), torch.ones(4, 4, 3, 3, dtype=torch.int8), S
 
     def weight(w: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-        dequantised: torch.Tensor = Q.dequantize_per_channel(w, s, _zeros(4), 0, -127, 127, torch.int8)
-        return dequantised
+        dequantized: torch.Tensor = Q.dequantize_per_channel(w, s, _zeros(4), 0, -127, 127, torch.int8)
+        return dequantized
 
     def narrow(x: torch.Tensor) -> torch.Tensor:
-        dequantised: torch.Tensor = quantised.tensor(quantised.call, x, -1.0, 1.0)
-        return dequantised
+        dequantized: torch.Tensor = quantized.tensor(quantized.call, x, -1.0, 1.0)
+        return dequantized
 
     functions: list[Callable[..., Any]] = [
         lambda x, w, s: F.conv2d(narrow(x), weight(w, s)),

@@ -23,7 +23,7 @@ def _halfway() -> torch.Tensor:
 @pytest.mark.parametrize("dtype", RANGES, ids=str)
 @pytest.mark.parametrize(("scale", "zero_point"), [(0.5, 0), (0.1, 3), (1 / 3, -7), (7e-3, 0)])
 def test_per_tensor(dtype: torch.dtype, scale: float, zero_point: int) -> None:
-    """A tensor with one scale is quantised to PyTorch's integers, ties, saturation and infinities included, and dequantised to the same
+    """A tensor with one scale is quantized to PyTorch's integers, ties, saturation and infinities included, and dequantized to the same
     numbers, whether scale and zero point are literals or tensors."""
     bounds = RANGES[dtype]
     zero_point = max(zero_point, bounds[0])
@@ -50,7 +50,7 @@ def test_per_channel(axis: int, scale_dtype: torch.dtype) -> None:
     count = x.shape[axis]
     scales = torch.linspace(0.05, 0.3, count, dtype=scale_dtype)
     zero_points = torch.arange(count)
-    if axis < 0:  # PyTorch's own takes a negative axis for dequantising only
+    if axis < 0:  # PyTorch's own takes a negative axis for dequantizing only
         q = sample(5, 4, 6, dtype=torch.int8, low=-128, high=127)
     else:
         check(
@@ -91,7 +91,7 @@ def test_per_token(zero_dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("size", [8, 32])
 @pytest.mark.parametrize("zero_dtype", [torch.int64, torch.float32], ids=str)
 def test_per_group(zero_dtype: torch.dtype, size: int) -> None:
-    """Each few neighbours in a row have a scale; there may be no zero points. What is dequantised is between its bounds, as graphs promise."""
+    """Each few neighbours in a row have a scale; there may be no zero points. What is dequantized is between its bounds, as graphs promise."""
     x, q = sample(6, 32, low=-4, high=4), sample(6, 32, dtype=torch.int8, low=-8, high=7)
     scales, zero_points = sample(6, 32 // size, low=0.01, high=0.05), sample(6, 32 // size, low=-9, high=9)
     zero_points = zero_points.to(zero_dtype)

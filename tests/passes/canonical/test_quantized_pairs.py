@@ -1,4 +1,4 @@
-"""Pairs of dequantising and quantising by the same numbers vanish, and nothing changes by a bit."""
+"""Pairs of dequantizing and quantizing by the same numbers vanish, and nothing changes by a bit."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_saturation_does_what_a_clamp_did(captured) -> None:
 
 
 def test_integers_are_pooled(captured) -> None:
-    """Values quantized behind max pooling are quantised before it, the ReLU before that dropped; not where the maxima are read otherwise."""
+    """Values quantized behind max pooling are quantized before it, the ReLU before that dropped; not where the maxima are read otherwise."""
     x = torch.randn(2, 3, 9, 9)
 
     def pooled(v: torch.Tensor) -> torch.Tensor:
@@ -107,7 +107,7 @@ def test_integers_are_pooled(captured) -> None:
     assert not captured(lambda v: (_q(y := pooled(v)), y), x).apply(quantized_pairs, exact=True)
 
 
-def test_numbers_are_quantised_as_pytorch_does() -> None:
+def test_numbers_are_quantized_as_pytorch_does() -> None:
     """The ends of clamps, ties among them."""
     for numbers in (UNSIGNED, SIGNED, (0.5, 3, 0, 255, torch.uint8), (1 / 3, 0, -128, 127, torch.int8)):
         values = torch.cat([torch.arange(-40, 40) * 0.25, torch.randn(200) * 9, torch.tensor([torch.inf, -torch.inf])])
@@ -115,7 +115,7 @@ def test_numbers_are_quantised_as_pytorch_does() -> None:
 
 
 def test_padding_is_left_to_convolutions(captured) -> None:
-    """Zeros put around what a convolution's input is quantised from are put around the dequantised input, the ReLU before them dropped. Not
+    """Zeros put around what a convolution's input is quantized from are put around the dequantized input, the ReLU before them dropped. Not
     where they are no zeros, are more channels, or where something else reads the padded values or their integers."""
     x, w = torch.randn(2, 3, 7, 8), torch.randn(5, 3, 3, 3)
 
@@ -144,8 +144,8 @@ def test_padding_is_left_to_convolutions(captured) -> None:
         assert not captured(kept, x).apply(quantized_pairs, exact=True)
 
 
-def test_what_is_quantised_is_quantised_at_once(captured) -> None:
-    """Behind what it is made of, whatever the program computes in between; an input of the graph is quantised where it is read."""
+def test_what_is_quantized_is_quantized_at_once(captured) -> None:
+    """Behind what it is made of, whatever the program computes in between; an input of the graph is quantized where it is read."""
     x, y = torch.randn(2, 3), torch.randn(2, 3)
     subject = captured(lambda x, y: (z := x.sin(), torch.exp(y), _q(z), _q(y))[1:], x, y)
     assert subject.apply(quantized_pairs, exact=True)
@@ -159,7 +159,7 @@ def _kinds(subject) -> list[str]:
     return [str(node.target).split(".")[1] for node in subject.gm.graph.nodes if node.op == "call_function"]
 
 
-def test_what_is_concatenated_is_quantised_first(captured) -> None:
+def test_what_is_concatenated_is_quantized_first(captured) -> None:
     """Each part once, where it is made; what is integer already stays so, and clamps that saturation does vanish."""
     q, x = _everything(UNSIGNED), torch.randn(2, 4, 8, 8)
 
@@ -174,7 +174,7 @@ def test_what_is_concatenated_is_quantised_first(captured) -> None:
     assert _kinds(subject)[-1] == "cat"
 
 
-def test_parts_of_other_numbers_are_quantised_anew(captured) -> None:
+def test_parts_of_other_numbers_are_quantized_anew(captured) -> None:
     """Parts dequantized by the same numbers are taken as they are; the other part is not."""
     other = (0.03, *UNSIGNED[1:])
     subject = captured(lambda q: _q(torch.cat([_dq(q), _dq(q, other)])), _everything(UNSIGNED))
@@ -211,6 +211,6 @@ def test_views_in_concatenations_are_of_integers(captured, view: Callable[[torch
     ],
 )
 def test_what_others_need_in_float_stays(captured, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Inputs, parts of a tensor, copies of its elements, and what is read otherwise: quantised where they are joined, in one kernel."""
+    """Inputs, parts of a tensor, copies of its elements, and what is read otherwise: quantized where they are joined, in one kernel."""
     subject = captured(function, torch.randn(2, 4, 8, 8))
     assert not subject.apply(quantized_pairs, exact=True)

@@ -151,7 +151,7 @@ def test_one_tensor_joined_with_nothing_is_a_new_one(captured):
     assert result.data_ptr() != subject.inputs[0].data_ptr()
 
 
-def test_padding_by_nothing_before_quantising(captured):
+def test_padding_by_nothing_before_quantizing(captured):
     """Networks that compute their padding pad 1x1 convolutions by zeros of zero width; what is returned, or padded, is left alone."""
     pad, quantize = torch.nn.functional.pad, torch.ops.quantized_decomposed.quantize_per_tensor.default
     numbers = 0.1, 0, -128, 127, torch.int8

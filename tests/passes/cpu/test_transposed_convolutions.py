@@ -69,8 +69,8 @@ def test_weights_are_made_outside_the_call(captured):
     assert not {"flip.default", "constant_pad_nd.default", "mul.Tensor"} & set(names)
 
 
-def test_a_process_that_quantises_nothing():
-    """There PyTorch has no operators of quantised graphs."""
+def test_a_process_that_quantizes_nothing():
+    """There PyTorch has no operators of quantized graphs."""
     code = """
 import torch, torch_hybrid_backend
 model = torch.nn.ConvTranspose2d(4, 6, 2, 2).eval()
@@ -84,8 +84,8 @@ with torch.no_grad():
 
 
 @pytest.mark.parametrize(("kernel", "stride", "padding"), [(2, 2, 0), (4, 2, 1), (5, 3, 1)])
-def test_quantised_weights_stay_so(captured, kernel, stride, padding):
-    """The integers are reordered outside the call, their scales with them, and dequantised in it."""
+def test_quantized_weights_stay_so(captured, kernel, stride, padding):
+    """The integers are reordered outside the call, their scales with them, and dequantized in it."""
     model = nn.ConvTranspose2d(4, 6, kernel, stride, padding).eval()
     with torch.no_grad():
         model.weight *= torch.arange(1, 7).view(1, 6, 1, 1)

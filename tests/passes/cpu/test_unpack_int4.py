@@ -1,4 +1,4 @@
-"""PyTorch's products of weights packed in 4 bits become products of dequantised weights, by the way in which this processor packs them."""
+"""PyTorch's products of weights packed in 4 bits become products of dequantized weights, by the way in which this processor packs them."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_sites_are_named_as_their_modules(captured) -> None:
     assert "site" not in nodes["neg"].meta
 
 
-def test_graphs_that_quantise_themselves(captured) -> None:
+def test_graphs_that_quantize_themselves(captured) -> None:
     """Layers that they leave in floating point have a code; attention is not quantized at all. Others have no counts."""
     from torch_hybrid_backend.graph.quantization import call, tensor, weight
 

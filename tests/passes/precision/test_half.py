@@ -115,7 +115,7 @@ def test_as_written_and_integer_precisions_are_not_for_this_pass(captured):
         assert half(subject.gm, dataclasses.replace(subject.ctx, precision=precision)) is changes
 
 
-def test_quantised_layers_stay_so(captured):
+def test_quantized_layers_stay_so(captured):
     """A reader of dequantized values is not cast: engines multiply integers there. The layers around it are converted."""
     quantized = torch.ops.quantized_decomposed
 

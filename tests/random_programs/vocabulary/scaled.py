@@ -1,7 +1,7 @@
-"""Quantised layers with the scales of real models: any number from tiny to large, chosen ahead for the values at hand or found at run time, and
+"""Quantized layers with the scales of real models: any number from tiny to large, chosen ahead for the values at hand or found at run time, and
 zero points off zero. Integers reach the ends of their ranges.
 
-What is quantised is rarely exact here (see `scope`): integers are compared bit by bit where no tie is near.
+What is quantized is rarely exact here (see `scope`): integers are compared bit by bit where no tie is near.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _bounds(scope: Scope) -> tuple[int, int, torch.dtype]:
 
 
 def rounded(scope: Scope, x: Value) -> Value:
-    """A value quantised and dequantised, by numbers in the program or found at run time: for all of it, by channel or by row."""
+    """A value quantized and dequantized, by numbers in the program or found at run time: for all of it, by channel or by row."""
     draw = scope.draw
     low, high, dtype = _bounds(scope)
     match draw.integer(0, 8):
@@ -92,13 +92,13 @@ def rounded(scope: Scope, x: Value) -> Value:
 
 
 def _plainly(scope: Scope, q: Value, zero: str, scale: str) -> Value:
-    """Dequantised as models write it out; the zero point is taken off as integers or as floats."""
+    """Dequantized as models write it out; the zero point is taken off as integers or as floats."""
     texts = [f"({q}.to(float32) - {zero}) * {scale}", f"({q}.to(torch.int32) - {zero}).to(float32) * {scale}"]
     return scope.let(scope.draw.choose(texts), ARITHMETIC)
 
 
 def pair(scope: Scope) -> None:
-    """A value quantised and dequantised."""
+    """A value quantized and dequantized."""
     rounded(scope, _given(scope, scope.draw.choose([1, 2, 3, 4])))
 
 
@@ -121,7 +121,7 @@ def _moved(scope: Scope, x: Value) -> Value:
 
 
 def _added(scope: Scope, x: Value) -> Value:
-    """A residual sum: both of its operands are quantised."""
+    """A residual sum: both of its operands are quantized."""
     magnitude = scope.magnitude(x)
     power = 2.0 ** (torch.tensor(magnitude).log2().floor().item() - 1)
     other = rounded(scope, scope.fresh(x.shape, torch.float32, scale=power))
@@ -129,7 +129,7 @@ def _added(scope: Scope, x: Value) -> Value:
 
 
 def _followed(scope: Scope, y: Value) -> None:
-    """Put behind a layer what follows it, and requantisation: each may be missing."""
+    """Put behind a layer what follows it, and requantization: each may be missing."""
     draw = scope.draw
     if draw.chance(2):
         y = _added(scope, y) if draw.chance(3) else _moved(scope, y)
@@ -138,12 +138,12 @@ def _followed(scope: Scope, y: Value) -> None:
 
 
 def pairs(scope: Scope) -> None:
-    """A value quantised twice, with what moves, bounds or adds in between."""
+    """A value quantized twice, with what moves, bounds or adds in between."""
     _followed(scope, rounded(scope, _given(scope, scope.draw.choose([2, 3, 4]))))
 
 
 def _weight(scope: Scope, shape: list[int], axis: int, depth: int) -> Value:
-    """Integers of a constant, or of an input, dequantised by channel or as one. Of `depth` products results keep within bounds."""
+    """Integers of a constant, or of an input, dequantized by channel or as one. Of `depth` products results keep within bounds."""
     draw = scope.draw
     w = scope.fresh(shape, torch.int8, weight=not draw.chance(3), full=True)
     low, high = draw.choose([(-128, 127), (-127, 127), (-64, 63)])
@@ -163,7 +163,7 @@ def _weight(scope: Scope, shape: list[int], axis: int, depth: int) -> Value:
 
 
 def linear(scope: Scope) -> None:
-    """A linear layer of quantised operands; its weight as (n, k) or as (k, n)."""
+    """A linear layer of quantized operands; its weight as (n, k) or as (k, n)."""
     draw = scope.draw
     x = rounded(scope, _given(scope, draw.choose([2, 2, 3])))
     n, k = draw.choose([size for size in scope.sizes if size]), x.shape[-1]
@@ -176,7 +176,7 @@ def linear(scope: Scope) -> None:
 
 
 def products(scope: Scope) -> None:
-    """A product of two values that are quantised, as attention has them."""
+    """A product of two values that are quantized, as attention has them."""
     draw = scope.draw
     x = rounded(scope, _given(scope, 3))
     batch, rows, k = x.shape
@@ -199,7 +199,7 @@ def plain_product(scope: Scope) -> None:
 
 
 def convolution(scope: Scope) -> None:
-    """A convolution of quantised operands, with padding, strides, dilation, groups or a window of its own for each channel."""
+    """A convolution of quantized operands, with padding, strides, dilation, groups or a window of its own for each channel."""
     draw = scope.draw
     x = rounded(scope, _given(scope, draw.choose([3, 4, 4, 4])))
     inputs, spatial = x.shape[1], x.rank - 2
@@ -216,7 +216,7 @@ def convolution(scope: Scope) -> None:
 
 
 def transposed_convolution(scope: Scope) -> None:
-    """A transposed convolution of quantised operands."""
+    """A transposed convolution of quantized operands."""
     draw = scope.draw
     x = rounded(scope, _given(scope, 4))
     groups = draw.choose([1, 1, x.shape[1]])
@@ -228,7 +228,7 @@ def transposed_convolution(scope: Scope) -> None:
 
 
 def siblings(scope: Scope) -> None:
-    """Two layers that read one quantised value, by scales of their own; added up, concatenated, or each by itself."""
+    """Two layers that read one quantized value, by scales of their own; added up, concatenated, or each by itself."""
     draw = scope.draw
     x = rounded(scope, _given(scope, draw.choose([2, 3])))
     n, k = draw.choose([8, 16, 17]), x.shape[-1]
@@ -239,7 +239,7 @@ def siblings(scope: Scope) -> None:
 
 
 def attention(scope: Scope) -> None:
-    """Attention whose queries, keys, values and weights are quantised; (batch, length, channels)."""
+    """Attention whose queries, keys, values and weights are quantized; (batch, length, channels)."""
     draw = scope.draw
     x = _given(scope, 3)
     batch, k = x.shape[0], x.shape[2]
@@ -253,7 +253,7 @@ def attention(scope: Scope) -> None:
 
 
 def weight_alone(scope: Scope) -> None:
-    """A linear layer of which the weight alone is quantised, in groups."""
+    """A linear layer of which the weight alone is quantized, in groups."""
     draw = scope.draw
     size = draw.choose([8, 32])
     k, n = size * draw.choose([1, 2, 3]), draw.choose([1, 8, 17, 32])

@@ -112,7 +112,7 @@ def test_kinds_of_values_are_known_to_cpp() -> None:
 
 @pytest.mark.parametrize("dtype", [d for d in vars(torch).values() if isinstance(d, torch.dtype)], ids=str)
 def test_dtypes_are_known_to_cpp(dtype: torch.dtype) -> None:
-    """Each that the stable ABI of torch 2.11 has: all but quantised ones, integers and bits of no whole bytes, and bcomplex32."""
+    """Each that the stable ABI of torch 2.11 has: all but quantized ones, integers and bits of no whole bytes, and bcomplex32."""
     name = str(dtype).removeprefix("torch.")
     described = replace(EMPTY, values=(PlanValue(ValueKind.FRESH, 0, TensorSpec((1,), name, (1,), CPU)),))
     if name.startswith(("q", "bits", "bcomplex")) or name.removeprefix("u") in {f"int{bits}" for bits in range(1, 8)}:

@@ -64,12 +64,12 @@ class Setting:
 
     @property
     def is_int8(self) -> bool:
-        """True if activations are quantised, by `calibration`."""
+        """True if activations are quantized, by `calibration`."""
         return self.precision in CALIBRATED
 
     @property
     def half(self) -> str | None:
-        """ "bf16" or "fp16", in which all is computed that is not quantised; None for float32."""
+        """ "bf16" or "fp16", in which all is computed that is not quantized; None for float32."""
         return {"bf16": "bf16", "int8+bf16": "bf16", "fp16": "fp16"}.get(self.precision)
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
@@ -79,7 +79,7 @@ class Setting:
 
     @property
     def weight_bits(self) -> int | None:
-        """8 or 4 where only weights are quantised."""
+        """8 or 4 where only weights are quantized."""
         return {"int8-weights": 8, "int4-weights": 4}.get(self.precision)
 
 

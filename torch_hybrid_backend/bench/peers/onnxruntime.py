@@ -1,4 +1,4 @@
-"""ONNX Runtime's CPU provider on the model as `torch.onnx.export` gives it, quantised by its own tools."""
+"""ONNX Runtime's CPU provider on the model as `torch.onnx.export` gives it, quantized by its own tools."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def prepare(model: nn.Module, inputs: Inputs, setting: Setting) -> Prepared:
     optimised = str(setting.scratch / "optimised.onnx")
     if setting.precision != FLOAT32:
         options.optimized_model_filepath = optimised
-    session = onnxruntime.InferenceSession(_quantised(exported, setting), options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(_quantized(exported, setting), options, providers=["CPUExecutionProvider"])
     feed = _feed(inputs, [wanted.name for wanted in session.get_inputs()])
 
     def call() -> list[torch.Tensor]:
@@ -40,7 +40,7 @@ def prepare(model: nn.Module, inputs: Inputs, setting: Setting) -> Prepared:
 
 
 def export(model: nn.Module, inputs: Inputs, setting: Setting) -> str:
-    """The path of an ONNX file. Weights are in a file beside it; but what is quantised must be one file, of 2 GB at most: the quantiser moves
+    """The path of an ONNX file. Weights are in a file beside it; but what is quantized must be one file, of 2 GB at most: the quantizer moves
     it away from a second one."""
     path = str(setting.scratch / "model.onnx")
     apart = not setting.is_int8
@@ -55,10 +55,10 @@ def _feed(inputs: Inputs, wanted: Sequence[str]) -> dict[str, Any]:
     return {name: given[name].numpy() for name in wanted}
 
 
-def _quantised(exported: str, setting: Setting) -> str:
+def _quantized(exported: str, setting: Setting) -> str:
     """The path of the model in the setting's precision: pairs of QuantizeLinear and DequantizeLinear, or packed weights of the products
     that are MatMul in the file (Gemm, which some linear layers become, is not taken)."""
-    path = str(setting.scratch / "quantised.onnx")
+    path = str(setting.scratch / "quantized.onnx")
     if setting.is_int8:
         from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
         from onnxruntime.quantization.shape_inference import quant_pre_process
@@ -78,7 +78,7 @@ def _quantised(exported: str, setting: Setting) -> str:
     if setting.weight_bits is not None:
         from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
-        # Level 4: rows are quantised to 8 bits on the way, its fastest kernels.
+        # Level 4: rows are quantized to 8 bits on the way, its fastest kernels.
         quantizer = MatMulNBitsQuantizer(
             exported, bits=setting.weight_bits, block_size=GROUP, is_symmetric=True, accuracy_level=4
         )

@@ -1,4 +1,4 @@
-"""OpenVINO's own runtime on the model converted from `torch.export`, quantised and packed by NNCF."""
+"""OpenVINO's own runtime on the model converted from `torch.export`, quantized and packed by NNCF."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PRODUCTS = (
 
 
 def prepare(model: nn.Module, inputs: Inputs, setting: Setting) -> Prepared:
-    """Compiled for latency, static shapes. What is not quantised is computed in float32, unless half precision is asked for: its default would
+    """Compiled for latency, static shapes. What is not quantized is computed in float32, unless half precision is asked for: its default would
     be bfloat16 on processors that have it. Reports in which precision its layers that multiply run."""
     compiled = compiled_model(model, inputs, setting)
     request = compiled.create_infer_request()
@@ -53,10 +53,10 @@ def compiled_model(model: nn.Module, inputs: Inputs, setting: Setting, **propert
         "PERFORMANCE_HINT": "LATENCY",
         "INFERENCE_NUM_THREADS": setting.threads,
     }
-    return core.compile_model(_quantised(converted, setting), "CPU", hints | properties)
+    return core.compile_model(_quantized(converted, setting), "CPU", hints | properties)
 
 
-def _quantised(converted: Any, setting: Setting) -> Any:
+def _quantized(converted: Any, setting: Setting) -> Any:
     """By NNCF, on its defaults: ranges from the calibration inputs, with a transformer's pattern where there is attention; or weights alone,
     symmetric, all layers with one number of bits."""
     if not setting.is_int8 and setting.weight_bits is None:

@@ -35,7 +35,7 @@ def prepared(model: nn.Module, inputs: Inputs, setting: Setting, compiled: Compi
 
 
 def pt2e(model: nn.Module, inputs: Inputs, calibration: Sequence[Inputs]) -> nn.Module:
-    """An exported graph that quantises and dequantises, by torchao's quantiser for x86 with its defaults: uint8 per tensor for activations,
+    """An exported graph that quantizes and dequantizes, by torchao's quantizer for x86 with its defaults: uint8 per tensor for activations,
     int8 per channel for weights."""
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
     from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86

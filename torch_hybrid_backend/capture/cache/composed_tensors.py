@@ -1,4 +1,4 @@
-"""Tensors that are made of others, such as torchao's quantised weights: what of them decides how a graph is traced, and where their parts are.
+"""Tensors that are made of others, such as torchao's quantized weights: what of them decides how a graph is traced, and where their parts are.
 
 AOTAutograd calls the methods of their class while it traces; its graph knows the parts alone. So a key must cover what the methods do. That is
 known of one library, `LIBRARY`, and as long as the program has put nothing of its own in its classes: the key has its sources, the class, what

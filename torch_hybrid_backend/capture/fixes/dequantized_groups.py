@@ -1,4 +1,4 @@
-"""Sizes of values that are dequantised in groups: those of what they are made of, that are known only at run time too.
+"""Sizes of values that are dequantized in groups: those of what they are made of, that are known only at run time too.
 
 PyTorch has no metadata kernel for `dequantize_per_channel_group` (torch 2.13), so tracing runs its formula, which cuts rows into groups and
 joins them again. A row of s elements is (n * s // (n * s // 8)) * (s // 8) elements long then, for groups of 8: as many, but nothing

@@ -80,7 +80,7 @@ class Isa:
     registers: int
     dot_products: frozenset[str] = frozenset()
     tiles: frozenset[str] = frozenset()
-    # Weights of 8 and 4 bits are multiplied as they lie (`schedules/matmul/weight_only.py`); else they are dequantised before.
+    # Weights of 8 and 4 bits are multiplied as they lie (`schedules/matmul/weight_only.py`); else they are dequantized before.
     multiplies_quantized: bool = False
     # Values of 4-bit integers are looked up in a table of float32 (`x86.looked_up`), or of bfloat16 (`x86.bf16_of_nibbles`).
     looks_up_float32: bool = False

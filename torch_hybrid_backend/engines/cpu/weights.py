@@ -82,7 +82,7 @@ class Quantized(Weight):
     have three where many have two.
 
     `tile_format`: "" for vectors. On AMX's tiles "float32", "float32 high", or the format of the half type to which the left operand is rounded
-    already. "bfloat16" rounds the dequantised weight, too; it is also the format where `row_parts` is 1. On tiles all sizes are known, and
+    already. "bfloat16" rounds the dequantized weight, too; it is also the format where `row_parts` is 1. On tiles all sizes are known, and
     there is no table. Several groups are of whole steps of k, 32, but for "bfloat16".
     """
 

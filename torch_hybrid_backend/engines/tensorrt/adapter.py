@@ -115,7 +115,7 @@ def lowered(graph_module: torch.fx.GraphModule, fakes: Fakes, inputs: Sequence[o
         traced = fakes.traced(run, tensors, _decompositions())
         name_resizes(traced)
         spell_sizes(traced)
-        with _quantisers_kept:
+        with _quantizers_kept:
             result: torch.fx.GraphModule = post_lowering(traced, _settings(tf32=False))
     assumed = fakes.assumed()
     if assumed:
@@ -124,7 +124,7 @@ def lowered(graph_module: torch.fx.GraphModule, fakes: Fakes, inputs: Sequence[o
 
 
 @contextlib.contextmanager
-def _keep_quantisers() -> Iterator[None]:
+def _keep_quantizers() -> Iterator[None]:
     """Keep dequantized constants as they are: folded, they would take four times the memory, and products of integers would be none."""
     theirs = constant_folding._TorchTensorRTConstantFolder
     is_impure = theirs.is_impure
@@ -133,7 +133,7 @@ def _keep_quantisers() -> Iterator[None]:
     theirs.is_impure = is_impure
 
 
-_quantisers_kept = Overlapping(_keep_quantisers)
+_quantizers_kept = Overlapping(_keep_quantizers)
 
 
 # --- capability -------------------------------------------------------------------------------------------------------------------------

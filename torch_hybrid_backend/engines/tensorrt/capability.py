@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-# In networks that state every type. TensorRT has int8 and float8 for quantised values alone, and no complex numbers.
+# In networks that state every type. TensorRT has int8 and float8 for quantized values alone, and no complex numbers.
 _DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool})
 
 # Some converters cut whole numbers to 32 bits (`where` does). These lowered operators stay exact: they move values; they take indices, which

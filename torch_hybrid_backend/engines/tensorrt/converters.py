@@ -1,6 +1,6 @@
-"""Layers that quantise and dequantise, of the operators that torch_tensorrt has no converters for. `adapter` alone imports this.
+"""Layers that quantize and dequantize, of the operators that torch_tensorrt has no converters for. `adapter` alone imports this.
 
-Graphs come from `integer_products.spell_out`: scales are numbers, or those of the channels of what is dequantised.
+Graphs come from `integer_products.spell_out`: scales are numbers, or those of the channels of what is dequantized.
 """
 
 from __future__ import annotations

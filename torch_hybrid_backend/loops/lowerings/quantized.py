@@ -1,6 +1,6 @@
-"""Quantised tensors: the operators `quantized_decomposed` of torch.ao, in which torchao's graphs and this package's own are written.
+"""Quantized tensors: the operators `quantized_decomposed` of torch.ao, in which torchao's graphs and this package's own are written.
 
-Each computes what PyTorch computes, rounding included: quantising multiplies by the reciprocal of the scale in float32, rounds halves to even,
+Each computes what PyTorch computes, rounding included: quantizing multiplies by the reciprocal of the scale in float32, rounds halves to even,
 adds the zero point and clamps (per token and per group the zero point is added first). So integers are equal bit by bit.
 
 The operators exist only once torch.ao's module is imported, which importing this module does. `choose_qparams_per_token` has no
@@ -67,7 +67,7 @@ def _clamped(ctx: Context, a: Expr, low: Number, high: Number) -> Expr:
 
 def _refuse_float8(ctx: Context, x: Value) -> None:
     if is_float(compute_dtype(ctx.out.dtype)) and is_float(compute_dtype(x.dtype)):
-        raise Refuse(Reason.DTYPE, "floats of 8 bits are not quantised by kernels")
+        raise Refuse(Reason.DTYPE, "floats of 8 bits are not quantized by kernels")
 
 
 # One scale for a tensor
@@ -132,7 +132,7 @@ def _by_group(x: Value, numbers: Value, size: int) -> Value:
     """Value with one number for each `size` neighbours in a row of the matrix x."""
     rows, columns = x.shape
     if not isinstance(columns, int):
-        raise Refuse(Reason.SYMBOLIC_SHAPE, "the length of rows that are quantised in groups must be known")
+        raise Refuse(Reason.SYMBOLIC_SHAPE, "the length of rows that are quantized in groups must be known")
     groups = max(columns // size, 1)  # a row shorter than a group is one
 
     def place(index: tuple[Index, ...]) -> tuple[Index, ...]:
@@ -190,7 +190,7 @@ def _dequantized(
     is_constant = isinstance(x, Buffer) and x.constant
     is_narrow = bounds is not None and (bounds[1] - bounds[0] < 16 or (is_constant and are_seven_bits(bounds)))
     if x.dtype not in ("int8", "uint8", "int16"):
-        raise Refuse(Reason.DTYPE, f"quantised values of dtype {x.dtype} are left to eager")
+        raise Refuse(Reason.DTYPE, f"quantized values of dtype {x.dtype} are left to eager")
     return _elementwise(ctx, fn, x, scales, *(() if zero_points is None else (zero_points,)))
 
 
@@ -215,7 +215,7 @@ def quantize_per_channel(
     quant_max: int,
     dtype: torch.dtype,
 ) -> Value:
-    """Quantise as per tensor, with a scale and a zero point for each index of dimension `axis`."""
+    """Quantize as per tensor, with a scale and a zero point for each index of dimension `axis`."""
     numbers = _along(x, scales, axis), _along(x, zero_points, axis)
     return _quantized(ctx, x, *numbers, (quant_min, quant_max), round_first=True)
 
@@ -277,7 +277,7 @@ def quantize_per_channel_group(
     dtype: torch.dtype,
     group_size: int,
 ) -> Value:
-    """Quantise as per token, with a scale for each `group_size` neighbours in a row. (Eager raises for NaN; a kernel cannot.)"""
+    """Quantize as per token, with a scale for each `group_size` neighbours in a row. (Eager raises for NaN; a kernel cannot.)"""
     numbers = _by_group(x, scales, group_size), _by_group(x, zero_points, group_size)
     return _quantized(ctx, x, *numbers, (quant_min, quant_max), round_first=False)
 

@@ -132,8 +132,8 @@ def test_zero_points_of_both_operands_are_taken_off(
 
 # What an int32 holds the sums of, whatever the numbers are: a graph's 70,000, and the most that there are.
 @pytest.mark.parametrize("k", [70_000, 131_071])
-def test_long_sums_of_dequantised_operands_are_exact(engine: KernelEngine, k: int) -> None:
-    """int8 by int8, quantised and dequantised: sums of int32 that a float32 would round, the largest that there can be among them."""
+def test_long_sums_of_dequantized_operands_are_exact(engine: KernelEngine, k: int) -> None:
+    """int8 by int8, quantized and dequantized: sums of int32 that a float32 would round, the largest that there can be among them."""
     torch.manual_seed(0)
     x, w = torch.randint(-128, 128, (3, k)).float(), torch.randint(90, 128, (6, k), dtype=torch.int8)
     x[1], w[1], x[2] = -128, -128, x[2].abs().clamp(80, 127)
@@ -180,7 +180,7 @@ def test_zero_points_of_any_size_are_taken_off(engine: KernelEngine, kind: str, 
 
 @pytest.mark.parametrize("per", ["token", "tensor"])
 def test_zero_points_that_calls_choose_leave_a_product_of_integers(engine: KernelEngine, per: str) -> None:
-    """Products stay integer with zero points that calls choose, as torchao's dynamic quantisation does: nothing in the graph bounds a zero
+    """Products stay integer with zero points that calls choose, as torchao's dynamic quantization does: nothing in the graph bounds a zero
     point that lies in memory."""
     torch.manual_seed(0)
     x, w, scales = torch.randn(9, 64) + 0.7, extreme((24, 64), torch.int8), torch.rand(24) + 0.5
@@ -220,7 +220,7 @@ TWO_ACTIVATIONS = [
 def test_two_activations_are_multiplied_as_integers(
     engine: KernelEngine, case: tuple[object, ...], is_transposed: bool
 ) -> None:
-    """Both are quantised in the call: what moves the left one is made up for by sums of columns that are made there too."""
+    """Both are quantized in the call: what moves the left one is made up for by sums of columns that are made there too."""
     left, right, of_left, of_right, zero = case
     torch.manual_seed(0)
     x, y = extreme(left, of_left).float() - zero, extreme(right, of_right).float()  # type: ignore[arg-type,operator]
@@ -307,7 +307,7 @@ def of_seven_bits(shape: Sequence[int]) -> torch.Tensor:
     return (extreme(shape, torch.int8).int() / 2).round().clamp(-64, 64).to(torch.int8)
 
 
-def dequantised(w: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def dequantized(w: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return torch.ops.quantized_decomposed.dequantize_per_channel.default(w, scales, None, 0, -64, 64, torch.int8)
 
 
@@ -330,7 +330,7 @@ def test_matmuls_by_weights_of_7_bits_are_exact(
     x[m // 2, 1::3] = w[-1] = 61  # odd, so that float32 does not hold all sums
 
     def linear(x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        return torch.mm((x.float() - zero) * 0.5, dequantised(w, scales).t())
+        return torch.mm((x.float() - zero) * 0.5, dequantized(w, scales).t())
 
     _, compiled, inputs = compiled_region(engine, (linear, lambda: [x, w, scales]))
     exact = (x.long() - zero) @ w.long().t()
@@ -355,7 +355,7 @@ def test_weights_beyond_the_bounds_that_the_graph_names_are_clamped(engine: Kern
             return torch.mm(x, w.t())
         return torch.nn.functional.conv2d(x, w, None, 1, 1, 1, x.shape[1] // w.shape[1])
 
-    found, names = computed(engine, lambda x, w, scales: product(x.float(), dequantised(w, scales)), [x, w, scales])
+    found, names = computed(engine, lambda x, w, scales: product(x.float(), dequantized(w, scales)), [x, w, scales])
     assert names.count("map") <= 1  # of the image or the rows: weights are clamped and packed ahead of calls
     assert torch.equal(found, product(x.double(), w.double().clamp(-64, 64)).float() * 0.5)
 
@@ -370,7 +370,7 @@ def test_convolutions_by_weights_of_7_bits_are_exact(engine: KernelEngine, case:
     places = stride, padding, dilation, groups
 
     def function(x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        return convolve(x.float() - zero, dequantised(w, scales), None, *places)
+        return convolve(x.float() - zero, dequantized(w, scales), None, *places)
 
     found, _ = computed(engine, function, [x, w, torch.full((w.shape[0],), 0.5)])
     exact = convolve(x.double() - zero, w.double(), None, *places)
@@ -388,22 +388,22 @@ def test_convolutions_by_weights_of_7_bits_are_exact(engine: KernelEngine, case:
         (16, (9, 9), 1, 0, torch.uint8),
     ],
 )
-def test_depthwise_convolutions_of_quantised_images_are_exact(
+def test_depthwise_convolutions_of_quantized_images_are_exact(
     engine: KernelEngine, channels: int, kernel: tuple[int, int], stride: int, zero: int, dtype: torch.dtype
 ) -> None:
     """Those that words of taps take, signed ones and those with a zero point too, and wider windows, which they do not."""
     torch.manual_seed(0)
     x, w, limits = torch.randn(2, channels, 11, 13), extreme((channels, 1, *kernel), torch.int8), torch.iinfo(dtype)
 
-    def quantised(x: torch.Tensor) -> torch.Tensor:
+    def quantized(x: torch.Tensor) -> torch.Tensor:
         return torch.clamp(torch.round(x * 90) + zero, limits.min, limits.max).to(dtype)
 
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        image = quantised(x).float() - zero
+        image = quantized(x).float() - zero
         return torch.nn.functional.conv2d(image, w.float(), None, stride, kernel[0] // 2, 1, channels) * 0.5
 
     found, _ = computed(engine, function, [x, w])
-    image = quantised(x).double() - zero
+    image = quantized(x).double() - zero
     exact = torch.nn.functional.conv2d(image, w.double(), None, stride, kernel[0] // 2, 1, channels)
     assert torch.equal(found, exact.float() * 0.5)
 
@@ -468,8 +468,8 @@ def test_a_signed_image_with_padding_is_not_copied(zero: int) -> None:
     assert torch.equal(found.double(), torch.nn.functional.conv2d(y.double(), second.double(), None, 1, 1))
 
 
-def test_a_result_that_is_quantised_again_is_one_kernel() -> None:
-    """Convolution, bias, ReLU, a sum and requantisation: nothing of float32 lies in memory."""
+def test_a_result_that_is_quantized_again_is_one_kernel() -> None:
+    """Convolution, bias, ReLU, a sum and requantization: nothing of float32 lies in memory."""
     torch.manual_seed(0)
     x, w = extreme((1, 16, 8, 8), torch.uint8), extreme((32, 16, 1, 1), torch.int8)
     other, bias = extreme((1, 32, 8, 8), torch.uint8), torch.randn(32)

@@ -156,7 +156,7 @@ def test_integers(dtype: str, name: str | None) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "zero"), [("int8", 0), ("uint8", 9)])
-def test_quantised_operands(emulated: ctypes.CDLL, dtype: str, zero: int) -> None:
+def test_quantized_operands(emulated: ctypes.CDLL, dtype: str, zero: int) -> None:
     """The offset that moves the left operand for the dot products of vectors is taken off behind a sum on tiles too."""
     torch.manual_seed(0)
     target = dataclasses.replace(SAPPHIRE_RAPIDS, features=(*SAPPHIRE_RAPIDS.features, "avx512_vnni"))
@@ -185,7 +185,7 @@ def test_quantised_operands(emulated: ctypes.CDLL, dtype: str, zero: int) -> Non
 
 
 def of_activations(a: torch.Tensor, b: torch.Tensor) -> tuple[Kernel, list[Variant]]:
-    """A product of two tensors that calls bring, integers as what they are dequantised to."""
+    """A product of two tensors that calls bring, integers as what they are dequantized to."""
     target = dataclasses.replace(SAPPHIRE_RAPIDS, features=(*SAPPHIRE_RAPIDS.features, "avx512_vnni", "avx512_bf16"))
 
     def function(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -240,7 +240,7 @@ def test_right_operands_of_the_call_that_fill_no_tiles(a: torch.Tensor, b: torch
     assert of_activations(a, b)[1] == []
 
 
-def of_dequantised(rows: int, k: int, group: int, dtype: torch.dtype) -> tuple[Kernel, list[Variant]]:
+def of_dequantized(rows: int, k: int, group: int, dtype: torch.dtype) -> tuple[Kernel, list[Variant]]:
     """The kernel of a product with a weight of 4 bits, and its ways on tiles."""
 
     def by_group(x: torch.Tensor, q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -257,9 +257,9 @@ def of_dequantised(rows: int, k: int, group: int, dtype: torch.dtype) -> tuple[K
     ("dtype", "name"),
     [(torch.float32, "amx float32"), (torch.bfloat16, "amx bfloat16"), (torch.float16, "amx float16 split")],
 )
-def test_dequantised_weights(dtype: torch.dtype, name: str) -> None:
+def test_dequantized_weights(dtype: torch.dtype, name: str) -> None:
     """The weight is what kernels by vectors read; unpacked it is rounded, or summed in groups, so the kernel counts as inexact."""
-    kernel, (first, *_) = of_dequantised(48, 128, 32, dtype)
+    kernel, (first, *_) = of_dequantized(48, 128, 32, dtype)
     (product,) = first.kernels
     assert isinstance(kernel, CpuMatMulKernel)
     assert isinstance(kernel.weight, Quantized)
@@ -271,21 +271,21 @@ def test_dequantised_weights(dtype: torch.dtype, name: str) -> None:
 @pytest.mark.parametrize(("row_parts", "name"), [(1, "amx bfloat16"), (2, "amx float32 high")])
 def test_rows_that_may_be_rounded(row_parts: int, name: str) -> None:
     """Rows of float32 that may be are one part of bfloat16, or two, in place of three."""
-    kernel, _ = of_dequantised(48, 128, 32, torch.float32)
+    kernel, _ = of_dequantized(48, 128, 32, torch.float32)
     assert isinstance(kernel, CpuMatMulKernel)
     weight = dataclasses.replace(kernel.weight, row_parts=row_parts)
     (first, *_) = alternatives(dataclasses.replace(kernel, weight=weight), {}, SAPPHIRE_RAPIDS)
     assert first.name == name
 
 
-def test_dequantised_weights_that_tiles_do_not_serve() -> None:
+def test_dequantized_weights_that_tiles_do_not_serve() -> None:
     """Groups that are no whole steps of k, of float32, which sums them apart; few rows, of which tiles are mostly empty."""
-    assert not of_dequantised(4, 128, 32, torch.float32)[1]
-    assert not of_dequantised(7, 128, 32, torch.bfloat16)[1]
-    assert of_dequantised(8, 128, 32, torch.bfloat16)[1]
-    assert not of_dequantised(48, 192, 24, torch.float32)[1]
-    assert of_dequantised(48, 192, 24, torch.bfloat16)[1]
-    assert of_dequantised(48, 192, 96, torch.float32)[1]
+    assert not of_dequantized(4, 128, 32, torch.float32)[1]
+    assert not of_dequantized(7, 128, 32, torch.bfloat16)[1]
+    assert of_dequantized(8, 128, 32, torch.bfloat16)[1]
+    assert not of_dequantized(48, 192, 24, torch.float32)[1]
+    assert of_dequantized(48, 192, 24, torch.bfloat16)[1]
+    assert of_dequantized(48, 192, 96, torch.float32)[1]
 
 
 def test_where_tiles_do_not_serve() -> None:

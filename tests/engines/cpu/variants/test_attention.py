@@ -90,7 +90,7 @@ def test_lengths_known_only_at_run_time(dtype: str, names: list[str]) -> None:
     assert [way.name for way in low_precision_attention(kernel, None, _TILES)] == names
 
 
-def _dequantised(x: torch.Tensor, scale: float | None = 0.02) -> torch.Tensor:
+def _dequantized(x: torch.Tensor, scale: float | None = 0.02) -> torch.Tensor:
     """Dequantize as `quantize` does it; with a scale for each row without one."""
     if scale is not None:
         return quantization.tensor(quantization.call, x, -scale * 127, scale * 127)
@@ -106,7 +106,7 @@ def test_dequantized_operands_are_read_as_int8(of_q: float | None, of_v: float |
     inputs = [torch.randn(1, 4, 128, 64) for _ in range(3)]
 
     def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        operands = _dequantised(q, of_q), _dequantised(k, 0.02), _dequantised(v, of_v)
+        operands = _dequantized(q, of_q), _dequantized(k, 0.02), _dequantized(v, of_v)
         return torch.nn.functional.scaled_dot_product_attention(*operands)
 
     found = assemble(region_of(attended, *inputs, changing=3), TvmBackend(_TILES))

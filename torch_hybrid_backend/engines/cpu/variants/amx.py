@@ -97,7 +97,7 @@ def _is_vnni_of_tiles(weight: Panels | InPlace, k: int, form: TileFormat) -> boo
 def tile_dequantized_products(
     kernel: CpuMatMulKernel[Quantized], packed: Packed | None, target: Target
 ) -> list[Variant]:
-    """The product with a quantised weight on tiles, and the further choices of its schedule; none where it has no such form.
+    """The product with a quantized weight on tiles, and the further choices of its schedule; none where it has no such form.
 
     Both read the weight as it is packed.
     """
@@ -121,7 +121,7 @@ def tile_dequantized_products(
 def _dequantized_format(kernel: CpuMatMulKernel[Quantized]) -> str:
     """The format of `a`: in as few parts as are exact, or as its weight says that rows may be rounded.
 
-    bfloat16, of `a` and of the dequantised weight, is off by 2.4e-3 of a product (`python -m benchmarks.weights_alone`); rows of 8 bits, 5e-3.
+    bfloat16, of `a` and of the dequantized weight, is off by 2.4e-3 of a product (`python -m benchmarks.weights_alone`); rows of 8 bits, 5e-3.
     """
     if kernel.weight.row_parts == 1 or is_rounded(kernel.a, "bfloat16"):
         return "bfloat16"
@@ -208,7 +208,7 @@ def _variants(
 ) -> list[Variant]:
     """The kernel as its schedule ranks first, second and so on; the latter are for tuning: no first call times what is estimated so."""
     weight = kernel.weight
-    # A dequantised weight is rounded, or summed in groups, as the kernel by vectors does not.
+    # A dequantized weight is rounded, or summed in groups, as the kernel by vectors does not.
     is_exact = isinstance(weight, AmxTiles) and not FORMATS[weight.tile_format].splits
     name = f"amx {weight.tile_format}"
     first = Variant(name, (kernel,), packed, is_exact, cost < _CERTAIN_COST, cost)

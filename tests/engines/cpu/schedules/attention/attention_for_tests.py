@@ -119,7 +119,7 @@ def make(
 def of_int8(
     kernel: AttentionKernel, inputs: dict[Buffer, torch.Tensor], dtypes: tuple[str, ...], zeros: tuple[int, ...]
 ) -> tuple[AttentionKernel, dict[Buffer, torch.Tensor], list[torch.Tensor]]:
-    """`make`'s kernel with queries, keys and values that are dequantised integers: kernel, inputs, and the three in float64."""
+    """`make`'s kernel with queries, keys and values that are dequantized integers: kernel, inputs, and the three in float64."""
     operands, values, buffers, scales = [], [], dict[Buffer, Buffer](), (0.02, 0.03, 0.01)
     for expr, dtype, zero, scale in zip((kernel.q, kernel.k, kernel.v), dtypes, zeros, scales, strict=True):
         assert isinstance(expr, Load)

@@ -1,4 +1,4 @@
-"""Products with a quantised weight, against float64 of the dequantised weight."""
+"""Products with a quantized weight, against float64 of the dequantized weight."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def kernel_of(
     scaled_by: str = _FLOAT,
     row_parts: int = 3,
 ) -> CpuMatMulKernel[Quantized]:
-    """out = relu(a @ dequantised + bias) * residual; reads a, weight, scales, bias, residual, zeros, a table. `group` 0: one for all of k.
+    """out = relu(a @ dequantized + bias) * residual; reads a, weight, scales, bias, residual, zeros, a table. `group` 0: one for all of k.
 
     in_words: weights of 8 bits lie as those of 4 do, in words along k. scaled_by: the scales' dtype. row_parts: see the kernel."""
     tile, group = 2 * target.lanes, group or k
@@ -180,7 +180,7 @@ def test_tables_match_float64(target: Target, m: int) -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("copies", [1, 2])
 def test_special_activations(copies: int, bits: int) -> None:
-    """Infinities, NaN, small and large numbers give what they give with the dequantised weight, in few rows and in many."""
+    """Infinities, NaN, small and large numbers give what they give with the dequantized weight, in few rows and in many."""
     specials = (0.0, torch.inf, -torch.inf, torch.nan, 1e36, 1e-38) * copies
     m, k, n, tile = len(specials), 64, 48, 2 * HOST.lanes
     kernel = kernel_of(m, k, n, HOST, bits, 32)

@@ -1,4 +1,4 @@
-"""Products with a quantised weight by AMX: kernels run on emulated tiles and are compared with float64; their machine code is looked at."""
+"""Products with a quantized weight by AMX: kernels run on emulated tiles and are compared with float64; their machine code is looked at."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_matches_float64(target: Target, m: int) -> None:
 @pytest.mark.parametrize("target", [_HOST, _NARROW], ids=["host", "narrow"])
 @pytest.mark.parametrize("m", [8, 129])
 def test_half_activations(target: Target, m: int) -> None:
-    """Activations of bfloat16 are multiplied by the dequantised weight rounded to it; of float16: by the dequantised weight."""
+    """Activations of bfloat16 are multiplied by the dequantized weight rounded to it; of float16: by the dequantized weight."""
     for kernel in (
         tiles_of(m, 67, 37, 8, form="bfloat16", target=target),
         tiles_of(m, 1100, 97, 8, dtype="uint8", zeros=True, form="bfloat16", target=target),
@@ -95,7 +95,7 @@ def test_rows_that_may_be_rounded_to_a_byte(m: int) -> None:
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_special_activations(bits: int, zeros: bool) -> None:
-    """Rows with numbers that cannot be split are multiplied in float32, and give what they give with the dequantised weight."""
+    """Rows with numbers that cannot be split are multiplied in float32, and give what they give with the dequantized weight."""
     specials = [0.0, torch.inf, -torch.inf, torch.nan, 3e38, 1e-40, 2 * LARGEST, SMALLEST / 2]
     m, k, n, group = 70, 96, 48, 32
     kernel = tiles_of(m, k, n, bits, group, zeros=zeros)

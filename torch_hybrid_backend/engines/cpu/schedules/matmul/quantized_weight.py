@@ -1,4 +1,4 @@
-"""A quantised weight in memory, and its elements in registers: what the schedules of a `Quantized` weight read it by.
+"""A quantized weight in memory, and its elements in registers: what the schedules of a `Quantized` weight read it by.
 
     weight[k, n] = (integer - zero) * scale, or table[integer]
 

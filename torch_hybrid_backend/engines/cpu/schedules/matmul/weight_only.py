@@ -1,6 +1,6 @@
-"""Matmul with a quantised weight: C[m, n] = sum over k of A[m, k] * (Q[k, n] - zero[g, n]) * scale[g, n], g = k // group, Q of 8 or 4 bits.
+"""Matmul with a quantized weight: C[m, n] = sum over k of A[m, k] * (Q[k, n] - zero[g, n]) * scale[g, n], g = k // group, Q of 8 or 4 bits.
 
-Pattern: a `Quantized` weight. Sums are as exact as those of the dequantised weight, but where it says that rows may be rounded
+Pattern: a `Quantized` weight. Sums are as exact as those of the dequantized weight, but where it says that rows may be rounded
 (`row_parts`). The weight comes from memory once, as it is packed: a sequential stream for each task, which has a share of the panels.
 
 Few rows (decoding): integers become float32 in registers and are multiplied there; a group's sum is multiplied by its scale. (So activations
@@ -16,7 +16,7 @@ second-level cache, as integers once, then runs tiles of a few rows (`integer_ti
 is four multiply-adds a lane: three stand for four multiply-adds of float32; two where rows have 16 bits, one where they have 8. Should a number
 be none that integers hold, the task multiplies its rows as float32, one by one.
 
-Many rows elsewhere: a task dequantises a part of a panel's k into scratch that stays in its cache, then runs all tiles of rows over it
+Many rows elsewhere: a task dequantizes a part of a panel's k into scratch that stays in its cache, then runs all tiles of rows over it
 (those of `packed`); between the parts of k sums wait in memory. That costs five instructions for each vector of weights, against a
 multiply-add a row.
 
@@ -50,7 +50,7 @@ from torch_hybrid_backend.engines.cpu.weights import Quantized
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, known_int
 
-# Steps of k that are dequantised at once, roughly: 64 KiB of a panel of 32 columns.
+# Steps of k that are dequantized at once, roughly: 64 KiB of a panel of 32 columns.
 _DEPTH = 512
 
 # (total, panel, group): total += the rows of a task times a group of a panel.

@@ -1,9 +1,9 @@
-"""Matmul with a quantised weight by AMX: C[m, n] = sum over k of A[m, k] * (Q[k, n] - zero[g, n]) * scale[g, n], g = k // group.
+"""Matmul with a quantized weight by AMX: C[m, n] = sum over k of A[m, k] * (Q[k, n] - zero[g, n]) * scale[g, n], g = k // group.
 
 Pattern: a `Quantized` weight with a `tile_format`. Beside the steps of `schedules/amx`: before a task multiplies a panel of columns, it
 unpacks that panel's part of k to tiles, which stay in the first-level cache while the panels of rows go by.
 
-Activations of bfloat16 are multiplied by the weight dequantised and rounded to bfloat16, as the graph has it. So are those of others that may
+Activations of bfloat16 are multiplied by the weight dequantized and rounded to bfloat16, as the graph has it. So are those of others that may
 be rounded to 8 bits: that would lose more than rounding both to bfloat16 does. For others the weight's integers, which are exact in bfloat16,
 are one part, where a float32 weight has three: three products of parts instead of six. (A is split as in `schedules/amx`; rows that cannot be
 are multiplied by vectors.) A group's products start at zero; its sums go from the tiles to memory, and from there, times the group's scales,

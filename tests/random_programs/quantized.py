@@ -1,7 +1,7 @@
-"""PyTorch's operators on quantised tensors (`quantized_decomposed`) as programs call them, in float32 and for the run in float64.
+"""PyTorch's operators on quantized tensors (`quantized_decomposed`) as programs call them, in float32 and for the run in float64.
 
-The operators take and give float32, so float64's run goes through it. What is exact (`scope`) stays so. Of other values that are quantised some
-may lie so near a tie that either integer is right: where, runs tell in which all that is quantised is moved a little (`NUDGES`).
+The operators take and give float32, so float64's run goes through it. What is exact (`scope`) stays so. Of other values that are quantized some
+may lie so near a tie that either integer is right: where, runs tell in which all that is quantized is moved a little (`NUDGES`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Quantised layers: values that are rounded to 8 bits and back, alone and in pairs with views and poolings in between, and layers whose
+"""Quantized layers: values that are rounded to 8 bits and back, alone and in pairs with views and poolings in between, and layers whose
 operands are, with what follows them.
 
 Scales are powers of two, so that results stay exact: integers are compared bit by bit, ties of roundings included.
@@ -39,7 +39,7 @@ def _form(scope: Scope) -> _Form:
 
 
 def _exact(scope: Scope, *ranks: int) -> Value | None:
-    """A value that may be quantised: of float32, exact, with elements."""
+    """A value that may be quantized: of float32, exact, with elements."""
     return scope.pick(
         lambda v: v.dtype is torch.float32 and v.exact and 0 not in v.shape and (not ranks or v.rank in ranks)
     )
@@ -60,7 +60,7 @@ def _rounded(scope: Scope, x: Value, form: _Form) -> Value:
 
 
 def pair(scope: Scope) -> None:
-    """A value is quantised and dequantised."""
+    """A value is quantized and dequantized."""
     x = _exact(scope)
     if x is None:
         raise TakenBackError
@@ -108,14 +108,14 @@ def channels(scope: Scope) -> None:
 
 
 def _weight(scope: Scope, shape: list[int], axis: int = 0) -> Value:
-    """A weight of integers, dequantised by output channel."""
+    """A weight of integers, dequantized by output channel."""
     w = scope.fresh(shape, torch.int8, weight=True)
     scales = [scope.draw.choose(_SCALES) for _ in range(shape[axis])]
     return scope.let(f"dequantize_channels({w}, {scales}, None, {axis}, -127, 127, torch.int8)", ARITHMETIC)
 
 
 def _followed(scope: Scope, y: Value) -> None:
-    """An activation, a sum with another quantised value, and requantisation: each may be missing."""
+    """An activation, a sum with another quantized value, and requantization: each may be missing."""
     draw = scope.draw
     if draw.chance(2):
         y = scope.let(draw.choose([f"torch.relu({y})", f"F.relu6({y})"]), MOVE)
@@ -130,7 +130,7 @@ def _followed(scope: Scope, y: Value) -> None:
 
 
 def linear(scope: Scope) -> None:
-    """A linear layer of quantised operands; its weight by output channel, as (n, k) or as (k, n)."""
+    """A linear layer of quantized operands; its weight by output channel, as (n, k) or as (k, n)."""
     draw = scope.draw
     x = _rounded(scope, _given(scope, draw.choose([2, 2, 3])), _form(scope))
     n, k = draw.choose([size for size in scope.sizes if size]), x.shape[-1]
@@ -143,7 +143,7 @@ def linear(scope: Scope) -> None:
 
 
 def shared(scope: Scope) -> None:
-    """A quantised value, read by a quantised layer and by a product of floats."""
+    """A quantized value, read by a quantized layer and by a product of floats."""
     x = _rounded(scope, _given(scope, 2), _form(scope))
     w = _weight(scope, [scope.draw.choose([1, 8, 17]), x.shape[1]])
     scope.let(f"F.linear({x}, {w})", SUM)
@@ -151,7 +151,7 @@ def shared(scope: Scope) -> None:
 
 
 def convolution(scope: Scope) -> None:
-    """A convolution of quantised operands, with padding, strides, groups or a window of its own for each channel."""
+    """A convolution of quantized operands, with padding, strides, groups or a window of its own for each channel."""
     draw = scope.draw
     x = _rounded(scope, _given(scope, 4), _form(scope))
     inputs = x.shape[1]
@@ -166,7 +166,7 @@ def convolution(scope: Scope) -> None:
 
 
 def weight_alone(scope: Scope) -> None:
-    """A linear layer of which the weight alone is quantised, in groups."""
+    """A linear layer of which the weight alone is quantized, in groups."""
     draw = scope.draw
     size = draw.choose([8, 32])
     k, n = size * draw.choose([1, 2, 3]), draw.choose([1, 8, 17, 32])
