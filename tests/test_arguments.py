@@ -146,7 +146,7 @@ def test_values_in_words() -> None:
     ]
 
 
-@pytest.mark.parametrize(("name", "nearest"), [("explainn", "explain"), ("quantize", "quantize"), ("Confi", "Config")])
+@pytest.mark.parametrize(("name", "nearest"), [("explainn", "explain"), ("quantise", "quantize"), ("Confi", "Config")])
 def test_a_wrong_attribute_of_the_package_suggests_the_nearest(name: str, nearest: str) -> None:
     """And `dir` shows what there is, before it is imported."""
     with pytest.raises(AttributeError, match=re.escape(f"has no attribute '{name}'. Did you mean '{nearest}'?")):

@@ -187,9 +187,11 @@ def is_quantized(value: object) -> bool:
 
 def _widens_bytes(node: Node) -> bool:
     """True if the node casts integers of 8 bits to a wider dtype."""
-    value, source = node.meta.get("val"), node.args[0] if node.args else None
-    narrow = source.meta["val"] if isinstance(source, Node) else None
-    if node.target not in CASTS or not isinstance(value, torch.Tensor) or not isinstance(narrow, torch.Tensor):
+    source = node.args[0] if node.args else None
+    if node.target not in CASTS or not isinstance(source, Node):
+        return False
+    value, narrow = node.meta.get("val"), source.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not isinstance(narrow, torch.Tensor):
         return False
     return narrow.dtype in _BYTES and value.dtype not in (*_BYTES, torch.bool)
 
@@ -213,7 +215,7 @@ def _is_written_out(value: object) -> bool:
 
 def _is_smaller(value: object, than: Node) -> bool:
     """True if a value is a number, or a tensor of fewer elements: a mask of a weight is not, a scale is."""
-    if not isinstance(value, Node) or not isinstance(value.meta["val"], torch.Tensor):
+    if not isinstance(value, Node) or not isinstance(value.meta.get("val"), torch.Tensor):
         return True
     sizes = *value.meta["val"].shape, *than.meta["val"].shape
     return all(isinstance(size, int) for size in sizes) and value.meta["val"].numel() < than.meta["val"].numel()

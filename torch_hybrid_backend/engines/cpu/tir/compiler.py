@@ -18,7 +18,7 @@ from torch_hybrid_backend.engines.cpu.tir.linker import link
 from torch_hybrid_backend.storage.sources import sources_version
 
 # All that a kernel's text and its machine code are made by; engines import nothing else but utilities.
-SOURCES: tuple[str, ...] = ("core", "sizes", "loops", "codegen", "engines/cpu")
+SOURCES: tuple[str, ...] = ("core", "sizes", "loops", "codegen", "engines/cpu", "graph/quantized.py")
 SUFFIX = ".so"
 ENVIRONMENT: Mapping[str, str] = {"TVM_NUM_THREADS": "1"}
 
