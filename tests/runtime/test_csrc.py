@@ -21,6 +21,7 @@ def test_the_cpp_unit_tests_pass(tmp_path: Path) -> None:
     _make("test", tmp_path)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(
     not (shutil.which("make") and shutil.which("g++") and shutil.which("setarch")), reason="needs make, g++ and setarch"
 )

@@ -56,11 +56,21 @@ _CASES = (
     *itertools.product(_AS_WRITTEN, ("as-written",), ("avx2", "avx512")),
     *itertools.product(_REDUCED, ("bf16", "int8", "int4-weights"), ("vnni", "amx")),
 )
+# These take long, and hardly have a kernel of another kind: `make test-full` runs them, and whoever changes kernels does.
+_LONG = frozenset(
+    (
+        *itertools.product(("resnet50", "efficientnet_b0", "swin_tiny"), ("as-written",), ("avx2",)),
+        *itertools.product(("resnet50",), ("bf16", "int8", "int4-weights"), ("vnni", "amx")),
+    )
+)
 _RANKED = frozenset(f"choice {n}" for n in range(2, 8))  # emitting them all would take a minute
 
 
 @traced
-@pytest.mark.parametrize(("model", "precision", "target"), _CASES)
+@pytest.mark.parametrize(
+    ("model", "precision", "target"),
+    [pytest.param(*case, marks=pytest.mark.full if case in _LONG else ()) for case in _CASES],
+)
 def test_golden_kernels(
     model: str, precision: str, target: str, golden: Golden, golden_texts: Path | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
