@@ -7,8 +7,10 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "check.h"
 
@@ -140,6 +142,15 @@ aoti_torch_get_current_cuda_stream(int32_t, void** stream) {
   return AOTI_TORCH_SUCCESS;
 }
 
+// As PyTorch's allocator of a GPU, which keeps freed memory: work that is enqueued on its stream
+// may still use it.
+static void KeepMapped(char* memory) {
+  static std::mutex mutex;
+  static auto& freed = *new std::vector<char*>;
+  const std::lock_guard<std::mutex> lock(mutex);
+  freed.push_back(memory);
+}
+
 AOTITorchError aoti_torch_empty_strided(int64_t dims, const int64_t* sizes, const int64_t* strides,
                                         int32_t dtype, int32_t device_type, int32_t device_index,
                                         AtenTensorHandle* out) {
@@ -149,7 +160,8 @@ AOTITorchError aoti_torch_empty_strided(int64_t dims, const int64_t* sizes, cons
   // As PyTorch's allocators: 512 bytes on a GPU, 64 on the host.
   const size_t alignment = device_type == kCpu ? 64 : 512;
   void* memory = std::aligned_alloc(alignment, (size_bytes / alignment + 1) * alignment);
-  tensor.memory = std::shared_ptr<char>(static_cast<char*>(memory), [](char* p) { std::free(p); });
+  tensor.memory = std::shared_ptr<char>(
+      static_cast<char*>(memory), device_type == kCpu ? [](char* p) { std::free(p); } : KeepMapped);
   *out = New(std::move(tensor));
   return AOTI_TORCH_SUCCESS;
 }
