@@ -120,7 +120,7 @@ def test_whole_numbers_that_would_be_cut_are_found_in_the_network() -> None:
     network.add_gather(table, cut, 0)
     adapter._check_exact(network)
     network.add_elementwise(cut, cut, adapter.trt.ElementWiseOperation.SUM)
-    with pytest.raises(CompileError, match="cuts whole numbers to 32 bits"):
+    with pytest.raises(CompileError, match="cuts int64 to int32"):
         adapter._check_exact(network)
 
 

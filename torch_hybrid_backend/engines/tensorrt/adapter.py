@@ -126,11 +126,11 @@ def lowered(graph_module: torch.fx.GraphModule, fakes: Fakes, inputs: Sequence[o
 @contextlib.contextmanager
 def _keep_quantizers() -> Iterator[None]:
     """Keep dequantized constants from being folded: as floats they take four times the memory, and integer products become float products."""
-    theirs = constant_folding._TorchTensorRTConstantFolder
-    is_impure = theirs.is_impure
-    theirs.is_impure = lambda self, node: operator_name(node) is not None or is_impure(self, node)
+    folder = constant_folding._TorchTensorRTConstantFolder
+    is_impure = folder.is_impure
+    folder.is_impure = lambda self, node: operator_name(node) is not None or is_impure(self, node)
     yield
-    theirs.is_impure = is_impure
+    folder.is_impure = is_impure
 
 
 _quantizers_kept = SharedContext(_keep_quantizers)
@@ -169,7 +169,7 @@ def converters_of(node: torch.fx.Node) -> Converters:
         is_found = source.op == "get_attr" or converters_of(source).found
         return Converters(1, () if is_found else ("getitem_validator",))
     settings = _settings(tf32=False)
-    candidates = [each for each in DYNAMO_ATEN_CONVERTERS.get(node.target, ()) if _is_theirs(each)]
+    candidates = [each for each in DYNAMO_ATEN_CONVERTERS.get(node.target, ()) if _is_builtin(each)]
     willing = [each for each in candidates if _accepts(each.capability_validator, node, settings)]
     refusing = tuple(_validator(each.capability_validator) for each in candidates if each not in willing)
     dynamic = [each for each in willing if each.supports_dynamic_shapes] if node_has_dynamic_shapes(node) else willing
@@ -181,7 +181,7 @@ def converters_of(node: torch.fx.Node) -> Converters:
     )
 
 
-def _is_theirs(converter: ConverterSupport) -> bool:
+def _is_builtin(converter: ConverterSupport) -> bool:
     """True if the converter is torch_tensorrt's own. The build process has no converters that a user registered; later processes, which read
     the kept verdict, may have none either."""
     return str(converter.converter_implementation.__module__).partition(".")[0] == "torch_tensorrt"
@@ -372,7 +372,7 @@ def _check_exact(network: Any) -> None:
             tensor = layer.get_input(position)
             is_index = layer.type == trt.LayerType.GATHER and position == 1
             if tensor is not None and tensor.name in cut and not is_index:
-                raise CompileError(f"the layer {cut[tensor.name]!r} cuts whole numbers to 32 bits")
+                raise CompileError(f"the layer {cut[tensor.name]!r} cuts int64 to int32")
 
 
 def _cuts(layer: Any, sizes: set[str]) -> bool:

@@ -26,8 +26,8 @@ aten = torch.ops.aten
 def converter_of(node: Node) -> Callable[..., Any] | None:
     """This package's converter of a node of a lowered graph; None if torch_tensorrt's converter is right.
 
-    The arguments of a converter are torch_tensorrt's context, a list that keeps the contents of constants until the engine is built, a name,
-    and the node's arguments."""
+    A converter takes torch_tensorrt's context, a list, a name, and the node's arguments. The list keeps the contents of constants until the
+    engine is built."""
     if node.target is aten._to_copy.default:
         types = [each.meta["val"].dtype for each in (node, *node.all_input_nodes) if "val" in each.meta]
         if any(dtype in NARROW for dtype in types):

@@ -194,8 +194,8 @@ class _Rewriter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Operand:
-    """Integers, moved by `moves` in order, times `scale`. The scale is a number or a scalar tensor; with `by_rows` there is one for each row,
-    and with `axis` one for each channel of this dimension."""
+    """Integers, moved by `moves` in order, times `scale`: a number, a scalar tensor, or scales. `by_rows`: one for each row. `axis`: one for
+    each channel of this dimension."""
 
     integers: Node
     scale: Any

@@ -121,7 +121,7 @@ class CudaStreams:
 
     @property
     def capturing(self) -> bool:
-        with self.entered():  # PyTorch tells about the current device's stream
+        with self.entered():  # PyTorch's query is about the current device's stream
             return torch.cuda.is_current_stream_capturing()
 
 
