@@ -114,6 +114,7 @@ def test_a_model_beside_other_runtimes(models: Path, tmp_path: Path, capsys: pyt
     assert "the whole graph" in files["log"].read_text()
 
 
+@pytest.mark.full
 def test_a_batch_that_the_factory_takes(models: Path, tmp_path: Path) -> None:
     """The factory gets the batch size; each batch size has a table."""
     out = tmp_path / "out.json"

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.bench.work_for_tests import measured
 
 
+@pytest.mark.full
 def test_a_model_with_named_arguments_and_outputs(tmp_path: Path) -> None:
     """Results equal eager's up to rounding, and the peer is timed."""
     result = measured("inductor_freezing", tmp_path)
