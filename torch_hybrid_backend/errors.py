@@ -70,6 +70,10 @@ class CompressedFileError(HybridError, ValueError):
     """A file of compressed weights is damaged, or is none."""
 
 
+class NotExportableError(HybridError, ValueError):
+    """A model cannot be written to a `.hybrid` file; the message names what stands in the way."""
+
+
 class PassError(HybridError):
     """A graph pass broke an invariant; the message names the pass and those before it."""
 
