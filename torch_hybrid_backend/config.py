@@ -221,8 +221,8 @@ class Config:
         metadata=_setting(
             _boolean,
             "0, 1",
-            "leave operators to an engine's kernels also where operators of PyTorch's are faster, in eager or in place of a kernel; `export` sets "
-            "it, so that a file needs no PyTorch",
+            "run regions by kernels also where operators of PyTorch's are faster, in eager or in place of a kernel; `export` sets this, so "
+            "that a file needs no PyTorch",
         ),
     )
     measure_budget_s: float = dataclasses.field(

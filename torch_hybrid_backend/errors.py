@@ -72,6 +72,8 @@ class CompressedFileError(HybridError, ValueError):
 
 class NotExportableError(HybridError, ValueError):
     """A model cannot be written to a `.hybrid` file; the message names what stands in the way."""
+
+
 class ArtifactError(HybridError, ValueError):
     """A `.hybrid` file is damaged, is none, is not for this machine, or others may write to it."""
 

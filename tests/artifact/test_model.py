@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn import functional
 
 import torch_hybrid_backend
-from tests.artifact.exported_for_tests import FAST, exported
-from torch_hybrid_backend.errors import ArgumentError, ArtifactError
+from tests.artifact.exported_for_tests import exported
+from torch_hybrid_backend.errors import ArgumentError, ArtifactError, NotExportableError
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,7 +31,9 @@ def _network() -> nn.Module:
 class Structured(nn.Module):
     """Takes and returns nested structures."""
 
-    def forward(self, pair: tuple[torch.Tensor, torch.Tensor], *, scale: torch.Tensor, name: str = "a") -> dict[str, Any]:
+    def forward(
+        self, pair: tuple[torch.Tensor, torch.Tensor], *, scale: torch.Tensor, name: str = "a"
+    ) -> dict[str, Any]:
         x, y = pair
         return {"sum": x + y * scale, "parts": [x * 2, None, 3], "first": x}
 
@@ -135,7 +137,6 @@ _CASES: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "tied weights": (Tied, (torch.tensor([[1, 2, 3]]),), {}),
     "eager operators": (Sorts, (torch.randn(4, 5),), {}),
     "modes": (Modes, (torch.randn(4, 8),), {}),
-    "a named tuple": (Named, (Point(torch.randn(2), torch.randn(2)),), {}),
     "empty": (lambda: nn.Linear(3, 4), (torch.randn(0, 3),), {}),
     "one number": (lambda: nn.Softmax(-1), (torch.randn(()).view(1),), {}),
     "bfloat16": (lambda: nn.Linear(16, 16).bfloat16(), (torch.randn(2, 16, dtype=torch.bfloat16),), {}),
@@ -255,6 +256,11 @@ def test_what_only_python_can_run_is_told(tmp_path: Path) -> None:
     assert "not_exportable" in str(report)
 
 
+def test_a_class_that_has_no_name_in_files_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NotExportableError, match=r"Point.*serialized_type_name"):
+        exported(Named(), (Point(torch.randn(2), torch.randn(2)),), tmp_path)
+
+
 def test_the_plan_is_told(tmp_path: Path) -> None:
     """The same plan as in the report of the export."""
     report, loaded = exported(_network(), (torch.randn(2, 3, 8, 8),), tmp_path)
@@ -319,7 +325,12 @@ def test_another_process_needs_no_compiler(tmp_path: Path) -> None:
     report, loaded = exported(_network(), (torch.randn(2, 3, 8, 8),), tmp_path)
     x = torch.randn(2, 3, 8, 8)
     torch.save(x, tmp_path / "x.pt")
-    environment = {"PATH": "", "HOME": "/nonexistent", "HYBRID_CACHE_DIR": "/nonexistent/cache", "PYTHONPATH": str(ROOT)}
+    environment = {
+        "PATH": "",
+        "HOME": "/nonexistent",
+        "HYBRID_CACHE_DIR": "/nonexistent/cache",
+        "PYTHONPATH": str(ROOT),
+    }
     command = [sys.executable, "-c", _ELSEWHERE, str(report.path), str(tmp_path / "x.pt"), str(tmp_path / "y.pt")]
     done = subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -349,7 +360,9 @@ def test_precisions(precision: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(512, 1024), nn.GELU(), nn.Linear(1024, 512)).eval()
     x = torch.randn(4, 512)
-    report, loaded = exported(model, (x,), tmp_path, options={"precision": precision, "placement": "measure", "strict": False})
+    report, loaded = exported(
+        model, (x,), tmp_path, options={"precision": precision, "placement": "measure", "strict": False}
+    )
     parameters = sum(each.numel() for each in model.parameters()) * 4
     most = {"bf16": 1.2, "int8": 1.2, "int8-weights": 0.4, "int4-weights": 0.25}[precision]
     assert report.size_bytes < most * parameters

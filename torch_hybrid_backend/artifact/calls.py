@@ -21,7 +21,12 @@ from torch_hybrid_backend.core.lazy_bits import LazyBits, copied
 # Tensor of an origin in the call at hand.
 Find = Callable[[Origin], torch.Tensor]
 
-_BITS = {"conj": LazyBits(conjugate=True), "neg": LazyBits(negative=True), "conj neg": LazyBits(True, True), "": LazyBits()}
+_BITS = {
+    "conj": LazyBits(conjugate=True),
+    "neg": LazyBits(negative=True),
+    "conj neg": LazyBits(True, True),
+    "": LazyBits(),
+}
 
 
 def bits_in_words(bits: LazyBits) -> str:
@@ -39,7 +44,11 @@ def finish(entry: Entry, find: Find) -> list[Any]:
 def finisher(entry: Entry) -> Callable[[Sequence[torch.Tensor], Find], list[Any]] | None:
     """`finish` for an entry, or None where the results are the plan's outputs as they are."""
     outputs = [result.origin for result in entry.results if isinstance(result, Result)]
-    if not entry.updates and len(outputs) == len(entry.results) and outputs == [("output", k) for k in range(len(outputs))]:
+    if (
+        not entry.updates
+        and len(outputs) == len(entry.results)
+        and outputs == [("output", k) for k in range(len(outputs))]
+    ):
         return None
     return lambda _outputs, find: finish(entry, find)
 
@@ -49,8 +58,9 @@ def _carry_out(update: CopyUpdate | RowsUpdate, find: Find) -> None:
     if isinstance(update, CopyUpdate):
         target.copy_(find(("output", update.output)))
         return
-    index = find(update.index)
-    target.index_copy_(update.dim, torch.where(index < 0, index + target.shape[update.dim], index), find(update.source))
+    index, source = find(update.index), find(update.source)
+    source = source[(None,) * (target.dim() - source.dim())]
+    target.index_copy_(update.dim, torch.where(index < 0, index + target.shape[update.dim], index), source)
 
 
 def _value(result: Result | LiteralResult | ViewResult, find: Find) -> Any:

@@ -29,11 +29,13 @@ _SINGLETONS: dict[type, str] = {torch.dtype: "dtype", torch.layout: "layout", to
 
 def functions_to_text(functions: Mapping[int, Function]) -> bytes:
     """A segment of functions by number. Raises NotExportableError for one that has no text."""
-    return json.dumps({number: _written(function) for number, function in functions.items()}, separators=(",", ":")).encode()
+    return json.dumps(
+        {number: _written(function) for number, function in functions.items()}, separators=(",", ":")
+    ).encode()
 
 
 def functions_from_text(text: bytes) -> dict[int, Function]:
-    """The functions of a segment, by number. Raises ValueError, KeyError, TypeError, IndexError, AttributeError or RuntimeError for other text."""
+    """The functions of a segment, by number. Raises what `graph_from_text` does for other text."""
     return {int(number): _read(written) for number, written in json.loads(text).items()}
 
 

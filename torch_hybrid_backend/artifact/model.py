@@ -29,20 +29,18 @@ from torch_hybrid_backend.core.plan import Plan as PlanReport
 from torch_hybrid_backend.errors import ArgumentError, ArtifactError, failures
 from torch_hybrid_backend.report import Explanation
 from torch_hybrid_backend.runtime.native.ops import Artifact, Binding, Guard, Plan
-from torch_hybrid_backend.torch_private import tree_flatten, tree_unflatten, treespec_loads
+from torch_hybrid_backend.torch_private import TreeSpec, tree_flatten, tree_unflatten, treespec_loads
 
 
-
-def load(
-    path: str | os.PathLike[str], *, keys: Sequence[Any] | None = None, share: bool = True
-) -> LoadedModel:
+def load(path: str | os.PathLike[str], *, keys: Sequence[Any] | None = None, share: bool = True) -> LoadedModel:
     """Open a model that `export` wrote.
 
     keys: public keys of Ed25519 that are trusted, as objects of the package cryptography, as 32 bytes, or as paths of PEM files; one of them
-    must have signed the file (`torch_hybrid_backend.sign`, `hybrid sign`). None: signatures are not looked at. share: map the file, so that processes share its weights; the file must then be one that only this user or root may write. False: read it
-    into memory. The sample call in the file is made, and its results are compared with those in the file.
+    must have signed the file (`torch_hybrid_backend.sign`, `hybrid sign`). None: signatures are not looked at. share: map the file, so that
+    processes share its weights; the file must then be one that only this user or root may write. False: read it into memory.
 
-    A file is code: its checksums find damage, and tell nothing of where it comes from, which only a signature does. Open files that you trust.
+    `load` makes the sample call that is in the file, and compares its results with those in the file. A file is code: its checksums find damage,
+    but only a signature tells where it comes from. Open files that you trust.
 
     Raises ArtifactError for a file that is damaged, is not signed by one of the keys, does not suit this machine or PyTorch, or whose sample
     call has other results here.
@@ -106,7 +104,11 @@ class LoadedModel:
         """The plans that the file was written with, as `torch_hybrid_backend.explain` tells them."""
         told = json.loads(_bytes(*self._artifact.segment(self._manifest.report)))
         plans = tuple(PlanReport.from_json(json.dumps(plan)) for plan in told["plans"])
-        about = {"model": self._manifest.model, "file": str(self._path), "versions": f"torch {self._manifest.torch}, hybrid {self._manifest.package}"}
+        about = {
+            "model": self._manifest.model,
+            "file": str(self._path),
+            "versions": f"torch {self._manifest.torch}, hybrid {self._manifest.package}",
+        }
         return Explanation(plans, about=about)
 
     def __repr__(self) -> str:
@@ -116,8 +118,8 @@ class LoadedModel:
         bound = [entry.name for entry in self._manifest.entries if entry.needs_torch or entry.functions is not None]
         if bound and torch.__version__.partition("+")[0] != self._manifest.torch.partition("+")[0]:
             raise ArtifactError(
-                f"{self._path} holds operators of torch {self._manifest.torch}, and this is torch {torch.__version__}: install that version, or "
-                "export the model again with this one"
+                f"{self._path} holds operators of torch {self._manifest.torch}, and this is torch {torch.__version__}: install that version, "
+                "or export the model again with this one"
             )
 
     def _check_sample(self, sample: Sample, memory: _Memory) -> None:
@@ -176,7 +178,9 @@ class LoadedEntry:
     ) -> None:
         self.entry = entry
         self._path = path
-        functions = functions_from_text(_bytes(*artifact.segment(entry.functions))) if entry.functions is not None else {}
+        functions = (
+            functions_from_text(_bytes(*artifact.segment(entry.functions))) if entry.functions is not None else {}
+        )
         callbacks = [functions.get(number, _never) for number in range(max(functions, default=-1) + 1)]
         self._plan = Plan.of_artifact(artifact, entry.plan, callbacks)
         addresses = {slot: artifact.constant_address(number) for slot, number in enumerate(entry.slots)}
@@ -208,7 +212,11 @@ class LoadedEntry:
         """The flat results of a call with flat arguments."""
         for form, value in zip(self.entry.inputs, leaves, strict=True):
             if isinstance(form, TensorForm):
-                if not isinstance(value, torch.Tensor) or value.shape != form.sizes or value.dtype is not _DTYPES[form.dtype]:
+                if (
+                    not isinstance(value, torch.Tensor)
+                    or value.shape != form.sizes
+                    or value.dtype is not _DTYPES[form.dtype]
+                ):
                     self._refuse(form, value)
             elif type(value) is not type(form.value) or value != form.value:
                 self._refuse(form, value)
@@ -234,15 +242,15 @@ class LoadedEntry:
 
     def _in_order(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         """The flat arguments of a call whose keyword arguments come in another order. Raises ArgumentError where that is not all."""
-        context = self._in_spec.child(1).context if hasattr(self._in_spec, "child") else self._in_spec.children_specs[1].context
-        if set(context) == set(kwargs):
-            leaves, spec = tree_flatten((args, {name: kwargs[name] for name in context}))
+        positional, keywords = _children(self._in_spec)
+        if set(keywords.context) == set(kwargs):
+            leaves, spec = tree_flatten((args, {name: kwargs[name] for name in keywords.context}))
             if spec == self._in_spec:
                 return leaves
         names = ", ".join(form.name for form in self.entry.inputs)
         raise ArgumentError(
-            f"{self._path}: {self.entry.name} takes its arguments as it was exported ({names}): {len(self._in_spec.children_specs[0].children_specs)} "
-            f"positional, keywords {list(context)}; it got {len(args)} positional, keywords {list(kwargs)}, or nested otherwise"
+            f"{self._path}: {self.entry.name} takes its arguments nested as it was exported ({names}): {len(_children(positional))} positional"
+            f", keywords {list(keywords.context)}; it got {len(args)} positional, keywords {list(kwargs)}"
         )
 
     def _refuse(self, form: TensorForm | LiteralForm, value: Any) -> None:
@@ -258,6 +266,12 @@ class LoadedEntry:
 
 
 _DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+
+
+def _children(structure: TreeSpec) -> list[TreeSpec]:
+    """The structures within a structure; torch 2.13 renamed their attribute."""
+    children = getattr(structure, "children", None)
+    return list(children()) if children is not None else structure.children_specs
 
 
 def _origins(entry: Entry) -> list[Origin]:

@@ -1,4 +1,4 @@
-"""Signatures of `.hybrid` files: Ed25519 (RFC 8032), by the package `cryptography`, over the manifest, which holds the SHA-256 of every segment."""
+"""Signatures of `.hybrid` files: Ed25519 (RFC 8032), by the package cryptography, over the manifest, which has the SHA-256 of each segment."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def check_signed(path: Path, manifest: bytes, signatures: Sequence[tuple[bytes, 
     if not by_trusted:
         signed = f"by {len(signatures)} other keys" if signatures else "by nobody"
         raise ArtifactError(
-            f"{path} is signed {signed}, and by none of the {len(trusted)} keys that were given: get the file from where its signature is from, or "
-            "pass that key"
+            f"{path} is signed {signed}, and by none of the {len(trusted)} keys that were given: use a file that one of them signed, "
+            "or pass the key that you trust"
         )
     from cryptography.exceptions import InvalidSignature
 
@@ -73,13 +73,17 @@ def _private(key: Any) -> Ed25519PrivateKey:
     if isinstance(key, ed25519.Ed25519PrivateKey):
         return key  # type: ignore[no-any-return]
     if not isinstance(key, str | os.PathLike):
-        raise ArgumentError(f"sign got {described(key)} as its key; it must be an Ed25519PrivateKey or the path of one in PEM")
+        raise ArgumentError(
+            f"sign got {described(key)} as its key; it must be an Ed25519PrivateKey or the path of one in PEM"
+        )
     try:
         found = serialization.load_pem_private_key(Path(key).read_bytes(), password=None)
     except failures(ValueError, TypeError, OSError) as error:
         raise ArgumentError(f"{key} holds no private key in PEM without a password: {error}") from error
     if not isinstance(found, ed25519.Ed25519PrivateKey):
-        raise ArgumentError(f"{key} holds {described(found)}; make a key by `openssl genpkey -algorithm ed25519 -out key.pem`")
+        raise ArgumentError(
+            f"{key} holds {described(found)}; make a key by `openssl genpkey -algorithm ed25519 -out key.pem`"
+        )
     return found  # type: ignore[no-any-return]
 
 
@@ -94,10 +98,14 @@ def _public(key: Any) -> bytes:
         try:
             found = serialization.load_pem_public_key(Path(key).read_bytes())
         except failures(ValueError, OSError) as error:
-            raise ArgumentError(f"{key} holds no public key in PEM: {error}; `openssl pkey -in key.pem -pubout` makes one") from error
+            raise ArgumentError(
+                f"{key} holds no public key in PEM: {error}; `openssl pkey -in key.pem -pubout` makes one"
+            ) from error
         if isinstance(found, ed25519.Ed25519PublicKey):
             return found.public_bytes_raw()  # type: ignore[no-any-return]
-    raise ArgumentError(f"keys has {described(key)}; each must be an Ed25519PublicKey, its 32 bytes, or the path of one in PEM")
+    raise ArgumentError(
+        f"keys has {described(key)}; each must be an Ed25519PublicKey, its 32 bytes, or the path of one in PEM"
+    )
 
 
 def _cryptography(what: str) -> tuple[Any, Any]:

@@ -1,13 +1,14 @@
 """`torch.export`'s programs -> functional ATen graphs, through AOTAutograd; what its run-time wrapper would do in each call, as data.
 
-Enters: an `ExportedProgram`. Leaves: an `ExportedGraph`, whose `captured` is the graph that `aot.capture` would make of the same operators, with
+Enters: an `ExportedProgram`. Leaves: an `ExportedGraph`. Its `captured` is the graph that `aot.capture` would make of the same operators, with
 parameters, buffers and inputs as placeholders. In place of closures, `updates` and `results` say what becomes of its outputs.
 
-Illegal: what has no such form (`NotExportableError`): outputs whose views depend on sizes known only at run time, an input that changes its shape.
+Illegal (`NotExportableError`): outputs that are views by sizes known only at run time, and an input whose shape is changed in place.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,9 +70,9 @@ class Rows:
 class ExportedGraph:
     """A program's graph, and the way from its outputs to the results of a call.
 
-    `tensors`: the first inputs of the graph, by name: parameters, buffers and constants. `arguments`: the further inputs, as positions among the
-    flat arguments of a call; the others are no tensors, and fixed. `updates`: carried out in order, before `results` are read; a result that is
-    none of these types is returned as it is.
+    `tensors`: the first inputs of the graph, by name: parameters, buffers and constants. `arguments`: the further inputs, as positions among
+    the flat arguments of a call; the other arguments are no tensors, and fixed. `updates`: carried out in order, before `results` are read. A
+    result of another type is returned as it is.
     """
 
     captured: CapturedGraph
@@ -115,14 +116,15 @@ def _with_placeholders_only(
     # Of dtypes and devices, which readers of files compare as well.
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
         graph.erase_node(node)
-    named = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
     arguments = graph.find_nodes(op="placeholder")
     tensors: dict[int, tuple[str, torch.Tensor]] = {}
     inputs: dict[int, Node] = {}
     first = next(iter(graph.nodes))
-    held = [node for node in graph.find_nodes(op="get_attr") if str(node.target) in named]
-    for node in held:
-        tensor = named[str(node.target)]
+    held = {node: operator.attrgetter(str(node.target))(module) for node in graph.find_nodes(op="get_attr")}
+    held = {
+        node: value for node, value in held.items() if isinstance(value, torch.Tensor)
+    }  # not graphs of control flow
+    for node, tensor in held.items():
         if id(tensor) not in inputs:
             with graph.inserting_before(first):
                 inputs[id(tensor)] = graph.placeholder(f"tensor_{len(tensors)}")
@@ -154,7 +156,9 @@ def _exported_graph(
         raise NotExportableError("it changes the shape or strides of an input in place, not its contents alone")
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     if len(placeholders) != len(tensors) + len(arguments):
-        raise NotExportableError("two of its inputs are the same tensor, and it changes one of them: pass tensors of their own")
+        raise NotExportableError(
+            "two of its inputs are the same tensor, and it changes one of them: pass tensors of their own"
+        )
     returned = _returned_inputs(graph_module, placeholders, metadata)
     rows: dict[Node, int] = {}
 
@@ -166,13 +170,24 @@ def _exported_graph(
 
     outputs = range(len(mutated), len(mutated) + len(metadata.output_info))
     in_place, restore = correct(graph_module, mutated, outputs, may_write=is_of_rows)
-    restored: Sequence[Any] = [_result(each) for each in restore.results] if restore is not None else _outputs(graph_module)
-    final = restored if in_place is None else [each if isinstance(each, Write) else restored[each] for each in in_place.results]
-    updates = tuple(_update(position, final[number], restored, placeholders, rows) for number, position in enumerate(mutated))
-    results = tuple(
-        returned[number] if number in returned else final[len(mutated) + number] for number in range(len(metadata.output_info))
+    restored: Sequence[Any] = (
+        [_result(each) for each in restore.results] if restore is not None else _outputs(graph_module)
     )
-    static = frozenset(node.name for position, node in enumerate(placeholders[: len(tensors)]) if position not in mutated)
+    final = (
+        restored
+        if in_place is None
+        else [each if isinstance(each, Write) else restored[each] for each in in_place.results]
+    )
+    updates = tuple(
+        _update(position, final[number], restored, placeholders, rows) for number, position in enumerate(mutated)
+    )
+    results = tuple(
+        returned[number] if number in returned else final[len(mutated) + number]
+        for number in range(len(metadata.output_info))
+    )
+    static = frozenset(
+        node.name for position, node in enumerate(placeholders[: len(tensors)]) if position not in mutated
+    )
     captured = CapturedGraph(graph_module, "inference", static, writes_inputs=bool(mutated))
     return ExportedGraph(captured, tensors, arguments, updates, results)
 
@@ -198,7 +213,9 @@ def _returned_inputs(graph_module: torch.fx.GraphModule, placeholders: Sequence[
         value, base = original.meta["val"], placeholders[info.base_idx].meta["val"]
         numbers = (*value.shape, *value.stride(), value.storage_offset(), base.storage_offset())
         if value.dtype != base.dtype or not all(isinstance(each, int) for each in numbers):
-            raise NotExportableError(f"its result {number} is a view of an input by another dtype, or by sizes known only at run time")
+            raise NotExportableError(
+                f"its result {number} is a view of an input by another dtype, or by sizes known only at run time"
+            )
         is_same_storage = value.untyped_storage()._cdata == base.untyped_storage()._cdata
         offset = value.storage_offset() - (base.storage_offset() if is_same_storage else 0)
         found[number] = ViewOf(origin, StridedView(tuple(value.shape), value.stride(), offset, LazyBits.of(value)))
@@ -210,7 +227,9 @@ def _result(aliased: AliasedResult) -> Any:
     if aliased.make is None:
         return origin
     if not isinstance(aliased.make, StridedView):
-        raise NotExportableError("two of its results share memory in a way that depends on sizes known only at run time")
+        raise NotExportableError(
+            "two of its results share memory in a way that depends on sizes known only at run time"
+        )
     return ViewOf(origin, aliased.make)
 
 

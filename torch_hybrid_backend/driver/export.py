@@ -9,7 +9,6 @@ artifact          -> the plan, one library of its kernels, packed weights, a rep
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -52,7 +51,7 @@ from torch_hybrid_backend.capture.exported import (
     capture_exported,
 )
 from torch_hybrid_backend.config import Config
-from torch_hybrid_backend.core.engine import EAGER, LinkedLibrary
+from torch_hybrid_backend.core.engine import LinkedLibrary
 from torch_hybrid_backend.core.hoisted_inputs import CallInput
 from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.core.program import KernelCall, OperatorCall
@@ -136,7 +135,9 @@ def export(
             keep_ops = frozenset[OpOverload]().union(*(engine.keep_ops for engine in session.engines))
             graph = capture_exported(program, keep_ops)
         flat, _ = tree_flatten((tuple(example_args), dict(example_kwargs)))
-        inputs = [tensor for _, tensor in graph.tensors] + [flat[position].detach().clone() for position in graph.arguments]
+        inputs = [tensor for _, tensor in graph.tensors] + [
+            flat[position].detach().clone() for position in graph.arguments
+        ]
         plans: list[Plan] = []
         compiled = HybridGraph(graph.captured, session, config, ready.telling(plans.append), name)
         with torch.no_grad():
@@ -150,7 +151,9 @@ def export(
 
 def _checked(path: Path) -> Path:
     if path.is_dir():
-        raise ArgumentError(f"cannot write {path}: it is a folder; give the name of a file in it, such as {path / 'model.hybrid'}")
+        raise ArgumentError(
+            f"cannot write {path}: it is a folder; give the name of a file in it, such as {path / 'model.hybrid'}"
+        )
     if not path.parent.is_dir():
         raise ArgumentError(f"cannot write {path}: there is no folder {path.parent}; make it first")
     return path
@@ -159,19 +162,26 @@ def _checked(path: Path) -> Path:
 def _program(model: Any, args: Any, kwargs: Any, dynamic_shapes: Any) -> torch.export.ExportedProgram:
     if isinstance(model, torch.export.ExportedProgram | str | os.PathLike):
         if dynamic_shapes is not None:
-            raise ArgumentError("dynamic_shapes is for a module; sizes of an exported program were chosen when it was exported")
+            raise ArgumentError(
+                "dynamic_shapes is for a module; sizes of an exported program were chosen when it was exported"
+            )
         return model if isinstance(model, torch.export.ExportedProgram) else torch.export.load(model)
     if is_compiled(model):
         raise ArgumentError("export got a compiled model; pass the model that was given to torch.compile")
     if not isinstance(model, torch.nn.Module):
         raise ArgumentError(
-            f"export got {described(model)}; its first argument must be a model (torch.nn.Module), an ExportedProgram, or the path of a .pt2 file"
+            f"export got {described(model)}; its first argument must be a model (torch.nn.Module), an ExportedProgram, or the path of a .pt2 "
+            "file"
         )
     if not isinstance(args, tuple | list):
-        raise ArgumentError(f"export got {described(args)} as args; it must be a tuple of positional arguments, () if there are none")
+        raise ArgumentError(
+            f"export got {described(args)} as args; it must be a tuple of positional arguments, () if there are none"
+        )
     with torch.no_grad():
         try:
-            return torch.export.export(model, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False)
+            return torch.export.export(
+                model, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
+            )
         except failures(Exception) as error:  # torch.export raises many kinds of errors for what it cannot trace
             raise NotExportableError(
                 f"torch.export cannot trace {type(model).__name__}: {str(error).strip().splitlines()[0]}; the error before this one has the "
@@ -185,7 +195,8 @@ def _example(program: torch.export.ExportedProgram, args: Any, kwargs: Any) -> t
         return args, kwargs or {}
     if program.example_inputs is None:
         raise ArgumentError("the exported program has no example inputs; pass args and kwargs of a call")
-    return program.example_inputs
+    example_args, example_kwargs = program.example_inputs
+    return example_args, example_kwargs
 
 
 class _Exporter:
@@ -197,8 +208,9 @@ class _Exporter:
         self._writer = Writer()
         self._libraries: dict[str, None] = {}
         self._engines: set[str] = set()
-        self._states: dict[int, tuple[int, State]] = {}  # by the tensor that it begins as
-        self._held: list[object] = []  # tensors whose id is a key must live
+        self._tensors: dict[int, torch.Tensor] = {}  # of constants, by number
+        self._states: dict[int, State] = {}  # by the address of the tensor that it begins as
+        self._state_tensors: list[torch.Tensor] = []
         self._entries: list[Entry] = []
         self._samples: list[Sample] = []
 
@@ -220,7 +232,9 @@ class _Exporter:
         self._take_libraries(compiled.assignment)
         steps = saved.description.steps
         description = dataclasses.replace(saved.description, titles=())
-        plan = self._writer.add_segment("plan", f"plan.{name}", description.text(lambda _member, _path: LIBRARY).encode())
+        plan = self._writer.add_segment(
+            "plan", f"plan.{name}", description.text(lambda _member, _path: LIBRARY).encode()
+        )
         functions = None
         if saved.functions:
             functions = self._writer.add_segment("functions", f"functions.{name}", functions_to_text(saved.functions))
@@ -231,28 +245,27 @@ class _Exporter:
             functions=functions,
             python_parts=_python_parts(compiled.assignment, saved),
             needs_torch=any(isinstance(step.step, OperatorCall) for step in steps),
-            inputs=_input_forms(program, graph, flat),
+            inputs=_input_forms(program, flat),
             sources=tuple(map(origin, saved.inputs)),
             slots=tuple(self._writer.add_tensor(tensor) for tensor in saved.slots),
             updates=tuple(_update(each, origin) for each in graph.updates),
             results=tuple(_result(each, origin, saved) for each in graph.results),
             outputs=(),
-            structure=Structure(treespec_dumps(program.call_spec.in_spec), treespec_dumps(program.call_spec.out_spec)),
+            structure=_structure(program),
         )
-        results = self._results(entry, graph, saved, inputs, outputs, flat)
+        results = self._results(entry, saved, outputs, flat)
         forms = tuple(_form(f"output{number}", value) for number, value in enumerate(results))
         self._entries.append(dataclasses.replace(entry, outputs=forms))
         self._samples.append(self._sample(entry, flat, results))
 
     def written(self, path: Path, explanation: Explanation) -> ExportReport:
         """Write the file."""
-        targets = ()
+        targets: tuple[LibraryTarget, ...] = ()
         if self._libraries:
             library = self._linked()
             self._writer.add_segment("library", LIBRARY, library.code)
             targets = (LibraryTarget(library.system, library.processor, library.features, LIBRARY),)
         self._writer.add_segment("report", "report", explanation.to_json().encode())
-        states = tuple(state for _, state in sorted(self._states.values(), key=lambda numbered: numbered[0]))
 
         def manifest(segments: tuple[Segment, ...]) -> Manifest:
             return Manifest(
@@ -262,7 +275,7 @@ class _Exporter:
                 segments=segments,
                 targets=targets,
                 constants=self._writer.constants,
-                states=states,
+                states=tuple(self._states.values()),
                 entries=tuple(self._entries),
                 samples=tuple(self._samples),
                 report="report",
@@ -280,7 +293,11 @@ class _Exporter:
 
     def _take_libraries(self, assignment: Assignment) -> None:
         for name, region in assignment.compiled.items():
-            calls = [step for step in region.program.steps if isinstance(step, KernelCall)] if region.program is not None else []
+            calls = (
+                [step for step in region.program.steps if isinstance(step, KernelCall)]
+                if region.program is not None
+                else []
+            )
             if calls:
                 self._engines.add(assignment.decisions[name].engine)
             self._libraries.update(dict.fromkeys(call.library for call in calls))
@@ -303,7 +320,7 @@ class _Exporter:
             if position >= len(graph.tensors):
                 return "input", graph.arguments[position - len(graph.tensors)]
             name, tensor = graph.tensors[position]
-            return ("state", self._state(name, tensor)) if position in changed else ("constant", self._writer.add_tensor(tensor))
+            return ("state", self._state(name, tensor)) if position in changed else self._constant(tensor)
 
         def origin(of: object) -> Origin:
             match of:
@@ -314,35 +331,37 @@ class _Exporter:
                 case PlanOutput(number):
                     return "output", number
             assert isinstance(of, torch.Tensor), of
-            return "constant", self._writer.add_tensor(of)
+            return self._constant(of)
 
         return origin
 
+    def _constant(self, tensor: torch.Tensor) -> Origin:
+        number = self._writer.add_tensor(tensor)
+        self._tensors[number] = tensor
+        return "constant", number
+
     def _state(self, name: str, tensor: torch.Tensor) -> int:
+        """The number of the state that begins as a tensor."""
         key = tensor.data_ptr()
         if key not in self._states:
-            self._held.append(tensor)
-            self._states[key] = len(self._states), State(name, self._writer.add_tensor(tensor))
-        return self._states[key][0]
+            self._states[key] = State(name, self._writer.add_tensor(tensor))
+            self._state_tensors.append(tensor)
+        return list(self._states).index(key)
 
-    def _results(
-        self,
-        entry: Entry,
-        graph: ExportedGraph,
-        saved: SavedPlan,
-        inputs: Sequence[torch.Tensor],
-        outputs: Sequence[Any],
-        flat: Sequence[Any],
-    ) -> list[Any]:
-        """The results of the call that chose the engines; its inputs and the states stay as they were."""
-        by_plan = {of.number: output for of, output in zip(saved.outputs, outputs, strict=True) if isinstance(of, PlanOutput)}
-        tensors: dict[Origin, torch.Tensor] = {}
-        for position, tensor in enumerate(inputs):
-            origin = self._origins(graph, saved)(GraphInput(position))
-            tensors[origin] = tensor.clone() if origin[0] in ("state", "input") else tensor
+    def _results(self, entry: Entry, saved: SavedPlan, outputs: Sequence[Any], flat: Sequence[Any]) -> list[Any]:
+        """The results of the call that chose the engines; its arguments and the states stay as they were."""
+        by_plan = {of.number: out for of, out in zip(saved.outputs, outputs, strict=True) if isinstance(of, PlanOutput)}
+        copies: dict[Origin, torch.Tensor] = {}
 
         def find(origin: Origin) -> torch.Tensor:
-            return by_plan[origin[1]] if origin[0] == "output" else tensors[origin]
+            kind, number = origin
+            if kind == "output":
+                return by_plan[number]
+            if kind == "constant":
+                return self._tensors[number]
+            if origin not in copies:
+                copies[origin] = (flat[number] if kind == "input" else self._state_tensors[number]).detach().clone()
+            return copies[origin]
 
         with torch.no_grad():
             return finish(entry, find)
@@ -362,6 +381,16 @@ def _why_not_static(graph: ExportedGraph, executor: object) -> str:
     return "sizes known only at run time cannot be exported yet: export one file for each set of sizes, without dynamic_shapes"
 
 
+def _structure(program: torch.export.ExportedProgram) -> Structure:
+    try:
+        return Structure(treespec_dumps(program.call_spec.in_spec), treespec_dumps(program.call_spec.out_spec))
+    except failures(NotImplementedError) as error:
+        raise NotExportableError(
+            f"its arguments or results have a class that PyTorch cannot write by name: {error}; use tuples, lists and dicts, or register the "
+            "class with a serialized_type_name (torch.export.register_dataclass)"
+        ) from error
+
+
 def _python_parts(assignment: Assignment, saved: SavedPlan) -> tuple[str, ...]:
     segments = assignment.partition.graph.segments
     parts = []
@@ -378,8 +407,7 @@ def _python_parts(assignment: Assignment, saved: SavedPlan) -> tuple[str, ...]:
     return tuple(parts)
 
 
-def _input_forms(program: torch.export.ExportedProgram, graph: ExportedGraph, flat: Sequence[Any]) -> tuple[Form, ...]:
-    names = [str(name) for name in program.graph_signature.user_inputs]
+def _input_forms(program: torch.export.ExportedProgram, flat: Sequence[Any]) -> tuple[Form, ...]:
     kinds = torch.export.graph_signature.InputKind
     names = [spec.arg.name for spec in program.graph_signature.input_specs if spec.kind == kinds.USER_INPUT]
     return tuple(_form(name, value) for name, value in zip(names, flat, strict=True))
@@ -389,7 +417,9 @@ def _form(name: str, value: Any) -> Form:
     if isinstance(value, torch.Tensor):
         return TensorForm(name, str(value.dtype).removeprefix("torch."), tuple(value.shape), value.stride())
     if value is not None and not isinstance(value, bool | int | float | str):
-        raise NotExportableError(f"{name} is {described(value)}; inputs and outputs of a file are tensors, numbers, strings or None")
+        raise NotExportableError(
+            f"{name} is {described(value)}; inputs and outputs of a file are tensors, numbers, strings or None"
+        )
     return LiteralForm(name, value)
 
 

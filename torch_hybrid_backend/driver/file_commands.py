@@ -25,8 +25,12 @@ _BENCH_S = 2.0
 def add_parsers(commands: Any) -> None:
     """Add the subcommands."""
     export = commands.add_parser("export", help="compile a model for inference and write it to one file")
-    export.add_argument("target", help="module:factory or script.py:factory; the factory returns (model, args[, kwargs])")
-    export.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the file, such as model.hybrid")
+    export.add_argument(
+        "target", help="module:factory or script.py:factory; the factory returns (model, args[, kwargs])"
+    )
+    export.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="FILE", help="the file, such as model.hybrid"
+    )
     export.add_argument("--precision", choices=PRECISIONS, help="the setting `precision` (docs/precision.md)")
     run = commands.add_parser("run", help="call a model from a file on inputs from files")
     run.add_argument("file", type=Path, help="a file that `hybrid export` wrote")
@@ -37,17 +41,29 @@ def add_parsers(commands: Any) -> None:
         metavar="[NAME=]FILE",
         help="an array (.npy) for an input, by name or in order; inputs without a file are those of the sample call",
     )
-    run.add_argument("--output", type=Path, metavar="FOLDER", help="write the results into FOLDER, as .npy files by name")
+    run.add_argument(
+        "--output", type=Path, metavar="FOLDER", help="write the results into FOLDER, as .npy files by name"
+    )
     run.add_argument("--entry", metavar="NAME", help="the function to call; the first one by default")
     run.add_argument("--threads", type=int, metavar="N", help="threads of the kernels; PyTorch's number by default")
     run.add_argument("--bench", action="store_true", help=f"call for {_BENCH_S:.0f} seconds and show the times")
-    run.add_argument("--key", type=Path, action="append", metavar="PEM", help="a public key, one of which must have signed the file")
-    inspect = commands.add_parser("inspect", help="show what is in a file: entries, inputs, outputs, segments, signatures")
+    run.add_argument(
+        "--key", type=Path, action="append", metavar="PEM", help="a public key, one of which must have signed the file"
+    )
+    inspect = commands.add_parser(
+        "inspect", help="show what is in a file: entries, inputs, outputs, segments, signatures"
+    )
     inspect.add_argument("file", type=Path, help="a file that `hybrid export` wrote")
     inspect.add_argument("--json", action="store_true", help="print the manifest as it stands in the file")
     sign = commands.add_parser("sign", help="add a signature to a file")
     sign.add_argument("file", type=Path, help="a file that `hybrid export` wrote")
-    sign.add_argument("--key", type=Path, required=True, metavar="PEM", help="a private key: openssl genpkey -algorithm ed25519 -out key.pem")
+    sign.add_argument(
+        "--key",
+        type=Path,
+        required=True,
+        metavar="PEM",
+        help="a private key: openssl genpkey -algorithm ed25519 -out key.pem",
+    )
 
 
 def export(parsed: argparse.Namespace, out: TextIO) -> int:
@@ -116,7 +132,9 @@ def inspect(parsed: argparse.Namespace, out: TextIO) -> int:
     for segment in manifest.segments:
         sizes[segment.kind] = sizes.get(segment.kind, 0) + segment.size
     lines.append("bytes: " + ", ".join(f"{kind} {size:,}" for kind, size in sizes.items()))
-    lines += [f"signed by {key.hex()} (not verified: `hybrid run --key` does)" for key, _ in artifact.signatures] or ["not signed"]
+    lines += [f"signed by {key.hex()} (not verified: `hybrid run --key` does)" for key, _ in artifact.signatures] or [
+        "not signed"
+    ]
     out.write("\n".join(lines) + "\n")
     return 0
 
@@ -139,7 +157,9 @@ def _inputs(entry: Entry, sample: Sequence[Any], given: Sequence[str]) -> list[A
         if not name:
             name = next(unnamed, "")
         if name not in inputs:
-            raise ArgumentError(f"--input {each}: {entry.name} has no such input; it takes {', '.join(names) or 'none'}")
+            raise ArgumentError(
+                f"--input {each}: {entry.name} has no such input; it takes {', '.join(names) or 'none'}"
+            )
         try:
             inputs[name] = torch.from_numpy(np.load(file, allow_pickle=False))
         except failures(OSError, ValueError, TypeError) as error:
@@ -157,7 +177,9 @@ def _values(result: Any) -> str:
     """The first values of a tensor."""
     if not isinstance(result, torch.Tensor) or not result.numel():
         return ""
-    shown = ", ".join(f"{value:.6g}" for value in result.detach().flatten()[:4].tolist() if not isinstance(value, complex))
+    shown = ", ".join(
+        f"{value:.6g}" for value in result.detach().flatten()[:4].tolist() if not isinstance(value, complex)
+    )
     return f" = {shown}{', ...' if result.numel() > 4 else ''}"
 
 

@@ -141,7 +141,8 @@ def written_rows(update: Node) -> tuple[int, Any, Any] | None:
     dim = dim % max(value.dim(), 1)  # type: ignore[operator]
     shape = [*value.shape[:dim], *positions.shape, *value.shape[dim + 1 :]]
     is_plain = positions.dtype == torch.int64 and positions.dim() == 1 and slices.dtype == value.dtype
-    return (dim, index, source) if is_plain and list(slices.shape) == shape else None
+    missing = [1] * (len(shape) - slices.dim())  # `index_put` expands what it writes
+    return (dim, index, source) if is_plain and [*missing, *slices.shape] == shape else None
 
 
 def _is_update(value: Any, target: Node) -> bool:
