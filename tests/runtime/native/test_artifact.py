@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.runtime import hybrid_files
 from tests.runtime.hybrid_files import (
     PAGE,
     HybridFile,
@@ -494,6 +495,15 @@ def test_digests_are_those_of_hashlib(path: Path) -> None:
         file.segments[f"report.{size}"] = "report", content
     artifact = Artifact(written(path, file), threads=4)
     assert len(json.loads(artifact.manifest)["segments"]) == 133
+
+
+def test_the_seeds_of_the_fuzzer_are_files_of_today(tmp_path: Path) -> None:
+    """The inputs that csrc/tests/fuzz_artifact.cc begins with are those that `tests.runtime.hybrid_files` writes."""
+    hybrid_files.main(tmp_path)
+    corpus = Path(__file__).parents[3] / "csrc/tests/corpus"
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {
+        path.name: path.read_bytes() for path in corpus.iterdir()
+    }
 
 
 def test_errors_are_hybrid_errors() -> None:
