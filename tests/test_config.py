@@ -32,6 +32,7 @@ def test_every_field_can_be_set_by_its_variable() -> None:
         "engines": ("TVM, eager", ("tvm", "eager")),
         "disable_engines": ("triton", ("triton",)),
         "placement": ("Estimate", "estimate"),
+        "prefer_kernels": ("1", True),
         "measure_budget_s": ("0.5", 0.5),
         "progress": ("no", False),
         "min_region_nodes": ("4", 4),

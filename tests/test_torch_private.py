@@ -52,6 +52,13 @@ def dispatched(enter: Callable[[], Any] | None = None) -> list[object]:
     return seen
 
 
+def traced_with(context: Any) -> bool:
+    """True if a tracing context is the current one inside of `tracing` alone."""
+    with private.tracing(context):
+        inside = private.TracingContext.try_get() is context
+    return inside and private.TracingContext.try_get() is None
+
+
 def during_function_mode(use: Callable[[], object]) -> object:
     class Mode(TorchFunctionMode):
         pass
@@ -295,10 +302,15 @@ CANARIES: dict[str, Callable[[], object]] = {
     "torch_function_mode_at": lambda: isinstance(
         during_function_mode(lambda: private.torch_function_mode_at(0)), TorchFunctionMode
     ),
+    "tracing": lambda: traced_with(private.TracingContext(private.FakeTensorMode())),
     "tree_flatten": lambda: private.tree_flatten({"a": [1, (2,)]})[0] == [1, 2],
     "tree_leaves": lambda: private.tree_leaves([None, {"a": 1}]) == [None, 1],
     "tree_map": lambda: private.tree_map(lambda x: x + 1, {"a": [1]}) == {"a": [2]},
     "tree_map_only": lambda: private.tree_map_only(int, lambda x: x + 1, [1, "a"]) == [2, "a"],
+    "treespec_dumps": lambda: "builtins.dict" in private.treespec_dumps(private.tree_flatten({"a": [1]})[1]),
+    "treespec_loads": lambda: (
+        (spec := private.tree_flatten(((1,), {"a": [1]}))[1]) == private.treespec_loads(private.treespec_dumps(spec))
+    ),
     "tree_unflatten": lambda: private.tree_unflatten(*private.tree_flatten({"a": [1]})) == {"a": [1]},
     "unset_fake_temporarily": lambda: with_fakes(lambda _: _real_inside_fakes()),
     "use_lazy_graph_module": lambda: isinstance(module_without_forward(), private.LazyGraphModule),

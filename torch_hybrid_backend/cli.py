@@ -168,7 +168,7 @@ def _explain(parsed: argparse.Namespace, explain: Explain, out: TextIO) -> int:
 
 
 def _is_file(target: str) -> bool:
-    return ":" not in target and Path(target).is_file()
+    return Path(target).is_file() and not target.endswith(".py")
 
 
 def _explained_file(parsed: argparse.Namespace) -> Explanation:

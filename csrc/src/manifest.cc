@@ -552,6 +552,9 @@ void CheckEntry(const Manifest& manifest, const Entry& entry, const PlanOutline&
           Refuse("its index must be int64 and have one dimension");
         }
         expected.sizes[update.dim] = index.sizes[0];
+        // `index_put` expands what it writes: leading sizes of 1 may be missing.
+        auto& sizes = expected.sizes;
+        while (sizes.size() > source.sizes.size() && sizes.front() == 1) sizes.erase(sizes.begin());
       }
       if (!IsTensorLike(source, expected)) Refuse("its source has another dtype or other sizes");
     });

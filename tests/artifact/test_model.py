@@ -17,7 +17,7 @@ from torch.nn import functional
 
 import torch_hybrid_backend
 from tests.artifact.exported_for_tests import exported
-from torch_hybrid_backend.errors import ArgumentError, ArtifactError, NotExportableError
+from torch_hybrid_backend.errors import ArgumentError, ArtifactError, NotExportableError, RefusedValuesError
 
 ROOT = Path(__file__).parents[2]
 
@@ -182,7 +182,7 @@ def test_views_share_memory_as_in_eager(tmp_path: Path) -> None:
 
 
 def test_states_belong_to_each_opened_model(tmp_path: Path) -> None:
-    """They go on from call to call, begin as they were exported, and the sample call of opening leaves them so."""
+    """States go on from call to call, begin as they were exported, and are left so by the sample call of opening."""
     model = Counter()
     model(torch.ones(2, 3))
     report, loaded = exported(model, (torch.ones(2, 3),), tmp_path)
@@ -203,7 +203,9 @@ def test_a_cache_is_written_in_place(tmp_path: Path) -> None:
         for position in (0, 1, 5, 31):
             x = torch.randn(1, 1, 8)
             torch.testing.assert_close(loaded(x, torch.tensor([position])), model(x, torch.tensor([position])))
-        with pytest.raises(IndexError):
+        with pytest.raises(
+            (IndexError, RefusedValuesError)
+        ):  # the kernel of attention, which reads the position, may notice first
             loaded(torch.randn(1, 1, 8), torch.tensor([32]))
 
 

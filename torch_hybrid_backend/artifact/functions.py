@@ -1,4 +1,4 @@
-"""What only Python can run, as text: segments that eager runs, and operators that the C++ interface of PyTorch lacks.
+"""Functions that only Python can run, as text: segments that eager runs, and operators that the C++ interface of PyTorch lacks.
 
 A plan calls them back by number. A file with such functions runs where `load` runs, with the version of PyTorch that wrote it, and not in the
 runner.

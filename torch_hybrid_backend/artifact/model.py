@@ -39,8 +39,8 @@ def load(path: str | os.PathLike[str], *, keys: Sequence[Any] | None = None, sha
     must have signed the file (`torch_hybrid_backend.sign`, `hybrid sign`). None: signatures are not looked at. share: map the file, so that
     processes share its weights; the file must then be one that only this user or root may write. False: read it into memory.
 
-    `load` makes the sample call that is in the file, and compares its results with those in the file. A file is code: its checksums find damage,
-    but only a signature tells where it comes from. Open files that you trust.
+    `load` makes the sample call that is in the file, and compares its results with those in the file. A file is code: its checksums find
+    damage, but only a signature tells where it comes from. Open files that you trust.
 
     Raises ArtifactError for a file that is damaged, is not signed by one of the keys, does not suit this machine or PyTorch, or whose sample
     call has other results here.
@@ -158,7 +158,7 @@ class _Memory:
         if 0 in constant.sizes:
             return torch.empty_strided(constant.sizes, constant.strides, dtype=dtype)
         memory = (ctypes.c_byte * (span * dtype.itemsize)).from_address(self._artifact.constant_address(number))
-        memory.owner = self._artifact  # type: ignore[attr-defined]
+        memory.owner = self._artifact
         return torch.frombuffer(memory, dtype=dtype, count=span).as_strided(constant.sizes, constant.strides)
 
 
@@ -236,7 +236,7 @@ class LoadedEntry:
 
         def find(origin: Origin) -> torch.Tensor:
             kind, number = origin
-            return values[kind][number] if kind in values else self._fixed[origin]  # type: ignore[return-value]
+            return values[kind][number] if kind in values else self._fixed[origin]
 
         return self._finish(outputs, find)
 

@@ -64,7 +64,7 @@ def check_signed(path: Path, manifest: bytes, signatures: Sequence[tuple[bytes, 
     for key, signature in by_trusted:
         try:
             ed25519.Ed25519PublicKey.from_public_bytes(key).verify(signature, manifest)
-        except failures(InvalidSignature) as error:
+        except InvalidSignature as error:
             raise ArtifactError(f"{path} has a wrong signature for the key {key.hex()}: do not use the file") from error
 
 

@@ -225,7 +225,7 @@ class Engine(Protocol):
         ...
 
     def link(self, libraries: Sequence[str]) -> LinkedLibrary | None:
-        """One library of all kernels of these, which `KernelCall` steps of its programs name; None if the engine cannot link them.
+        """A library of all kernels in these libraries, which `KernelCall` steps of its programs name; None if the engine cannot link them.
 
         Raises CompileError where linking fails."""
         ...

@@ -350,7 +350,8 @@ class _Exporter:
 
     def _results(self, entry: Entry, saved: SavedPlan, outputs: Sequence[Any], flat: Sequence[Any]) -> list[Any]:
         """The results of the call that chose the engines; its arguments and the states stay as they were."""
-        by_plan = {of.number: out for of, out in zip(saved.outputs, outputs, strict=True) if isinstance(of, PlanOutput)}
+        pairs = zip(saved.outputs, outputs, strict=True)
+        by_plan: dict[int, torch.Tensor] = {of.number: out for of, out in pairs if isinstance(of, PlanOutput)}
         copies: dict[Origin, torch.Tensor] = {}
 
         def find(origin: Origin) -> torch.Tensor:

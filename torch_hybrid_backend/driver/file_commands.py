@@ -14,10 +14,13 @@ import numpy as np
 import torch
 
 from torch_hybrid_backend.artifact.manifest import Entry, Form, LiteralForm, Manifest
+from torch_hybrid_backend.artifact.model import load
+from torch_hybrid_backend.artifact.signing import sign as sign_file
 from torch_hybrid_backend.core.precision import PRECISIONS
 from torch_hybrid_backend.core.units import time_in_words
 from torch_hybrid_backend.errors import ArgumentError, failures
 from torch_hybrid_backend.factory import Factory
+from torch_hybrid_backend.runtime.native.ops import Artifact
 
 _BENCH_S = 2.0
 
@@ -68,27 +71,25 @@ def add_parsers(commands: Any) -> None:
 
 def export(parsed: argparse.Namespace, out: TextIO) -> int:
     """Run `hybrid export`."""
-    import torch_hybrid_backend
+    from torch_hybrid_backend.driver.export import export as export_model  # heavy, so not imported for --help
 
     factory = Factory(parsed.target)
     options = {} if parsed.precision is None else {"precision": parsed.precision}
     with factory.importable():
         model, args, kwargs = factory.load()()
-        report = torch_hybrid_backend.export(model, tuple(args), parsed.output, kwargs=kwargs, options=options)  # type: ignore[arg-type]
+        report = export_model(model, tuple(args), parsed.output, kwargs=kwargs, options=options)  # type: ignore[arg-type]
     out.write(f"{report}\n")
     return 0
 
 
 def run(parsed: argparse.Namespace, out: TextIO) -> int:
     """Run `hybrid run`."""
-    import torch_hybrid_backend
-
     if parsed.threads is not None:
         if parsed.threads < 1:
             raise ArgumentError(f"--threads is {parsed.threads}; it must be a whole number, at least 1")
         torch.set_num_threads(parsed.threads)
     start = time.perf_counter()
-    model = torch_hybrid_backend.load(parsed.file, keys=parsed.key)
+    model = load(parsed.file, keys=parsed.key)
     opened_s = time.perf_counter() - start
     call = model.flat_entry(parsed.entry)
     inputs = _inputs(call.entry, call.sample_inputs, parsed.input)
@@ -110,8 +111,6 @@ def run(parsed: argparse.Namespace, out: TextIO) -> int:
 
 def inspect(parsed: argparse.Namespace, out: TextIO) -> int:
     """Run `hybrid inspect`."""
-    from torch_hybrid_backend.runtime.native.ops import Artifact
-
     artifact = Artifact(parsed.file, share=False)
     if parsed.json:
         out.write(json.dumps(json.loads(artifact.manifest), indent=2) + "\n")
@@ -141,9 +140,7 @@ def inspect(parsed: argparse.Namespace, out: TextIO) -> int:
 
 def sign(parsed: argparse.Namespace, out: TextIO) -> int:
     """Run `hybrid sign`."""
-    import torch_hybrid_backend
-
-    out.write(f"signed by {torch_hybrid_backend.sign(parsed.file, parsed.key).hex()}\n")
+    out.write(f"signed by {sign_file(parsed.file, parsed.key).hex()}\n")
     return 0
 
 

@@ -131,14 +131,14 @@ def written_rows(update: Node) -> tuple[int, Any, Any] | None:
         _, dim, index, source = update.args
     elif update.target is aten.index_put.default and len(update.args) == 3:
         _, indices, source = update.args
-        dims = [dim for dim, index in enumerate(indices) if index is not None]  # type: ignore[arg-type, union-attr]
+        dims = [dim for dim, index in enumerate(indices) if index is not None]  # type: ignore[arg-type]
         if len(dims) != 1:
             return None
         dim, index = dims[0], indices[dims[0]]  # type: ignore[index]
     else:
         return None
-    value, positions, slices = (node.meta["val"] for node in (update, index, source))  # type: ignore[union-attr]
-    dim = dim % max(value.dim(), 1)  # type: ignore[operator]
+    value, positions, slices = (node.meta["val"] for node in (update, index, source))
+    dim %= max(value.dim(), 1)  # type: ignore[operator]
     shape = [*value.shape[:dim], *positions.shape, *value.shape[dim + 1 :]]
     is_plain = positions.dtype == torch.int64 and positions.dim() == 1 and slices.dtype == value.dtype
     missing = [1] * (len(shape) - slices.dim())  # `index_put` expands what it writes

@@ -1,0 +1,74 @@
+"""`export`: what it takes, what it refuses, what it reports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.artifact.exported_for_tests import FAST, exported
+from torch_hybrid_backend import export, load
+from torch_hybrid_backend.errors import ArgumentError, ConfigError, NotExportableError
+
+
+class _Branches(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if x.sum() > 0 else x - 1
+
+
+def test_programs_and_their_files(tmp_path: Path) -> None:
+    """An ExportedProgram and a .pt2 file, on the inputs that they were exported with."""
+    model, x = nn.Linear(4, 3).eval(), torch.randn(2, 4)
+    with torch.no_grad():
+        program = torch.export.export(model, (x,))
+    torch.export.save(program, tmp_path / "program.pt2")
+    for given in (program, tmp_path / "program.pt2"):
+        report = export(given, None, tmp_path / "model.hybrid", options=FAST)
+        torch.testing.assert_close(load(report.path)(x), model(x))
+
+
+@pytest.mark.parametrize(
+    ("model", "args", "given", "error", "said"),
+    [
+        (nn.Linear, (torch.ones(1, 2),), {}, ArgumentError, "must be a model"),
+        (lambda x: x, (torch.ones(1),), {}, ArgumentError, "must be a model"),
+        (nn.ReLU(), torch.ones(2), {}, ArgumentError, "must be a tuple"),
+        (torch.compile(nn.ReLU(), backend="hybrid"), (torch.ones(2),), {}, ArgumentError, "compiled model"),
+        (_Branches(), (torch.ones(2),), {}, NotExportableError, "torch.export cannot trace _Branches"),
+        (nn.ReLU(), (torch.ones(2),), {"options": {"precison": "bf16"}}, ConfigError, "Did you mean 'precision'"),
+        (
+            nn.ReLU(),
+            (torch.ones(4, 2),),
+            {"dynamic_shapes": ({0: torch.export.Dim("n")},)},
+            NotExportableError,
+            "known only at run time",
+        ),
+    ],
+)
+def test_refusals(
+    model: Any, args: Any, given: dict[str, Any], error: type[Exception], said: str, tmp_path: Path
+) -> None:
+    """Each gives an error that says what was wrong, and no file."""
+    with pytest.raises(error, match=said):
+        export(model, args, tmp_path / "model.hybrid", **given)
+    assert not list(tmp_path.iterdir())
+
+
+def test_where_no_file_can_be_written(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "missing" / "model.hybrid"):
+        with pytest.raises(ArgumentError, match="cannot write"):
+            export(nn.ReLU(), (torch.ones(2),), path)
+
+
+def test_kernels_are_preferred(tmp_path: Path) -> None:
+    """However slow a kernel is beside PyTorch's operator, it stays: the file needs no PyTorch."""
+    report, _ = exported(
+        nn.Linear(64, 64).eval(), (torch.randn(512, 64),), tmp_path, options={"placement": "measure", "strict": False}
+    )
+    assert not report.needs_torch
+    assert not report.python_parts
+    assert "runner" in str(report)
+    assert all(region.engine == "tvm" for plan in report.explanation.plans for region in plan.regions)
