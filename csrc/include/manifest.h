@@ -162,7 +162,8 @@ Manifest ReadManifest(std::string_view text, uint64_t file_bytes);
 struct PlanOutline {
   size_t inputs;
   std::vector<int64_t> slot_bytes;  // by slot: how many bytes the plan may read of its constant
-  std::vector<TensorForm> outputs;
+  std::vector<TensorForm> values;
+  std::vector<size_t> outputs;  // values
   bool has_kernels = false;
   bool has_operators = false;
   bool has_callbacks = false;

@@ -10,7 +10,7 @@
 namespace torch_hybrid_backend {
 namespace {
 
-// Whether the text is UTF-8: no overlong forms, no surrogates, nothing above U+10FFFF.
+// True if the text is UTF-8: no overlong forms, no surrogates, nothing above U+10FFFF.
 bool IsUtf8(std::string_view text) {
   for (size_t at = 0; at < text.size();) {
     const auto first = static_cast<unsigned char>(text[at++]);
@@ -38,7 +38,7 @@ void AppendUtf8(std::string& text, uint32_t code) {
   for (int i = more - 1; i >= 0; --i) append(0x80 | (code >> (6 * i) & 0x3f));
 }
 
-// Whether JSON writes a number like this: no leading zeros, digits on both sides of a point.
+// True if JSON writes a number like this: no leading zeros, digits on both sides of a point.
 bool IsJsonNumber(std::string_view text) {
   size_t at = text.starts_with('-') ? 1 : 0;
   const auto has = [&](std::string_view any) {

@@ -218,12 +218,14 @@ class Reader {
     const auto each = [&](const char* member, const char* noun, auto read) {
       return Each(json_[member], noun, [&](const Json& one) { return (this->*read)(one); });
     };
+    SegmentOf(json_["report"], SegmentKind::kReport);  // for Python, as an entry's structure
     made_.targets = each("targets", "target", &Reader::ReadLibraryTarget);
     made_.constants = each("constants", "constant", &Reader::ReadConstant);
     made_.states = each("states", "state", &Reader::ReadState);
     RefuseTwins(made_.states, "states");
     made_.entries = each("entries", "entry", &Reader::ReadEntry);
     RefuseTwins(made_.entries, "entries");
+    for (size_t i = 0; i < made_.entries.size(); ++i) entries_.emplace(made_.entries[i].name, i);
     if (made_.entries.empty()) Refuse("there is no entry");
     made_.samples = each("samples", "sample", &Reader::ReadSample);
     return std::move(made_);
@@ -286,7 +288,7 @@ class Reader {
     return json;
   }
 
-  // `outputs`: whether it may be an output of the plan, which is checked when the plan is read.
+  // `outputs`: true if it may be an output of the plan, which is checked when the plan is read.
   Origin ReadOrigin(const Json& json, const Entry& entry, bool outputs) const {
     const std::vector<Json>& fields = json.AsList();
     if (fields.size() != 2) Refuse("an origin is a kind and a number");
@@ -344,7 +346,7 @@ class Reader {
     if (kind != "view") return {ReadOrigin(json, entry, /*outputs=*/true), {}, {}};
     if (fields.size() != 6) Refuse("a view has six fields");
     const std::string& bits = fields[5].AsString();
-    if (bits != "" && bits != "conj" && bits != "neg" && bits != "conj neg") {
+    if (!bits.empty() && bits != "conj" && bits != "neg" && bits != "conj neg") {
       Refuse("no bits of a view are called " + Quoted(bits));
     }
     View view{fields[2].AsInts(), fields[3].AsInts(), Bounded(fields[4], kMost, "the offset"),
@@ -365,6 +367,7 @@ class Reader {
     if (!entry.functions && !entry.python_parts.empty()) {
       Refuse("it has parts of Python's and no functions");
     }
+    for (const char* side : {"in", "out"}) json["structure"][side].AsString();
     entry.needs_torch = json["needs_torch"].AsBool();
     entry.inputs = Each(json["inputs"], "input", ReadValue);
     entry.outputs = Each(json["outputs"], "output", ReadValue);
@@ -406,19 +409,20 @@ class Reader {
 
   Sample ReadSample(const Json& json) {
     const std::string& name = json["entry"].AsString();
-    const auto entry = std::find_if(made_.entries.begin(), made_.entries.end(),
-                                    [&](const Entry& each) { return each.name == name; });
-    if (entry == made_.entries.end()) Refuse("there is no entry " + Quoted(name));
+    const auto found = entries_.find(name);
+    if (found == entries_.end()) Refuse("there is no entry " + Quoted(name));
+    const Entry& entry = made_.entries[found->second];
     const double tolerance = json["tolerance"].AsDouble();
     if (!(tolerance >= 0) || std::isinf(tolerance)) Refuse("its tolerance is no such number");
-    return {static_cast<size_t>(entry - made_.entries.begin()),
-            ReadSampled(json["inputs"], "input", entry->inputs),
-            ReadSampled(json["outputs"], "output", entry->outputs), tolerance};
+    return {found->second, ReadSampled(json["inputs"], "input", entry.inputs),
+            ReadSampled(json["outputs"], "output", entry.outputs), tolerance};
   }
 
   const Json& json_;
   Manifest made_;
+  // By name: a hostile file may have many of both.
   std::unordered_map<std::string, size_t> segments_;
+  std::unordered_map<std::string, size_t> entries_;
 };
 
 }  // namespace
@@ -463,13 +467,13 @@ PlanOutline OutlineOf(std::string_view plan) {
   const auto count = [&](const char* member) {
     return static_cast<size_t>(Bounded(json[member], Json::kMostUntrustedValues, member));
   };
-  PlanOutline outline{count("inputs"), std::vector<int64_t>(count("constants")), {}};
+  PlanOutline outline{count("inputs"), std::vector<int64_t>(count("constants")), {}, {}};
   // Sums of what is bounded here fit in 64 bits where the plan is built.
   for (const Json& arena : json["arenas"].AsList()) {
     if (arena.AsList().size() != 2) Refuse("an arena is a device and a size");
     Bounded(arena.AsList()[1], kMost, "the size of an arena");
   }
-  const auto values = Each(json["values"], "value", [&](const Json& value) {
+  outline.values = Each(json["values"], "value", [&](const Json& value) {
     const std::vector<Json>& fields = value.AsList();
     if (fields.size() != 6 && fields.size() != 7) Refuse("it has six fields, or seven");
     const int64_t payload = Bounded(fields[1], kMost, "the payload");
@@ -505,7 +509,7 @@ PlanOutline OutlineOf(std::string_view plan) {
     });
   }
   outline.outputs = Each(json["outputs"], "output", [&](const Json& output) {
-    return values[Numbered(output, values.size(), "value")];
+    return Numbered(output, outline.values.size(), "value");
   });
   return outline;
 }
@@ -538,7 +542,7 @@ void CheckEntry(const Manifest& manifest, const Entry& entry, const PlanOutline&
     if (origin.number >= plan.outputs.size()) {
       Refuse("its plan has no output " + std::to_string(origin.number));
     }
-    return plan.outputs[origin.number];
+    return plan.values[plan.outputs[origin.number]];
   };
   for (size_t i = 0; i < entry.updates.size(); ++i) {
     Within("update", i, [&] {

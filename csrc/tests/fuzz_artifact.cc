@@ -46,7 +46,7 @@ void ReadTexts(std::string_view bytes) {
   ChooseTarget(manifest, ThisProcessor());
 }
 
-// Whether the input was read, not refused.
+// True if the input was read, not refused.
 bool Reads(std::string_view input) {
   try {
     if (input.starts_with('F')) OpenWhole(input.substr(1));

@@ -138,6 +138,7 @@ def small_file() -> HybridFile:
         "package": "0",
         "torch": "2",
         "model": "small",
+        "report": "report",
         "targets": [],
         "constants": [{"segment": "weights.0", "offset": offset, **tensor} for offset in (0, 64)],
         "states": [{"name": "cache", "constant": 1}],
@@ -148,7 +149,8 @@ def small_file() -> HybridFile:
         strides = contiguous(sizes)
         more = {"segment": "weights.0", "offset": 0, "dtype": dtype, "sizes": list(sizes), "strides": strides}
         manifest["constants"].append(more)  # type: ignore[attr-defined]
-    return HybridFile(manifest, {"plan.forward": ("plan", plan), "weights.0": ("weights", weights)})
+    segments = {"plan.forward": ("plan", plan), "report": ("report", b"{}"), "weights.0": ("weights", weights)}
+    return HybridFile(manifest, segments)
 
 
 def target(library: str, *features: str) -> dict[str, Any]:
@@ -165,7 +167,7 @@ def main(folder: Path) -> None:
     """Write the seeds of the fuzzer: a whole file, and the text of a manifest with that of a plan."""
     file = small_file()
     whole = file.to_bytes()
-    [plan, _] = (content for _, content in file.segments.values())
+    _, plan = file.segments["plan.forward"]
     folder.mkdir(exist_ok=True)
     (folder / "whole").write_bytes(b"F" + whole)
     (folder / "texts").write_bytes(b"M" + str(len(whole)).encode() + b"\n" + file.text() + b"\0" + plan)

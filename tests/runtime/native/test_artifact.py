@@ -123,6 +123,7 @@ def with_kernels(library: bytes, *features: str) -> HybridFile:
     file.segments = {
         "plan.forward": ("plan", plan.encode()),
         "library": ("library", library),
+        "report": ("report", b"{}"),
         "weights.0": ("weights", weights),
     }
     return file
@@ -319,6 +320,14 @@ def rows(dim: int, index: Any, source: Any) -> Edit:
     return of_entry(updates=[["rows", ["state", 0], dim, index, source]])
 
 
+def state_of_one_row(manifest: dict[str, Any]) -> None:
+    """The state has a leading size of 1, and what is written to it lacks it."""
+    row = {"segment": "weights.0", "offset": 0, "dtype": "float32", "sizes": [1, 4], "strides": [4, 1]}
+    manifest["constants"].append(row)
+    manifest["states"].append({"name": "row", "constant": 5})
+    entry(manifest)["updates"].append(["rows", ["state", 1], 1, ["constant", 3], ["constant", 4]])
+
+
 def without_samples(edit: Edit) -> Edit:
     return lambda manifest: (edit(manifest), manifest.update(samples=[]))
 
@@ -330,17 +339,19 @@ MANIFESTS: dict[str, tuple[Edit, str]] = {
     "another type": (lambda m: m.update(model=3), "another type than a text"),
     "no entry": (lambda m: m.update(entries=[]), "no entry"),
     "two entries": (lambda m: m["entries"].append(entry(m)), "two entries are called .forward"),
-    "two segments": (of_segment(1, name="plan.forward"), "two segments are called .plan.forward"),
+    "two segments": (of_segment(2, name="plan.forward"), "two segments are called .plan.forward"),
     "kind": (of_segment(kind="sources"), r"segment 0: no kind of segment is called .sources.: a newer version"),
     "encoding": (of_segment(encoding="zstd"), r"encoded as .zstd., which only a newer version"),
     "digest": (of_segment(sha256="A" * 64), "64 lower-case hexadecimal digits"),
     "short digest": (of_segment(sha256="a" * 62), "64 lower-case hexadecimal digits"),
-    "overlap": (of_segment(1, offset=PAGE), r"must begin at \d+"),
-    "gap": (of_segment(1, offset=5 * PAGE), r"must begin at \d+"),
-    "large segment": (of_segment(1, size=(1 << 63) - 1), "has 9223372036854775807 bytes from"),
-    "negative size": (of_segment(1, size=-1), "the size is -1"),
-    "short segment": (of_segment(1, size=64), "its last segment ends at"),
+    "overlap": (of_segment(2, offset=PAGE), r"must begin at \d+"),
+    "gap": (of_segment(2, offset=6 * PAGE), r"must begin at \d+"),
+    "large segment": (of_segment(2, size=(1 << 63) - 1), "has 9223372036854775807 bytes from"),
+    "negative size": (of_segment(2, size=-1), "the size is -1"),
+    "short segment": (of_segment(2, size=64), "its last segment ends at"),
     "no segments": (lambda m: m.update(segments=[]), "its last segment ends at|no segment"),
+    "report": (lambda m: m.update(report="weights.0"), "segment .weights.0. is of another kind"),
+    "structure": (of_entry(structure={"in": ""}), 'no member "out"'),
     "library": (lambda m: m.update(targets=[target("gone")]), r"target 0: there is no segment .gone"),
     "library of another kind": (lambda m: m.update(targets=[target("plan.forward")]), "is of another kind"),
     "constant's segment": (of_constant(segment="plan.forward"), "constant 0: segment .plan.forward. is of another"),
@@ -436,6 +447,15 @@ def test_texts_that_are_no_manifest_are_refused(path: Path) -> None:
         refused(path, with_text(text, contents), f"not as the format demands: .*{said}")
 
 
+def test_leading_sizes_of_what_an_update_writes_may_be_missing(path: Path) -> None:
+    """Sizes of 1 alone, as for index_put."""
+    file = small_file()
+    file.edit = state_of_one_row
+    Artifact(written(path, file))
+    file.edit = lambda manifest: (state_of_one_row(manifest), manifest["constants"][5].update(sizes=[2, 4]))
+    refused(path, file, "update 2: its source has another dtype or other sizes")
+
+
 def test_unknown_members_are_ignored(path: Path) -> None:
     """A later writer may say more."""
     file = small_file()
@@ -494,7 +514,7 @@ def test_digests_are_those_of_hashlib(path: Path) -> None:
         content = hashlib.shake_128(bytes([size % 251])).digest(size)
         file.segments[f"report.{size}"] = "report", content
     artifact = Artifact(written(path, file), threads=4)
-    assert len(json.loads(artifact.manifest)["segments"]) == 133
+    assert len(json.loads(artifact.manifest)["segments"]) == 134
 
 
 def test_the_seeds_of_the_fuzzer_are_files_of_today(tmp_path: Path) -> None:
