@@ -127,18 +127,19 @@ def write_in_place(
 
 def written_rows(update: Node) -> tuple[int, Any, Any] | None:
     """The dimension, the positions and the slices of an update that writes whole slices along one dimension; None for another one."""
+    arguments: Any = update.args
     if update.target is aten.index_copy.default:
-        _, dim, index, source = update.args
-    elif update.target is aten.index_put.default and len(update.args) == 3:
-        _, indices, source = update.args
-        dims = [dim for dim, index in enumerate(indices) if index is not None]  # type: ignore[arg-type]
+        _, dim, index, source = arguments
+    elif update.target is aten.index_put.default and len(arguments) == 3:
+        _, indices, source = arguments
+        dims = [dim for dim, index in enumerate(indices) if index is not None]
         if len(dims) != 1:
             return None
-        dim, index = dims[0], indices[dims[0]]  # type: ignore[index]
+        dim, index = dims[0], indices[dims[0]]
     else:
         return None
     value, positions, slices = (node.meta["val"] for node in (update, index, source))
-    dim %= max(value.dim(), 1)  # type: ignore[operator]
+    dim %= max(value.dim(), 1)
     shape = [*value.shape[:dim], *positions.shape, *value.shape[dim + 1 :]]
     is_plain = positions.dtype == torch.int64 and positions.dim() == 1 and slices.dtype == value.dtype
     missing = [1] * (len(shape) - slices.dim())  # `index_put` expands what it writes
