@@ -42,7 +42,7 @@ def functions_from_text(text: bytes) -> dict[int, Function]:
 def _written(function: Function) -> dict[str, Any]:
     if isinstance(function, EagerGraph):
         try:
-            return {"graph": graph_to_text(function.traced).decode()}
+            return {"graph": graph_to_text(function.traced, any_operator=True).decode()}
         except NotTextError as error:
             raise NotExportableError(f"a part that eager runs cannot be written: {error}") from error
     if isinstance(function, Taken):
@@ -57,7 +57,7 @@ def _read(written: Mapping[str, Any]) -> Function:
     ((kind, content),) = written.items()
     match kind:
         case "graph":
-            return EagerGraph(graph_from_text(content.encode(), FakeTensorMode()))
+            return EagerGraph(graph_from_text(content.encode(), FakeTensorMode(), any_operator=True))
         case "random":
             return Taken(Device.of(torch.device(content[0])), tuple(content[1]))
         case "operator":

@@ -399,7 +399,7 @@ def _python_parts(assignment: Assignment, saved: SavedPlan) -> tuple[str, ...]:
         if number < len(segments):
             region = segments[number].region
             operators = dict.fromkeys(
-                str(node.target) for node in region.graph_module.graph.nodes if node.op == "call_function"
+                str(node.target) for node in region.graph_module.graph.nodes if isinstance(node.target, OpOverload)
             )
             where = f" ({region.source})" if region.source else ""
             parts.append(f"{', '.join(operators)}{where}")

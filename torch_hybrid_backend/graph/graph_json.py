@@ -1,8 +1,8 @@
 """A functional ATen graph as text, and back: for what is kept of AOTAutograd's work between processes, and for processes that build.
 
-Text (JSON), not a pickle: nothing that is read can run, and an operator is looked up by name in ATen, prims and torch.ao's operators on
-quantized tensors alone. What has no place in it raises `NotTextError`: symbolic sizes, sub-graphs, operators of other libraries, constants that
-are large or lie elsewhere than on the CPU.
+Text (JSON), not a pickle: nothing that is read can run. An operator is looked up by name, in ATen, prims and torch.ao's operators on quantized
+tensors alone unless `any_operator` is set. What has no place in it raises `NotTextError`: symbolic sizes, sub-graphs, constants that are large
+or lie elsewhere than on the CPU.
 
     text = graph_to_text(graph_module)
     same = graph_from_text(text, fake_mode)   # names, arguments, origins; meta["val"] of the same strides, sharing the same storages
@@ -40,25 +40,26 @@ class NotTextError(Exception):
     """The graph holds something that has no textual form; the message says what."""
 
 
-def graph_to_text(graph_module: torch.fx.GraphModule) -> bytes:
-    """The graph as JSON. Raises NotTextError."""
-    writer = _Writer(graph_module)
+def graph_to_text(graph_module: torch.fx.GraphModule, *, any_operator: bool = False) -> bytes:
+    """The graph as JSON. `any_operator`: operators of other libraries have text too, by name. Raises NotTextError."""
+    writer = _Writer(graph_module, any_operator=any_operator)
     with unset_fake_temporarily():  # AOTAutograd is still tracing: a constant's contents would not be there
         nodes = [writer.node(node) for node in graph_module.graph.nodes]
     tables = {"traces": list(writer.traces), "stacks": list(writer.stacks), "constants": writer.constants}
     return json.dumps({"nodes": nodes, **tables}).encode()
 
 
-def graph_from_text(text: bytes, fake_mode: FakeTensorMode) -> torch.fx.GraphModule:
-    """The graph that `graph_to_text` wrote, its metadata in `fake_mode`.
+def graph_from_text(text: bytes, fake_mode: FakeTensorMode, *, any_operator: bool = False) -> torch.fx.GraphModule:
+    """The graph that `graph_to_text` wrote, its metadata in `fake_mode`. `any_operator`: operators of every library that is imported are known.
 
     Raises ValueError, KeyError, TypeError, IndexError, AttributeError or RuntimeError where the text is not one of a graph.
     """
-    return _Reader(json.loads(text), fake_mode).graph_module()
+    return _Reader(json.loads(text), fake_mode, any_operator=any_operator).graph_module()
 
 
 class _Writer:
-    def __init__(self, graph_module: torch.fx.GraphModule) -> None:
+    def __init__(self, graph_module: torch.fx.GraphModule, *, any_operator: bool) -> None:
+        self._any_operator = any_operator
         self.traces: dict[str, int] = {}
         self.stacks: dict[tuple[tuple[str, str], ...], int] = {}
         self.constants: dict[str, Any] = {}
@@ -73,7 +74,7 @@ class _Writer:
             case "get_attr":
                 target = self._constant(str(node.target))
             case "call_function":
-                target = _operator_name(node.target)
+                target = _operator_name(node.target, any_operator=self._any_operator)
             case _:
                 raise NotTextError(f"{node.op} {node.target}")
         written = {"op": node.op, "name": node.name, "target": target, "args": self._argument(node.args)}
@@ -136,7 +137,8 @@ class _Writer:
 
 
 class _Reader:
-    def __init__(self, written: Mapping[str, Any], fake_mode: FakeTensorMode) -> None:
+    def __init__(self, written: Mapping[str, Any], fake_mode: FakeTensorMode, *, any_operator: bool) -> None:
+        self._any_operator = any_operator
         self._written = written
         self._fake_mode = fake_mode
         self._nodes: dict[str, Node] = {}
@@ -149,7 +151,11 @@ class _Reader:
             op, name = entry["op"], entry["name"]
             if op not in _OPS:  # a call_method would run whatever method of a tensor the text names
                 raise ValueError(f"a node's op must be one of {', '.join(_OPS)}, not {op}")
-            target = _operator(entry["target"]) if op == "call_function" else entry["target"]
+            target = (
+                _operator(entry["target"], any_operator=self._any_operator)
+                if op == "call_function"
+                else entry["target"]
+            )
             arguments, keywords = self._argument(entry["args"]), self._argument(entry.get("kwargs", {"dict": {}}))
             node = graph.create_node(op, target, arguments, keywords, name)
             if node.name != name:
@@ -198,19 +204,19 @@ class _Reader:
         return FakeTensor(self._fake_mode, tensor, torch.device(device))
 
 
-def _operator_name(target: object) -> str:
+def _operator_name(target: object, *, any_operator: bool) -> str:
     if target is operator.getitem:
         return "getitem"
-    if not isinstance(target, OpOverload) or target.namespace not in NAMESPACES:
+    if not isinstance(target, OpOverload) or not (any_operator or target.namespace in NAMESPACES):
         raise NotTextError(f"the operator {target}")
     return str(target)
 
 
-def _operator(name: str) -> Callable[..., Any]:
+def _operator(name: str, *, any_operator: bool) -> Callable[..., Any]:
     if name == "getitem":
         return operator.getitem
     namespace, packet, overload = name.split(".")
-    if namespace not in NAMESPACES:
+    if not any_operator and namespace not in NAMESPACES:
         raise ValueError(f"an operator of {namespace}")
     if namespace == QUANTIZED:
         quantized_operators()  # its operators exist from now on
