@@ -1,4 +1,4 @@
-"""Builds csrc/ into torch_hybrid_backend/_runtime.so; everything else is in pyproject.toml.
+"""Builds csrc/src and csrc/torch into torch_hybrid_backend/_runtime.so; everything else is in pyproject.toml.
 
 The library registers operators when torch.ops.load_library opens it, and is a Python module on the limited API; of LibTorch it
 uses the stable ABI only. So one build serves every Python from 3.11 and torch from 2.11 on. In place:
@@ -55,11 +55,15 @@ class AnyPythonWheel(bdist_wheel):
         return ("py3", "none", super().get_tag()[2])
 
 
+def _files(folder: str, pattern: str) -> list[str]:
+    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / folder).rglob(pattern))
+
+
 runtime = Extension(
     "torch_hybrid_backend._runtime",
-    sources=sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / "src").rglob("*.cc")),
-    depends=sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / "include").glob("*.h")),
-    include_dirs=["csrc/include"],
+    sources=[*_files("csrc/src", "*.cc"), *_files("csrc/torch", "*.cc")],
+    depends=[*_files("csrc/include", "*.h"), *_files("csrc/torch", "*.h")],
+    include_dirs=["csrc/include", "csrc/torch"],
     # libtorch_cpu is in the process already when this is opened; naming it makes the loader look there.
     libraries=["torch_cpu", "dl"],
     define_macros=[("TORCH_TARGET_VERSION", TORCH_TARGET_VERSION)],

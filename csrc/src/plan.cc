@@ -46,7 +46,7 @@ Plan::Plan(const std::string& description) {
   for (const size_t value : outputs_) values_.RequireTensor(value, "the plan returns");
   arguments_ = parts.arguments;
   parameters_ = parts.parameters;
-  graphs_ = parts.graphs;
+  states_ = parts.states;
   streams_ = std::move(parts.streams);
   tensor_constants_ = std::move(parts.tensor_constants);
   FindLifetimes();
