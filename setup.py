@@ -67,8 +67,8 @@ runtime = Extension(
     # libtorch_cpu is in the process already when this is opened; naming it makes the loader look there.
     libraries=["torch_cpu", "dl"],
     define_macros=[("TORCH_TARGET_VERSION", TORCH_TARGET_VERSION)],
-    extra_compile_args=["-std=c++20", "-O2", "-g0", "-Wall", "-Wextra", "-fvisibility=hidden", *ASAN],
-    extra_link_args=["-Wl,--no-as-needed", *ASAN],
+    extra_compile_args=["-std=c++20", "-O2", "-g0", "-Wall", "-Wextra", "-fvisibility=hidden", "-pthread", *ASAN],
+    extra_link_args=["-Wl,--no-as-needed", "-pthread", *ASAN],
     language="c++",
 )
 

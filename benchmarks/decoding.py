@@ -31,7 +31,7 @@ from torch import nn
 
 from benchmarks import llamacpp, machine, roofline
 from benchmarks.table import RESULTS
-from torch_hybrid_backend.bench.peers import search_folder_apart
+from torch_hybrid_backend.bench.peers import add_peers_folder
 from torch_hybrid_backend.measuring.measure import measure
 
 aten = torch.ops.aten
@@ -189,7 +189,7 @@ SIDES: tuple[Side, ...] = (
 
 def run_side(side: Side, arguments: argparse.Namespace) -> dict[str, Any]:
     """The figures of one side, in this process."""
-    search_folder_apart()
+    add_peers_folder()
     threads, tokens = torch.get_num_threads(), arguments.tokens
     model = tiny_llama(arguments.layers, arguments.cache)
     shapes = [tuple(m.weight.shape) for m in model.modules() if isinstance(m, nn.Linear)]

@@ -92,7 +92,7 @@ def main() -> None:
         calibration = work.calibration(inputs)
         setting = Setting(work.threads, work.folder, options.precision, calibration, work.precision_tolerance)
         _show("hybrid", ours(prepare(model, inputs, setting).call))
-        peers.search_folder_apart()
+        peers.add_peers_folder()
         if importlib.util.find_spec("openvino") is None:
             print("OpenVINO is not installed: `make bench` puts the peers beside the environment.")
         else:

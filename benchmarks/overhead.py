@@ -43,7 +43,7 @@ class Overhead:
     def answer(self, state: State) -> dict[str, float]:
         torch.set_num_threads(self.threads)
         if self.peer.packages:
-            peers.search_folder_apart()
+            peers.add_peers_folder()
         model, inputs = TenOperators().eval(), Inputs((torch.tensor([0.1, 0.5, 1.0, 2.0]),))
         expected = inputs.call(model)
         self.scratch.mkdir(parents=True, exist_ok=True)

@@ -26,8 +26,8 @@ from torch.nn.utils import parametrize
 
 from benchmarks import machine
 from torch_hybrid_backend.backend import compile_graph
-from torch_hybrid_backend.bench.peers.eager import in_bytes, in_nibbles
-from torch_hybrid_backend.compression.shared_weights import NIBBLE, SharedWeight
+from torch_hybrid_backend.bench.peers.eager import packed_int4, packed_int8
+from torch_hybrid_backend.compression.shared_weights import FOUR_BIT_CLUSTERS, SharedWeight
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.measuring.measure import measure
 from torch_hybrid_backend.passes.cpu.quantize_weights import GROUP
@@ -124,11 +124,13 @@ def _ours(model: _Layers, inputs: Sequence[torch.Tensor]) -> list[_Side]:
 def _share(layer: nn.Linear) -> None:
     """Gives a layer the nearest of 16 values, at even steps, in place of each weight: k-means would take minutes and find about the same."""
     w = layer.weight.detach()
-    step = 2 * float(w.abs().max()) / NIBBLE
-    places = (w / step + NIBBLE / 2).floor().clamp(0, NIBBLE - 1).to(torch.uint8)
-    layer.weight = nn.Parameter((torch.arange(NIBBLE) - NIBBLE / 2 + 0.5) * step)
+    step = 2 * float(w.abs().max()) / FOUR_BIT_CLUSTERS
+    places = (w / step + FOUR_BIT_CLUSTERS / 2).floor().clamp(0, FOUR_BIT_CLUSTERS - 1).to(torch.uint8)
+    layer.weight = nn.Parameter((torch.arange(FOUR_BIT_CLUSTERS) - FOUR_BIT_CLUSTERS / 2 + 0.5) * step)
     indices = places[:, ::2] | places[:, 1::2] << 4
-    parametrize.register_parametrization(layer, "weight", SharedWeight(indices, w.shape, NIBBLE), unsafe=True)
+    parametrize.register_parametrization(
+        layer, "weight", SharedWeight(indices, w.shape, FOUR_BIT_CLUSTERS), unsafe=True
+    )
 
 
 def _peers(model: _Layers, inputs: Sequence[torch.Tensor]) -> list[_Side]:
@@ -139,8 +141,8 @@ def _peers(model: _Layers, inputs: Sequence[torch.Tensor]) -> list[_Side]:
     for dtype in (torch.bfloat16, torch.float32):
         name, extra = str(dtype).removeprefix("torch."), _TOLERANCES["bfloat16"]
         rows = [x.to(dtype) for x in inputs]
-        bytes_ = [in_bytes(w, dtype) for w in weights]
-        nibbles = [in_nibbles(w, dtype) for w in weights]
+        bytes_ = [packed_int8(w, dtype) for w in weights]
+        nibbles = [packed_int4(w, dtype) for w in weights]
 
         def int8(
             rows: Sequence[torch.Tensor] = rows, packed: Sequence[tuple[torch.Tensor, ...]] = bytes_

@@ -26,7 +26,7 @@ from benchmarks import machine
 from benchmarks.catalogue import MODELS
 from benchmarks.compare import ZooWork
 from benchmarks.overhead import Overhead
-from torch_hybrid_backend.bench.peers import OURS, by_name
+from torch_hybrid_backend.bench.peers import FLOAT32, OURS, PRECISIONS, by_name
 from torch_hybrid_backend.bench.process import ROOT, WorkerError, WorkerProcess, wait_until_quiet
 from torch_hybrid_backend.bench.worker import Account, Prepare, Reference, Round, environment
 from torch_hybrid_backend.progress import Progress
@@ -40,7 +40,14 @@ def compared(model: str, batch: int, trees: Sequence[Path], arguments: argparse.
     """The figures of one model at one batch size: each a list of two, the old tree's and the new one's, and for calls the ratio too."""
     with tempfile.TemporaryDirectory(prefix="revisions-") as name, contextlib.ExitStack() as stack:
         folder = Path(name)
-        work = ZooWork(model=model, size=arguments.size, batch=batch, threads=arguments.threads, folder=folder)
+        work = ZooWork(
+            model=model,
+            size=arguments.size,
+            batch=batch,
+            threads=arguments.threads,
+            folder=folder,
+            precision=arguments.precision,
+        )
 
         def variables(cache: str) -> dict[str, str]:
             return environment(arguments.threads, folder / cache) | work.variables
@@ -125,6 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", default=",".join(_DEFAULT), help=f"default: {','.join(_DEFAULT)}")
     parser.add_argument("--batch", default="1,8")
     parser.add_argument("--size", choices=("small", "full"), default="full")
+    parser.add_argument("--precision", choices=PRECISIONS, default=FLOAT32)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seconds", type=float, default=20.0, help="timing of one row, both revisions together")
     parser.add_argument("--rounds", type=int, default=10)

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from torch_hybrid_backend.bench.peers import search_folder_apart
+from torch_hybrid_backend.bench.peers import add_peers_folder
 from torch_hybrid_backend.core.precision import ACTIVATION_BITS
 from torch_hybrid_backend.measuring.measure import measure
 
@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--activation-bits", type=int, choices=ACTIVATION_BITS, default=8)
     parser.add_argument("--seconds", type=float, default=4.0, help="for each number of rows")
     arguments = parser.parse_args()
-    search_folder_apart()
+    add_peers_folder()
     torch.manual_seed(0)
     layer = nn.Linear(arguments.inputs, arguments.outputs, bias=False).eval()
     weights = {side: _rounded(side, layer.weight.detach()) for side in _SIDES}

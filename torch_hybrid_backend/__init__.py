@@ -7,6 +7,8 @@ The line needs no import of this package. What the package offers beside it:
     refresh(model)           use the weights as they are now, however they were changed
     quantize(model, loader)  a module that multiplies integers of 8 bits, for this or any other backend
     compress(model, ...)     a copy with pruned and shared weights; save_compressed, load_compressed: small files of weights
+    export(model, args, path)  a compiled model as one file, for other processes and machines
+    load(path)               the model from such a file, without tracing or compiling; sign(path, key)
     wait_for_builds()        until nothing is built any more off the call (the setting `background`)
     bisect(model, x)         what in this backend makes a program wrong
     Config                   the settings
@@ -26,12 +28,15 @@ if importlib.util.find_spec("torch") is None:
     )
 
 if TYPE_CHECKING:
+    from torch_hybrid_backend.artifact.model import load
+    from torch_hybrid_backend.artifact.signing import sign
     from torch_hybrid_backend.backend import explain, warmup
     from torch_hybrid_backend.builds.background import wait_for_builds
     from torch_hybrid_backend.compression.container import load_compressed, save_compressed
     from torch_hybrid_backend.compression.shared_weights import compress
     from torch_hybrid_backend.config import Config
     from torch_hybrid_backend.driver.bisection import bisect
+    from torch_hybrid_backend.driver.export import export
     from torch_hybrid_backend.quantization.calibration import Collector
     from torch_hybrid_backend.quantization.quantize import quantize
     from torch_hybrid_backend.runtime.constants import refresh
@@ -42,10 +47,13 @@ _HOMES = {
     "bisect": "driver.bisection",
     "compress": "compression.shared_weights",
     "explain": "backend",
+    "export": "driver.export",
+    "load": "artifact.model",
     "load_compressed": "compression.container",
     "quantize": "quantization.quantize",
     "refresh": "runtime.constants",
     "save_compressed": "compression.container",
+    "sign": "artifact.signing",
     "wait_for_builds": "builds.background",
     "warmup": "backend",
 }
@@ -56,10 +64,13 @@ __all__ = [
     "bisect",
     "compress",
     "explain",
+    "export",
+    "load",
     "load_compressed",
     "quantize",
     "refresh",
     "save_compressed",
+    "sign",
     "wait_for_builds",
     "warmup",
 ]

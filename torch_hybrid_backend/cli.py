@@ -7,6 +7,11 @@
     hybrid explain script.py:make --model-explorer plan.json
     hybrid explain script.py:make --kernels FOLDER
     hybrid bench script.py:make --batch 1,8 --html bench.html
+    hybrid export script.py:make -o model.hybrid
+    hybrid explain model.hybrid
+    hybrid run model.hybrid --input x.npy --bench
+    hybrid inspect model.hybrid
+    hybrid sign model.hybrid --key key.pem
     hybrid doctor
     hybrid --version
     hybrid cache
@@ -15,6 +20,9 @@
 
 `explain` compiles the model for inference, calls it once on the arguments and shows the plan. With `--kernels` it also writes the text of
 every kernel into a folder; Triton kernels become files that run alone. `bench` compares a model with other runtimes (docs/bench.md).
+
+`export` writes the compiled model to one file, of which `explain` shows the plan, `run` calls it, and `inspect` shows what is in it
+(docs/guides/ship.md).
 
 `doctor` shows the engines that can run in this installation, and what to install for the others. Its exit status is 1 if something is missing
 without which nothing is compiled.
@@ -42,6 +50,7 @@ from torch_hybrid_backend.builds.failures import Failures
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.engine import EAGER, Engine
 from torch_hybrid_backend.core.verdict import Refused
+from torch_hybrid_backend.driver import file_commands
 from torch_hybrid_backend.errors import CacheError, ConfigError, HybridError, did_you_mean, failures
 from torch_hybrid_backend.factory import Factory
 from torch_hybrid_backend.machine import unsupported
@@ -72,6 +81,8 @@ def main(
             return _explain(parsed, explain or torch_hybrid_backend.explain, out)
         if parsed.command == "bench":
             return bench.run(parsed, out)
+        if parsed.command in file_commands.RUN:
+            return int(file_commands.RUN[parsed.command](parsed, out))
         if parsed.command == "cache":
             return _cache(parsed, out)
         return _doctor(engines or _all_engines, out)
@@ -113,7 +124,8 @@ def parser() -> argparse.ArgumentParser:
     commands = command.add_subparsers(dest="command", required=True)
     explain = commands.add_parser("explain", help="compile a model, call it once and show where its operators run")
     explain.add_argument(
-        "target", help="module:factory or script.py:factory; the factory returns (model, args[, kwargs])"
+        "target",
+        help="module:factory or script.py:factory; the factory returns (model, args[, kwargs]); or a .hybrid file",
     )
     form = explain.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print the plans as JSON")
@@ -126,6 +138,7 @@ def parser() -> argparse.ArgumentParser:
     )
     explain.add_argument("--kernels", type=Path, metavar="FOLDER", help="write the text of every kernel into FOLDER")
     bench.add_parser(commands)
+    file_commands.add_parsers(commands)
     commands.add_parser(
         "doctor",
         help="show which engines can run and compile here, and what the others lack; the exit status is 1 if something needed is missing",
@@ -138,15 +151,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _explain(parsed: argparse.Namespace, explain: Explain, out: TextIO) -> int:
-    factory = Factory(parsed.target)
-    with factory.importable():
-        model, args, kwargs = factory.load()()
-        with torch.no_grad():
-            profiled = {"profile": True} if parsed.profile else {}
-            explanation = explain(model, *args, **kwargs, **profiled)
-        if explanation.compiling:  # HYBRID_BACKGROUND=1: wait, as no other calls run meanwhile
-            wait_for_builds()
-            explanation = explanation.updated()
+    explanation = _explained_file(parsed) if _is_file(parsed.target) else _explained(parsed, explain)
     try:
         kernels = [] if parsed.kernels is None else explanation.write_kernels(parsed.kernels)
     except failures(OSError) as error:
@@ -160,6 +165,29 @@ def _explain(parsed: argparse.Namespace, explain: Explain, out: TextIO) -> int:
     if parsed.kernels is not None:
         sys.stderr.write(f"hybrid: {counted(len(kernels), 'kernel')} written to {parsed.kernels}\n")
     return 0
+
+
+def _is_file(target: str) -> bool:
+    return ":" not in target and Path(target).is_file()
+
+
+def _explained_file(parsed: argparse.Namespace) -> Explanation:
+    if parsed.profile or parsed.kernels is not None:
+        raise ConfigError("a .hybrid file has neither times nor the text of kernels; name the factory of its model")
+    return torch_hybrid_backend.load(parsed.target).explain()
+
+
+def _explained(parsed: argparse.Namespace, explain: Explain) -> Explanation:
+    factory = Factory(parsed.target)
+    with factory.importable():
+        model, args, kwargs = factory.load()()
+        with torch.no_grad():
+            profiled = {"profile": True} if parsed.profile else {}
+            explanation = explain(model, *args, **kwargs, **profiled)
+        if explanation.compiling:  # HYBRID_BACKGROUND=1: wait, as no other calls run meanwhile
+            wait_for_builds()
+            explanation = explanation.updated()
+    return explanation
 
 
 def _write(path: Path, picture: str) -> None:

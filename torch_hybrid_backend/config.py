@@ -216,6 +216,15 @@ class Config:
             "large kernel (this takes minutes; Ctrl-C stops it, and a later process continues)",
         ),
     )
+    prefer_kernels: bool = dataclasses.field(
+        default=False,
+        metadata=_setting(
+            _boolean,
+            "0, 1",
+            "run regions by kernels also where operators of PyTorch's are faster, in eager or in place of a kernel; `export` sets this, so "
+            "that a file needs no PyTorch",
+        ),
+    )
     measure_budget_s: float = dataclasses.field(
         default=0.3,
         metadata=_setting(_seconds, "seconds", "time spent on timing one region under `placement=measure`"),

@@ -70,6 +70,14 @@ class CompressedFileError(HybridError, ValueError):
     """A file of compressed weights is damaged, or is none."""
 
 
+class NotExportableError(HybridError, ValueError):
+    """A model cannot be written to a `.hybrid` file; the message names what stands in the way."""
+
+
+class ArtifactError(HybridError, ValueError):
+    """A `.hybrid` file is damaged, is none, is not for this machine, or others may write to it."""
+
+
 class PassError(HybridError):
     """A graph pass broke an invariant; the message names the pass and those before it."""
 

@@ -40,7 +40,7 @@ from torch._decomp import (
     global_decomposition_table,
 )
 from torch._dispatch.python import enable_python_dispatcher
-from torch._guards import TracingContext, detect_fake_mode
+from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._ops import HigherOrderOperator, OperatorBase, OpOverload, OpOverloadPacket
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import (
@@ -54,7 +54,16 @@ from torch.fx._lazy_graph_module import _make_graph_module as make_graph_module
 from torch.fx._lazy_graph_module import _use_lazy_graph_module as use_lazy_graph_module
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+from torch.utils._pytree import (
+    TreeSpec,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+    treespec_dumps,
+    treespec_loads,
+)
 
 if TYPE_CHECKING:
     from torch._dynamo import compiled_autograd
@@ -171,11 +180,14 @@ __all__ = [
     "same",
     "suggest_memory_format",
     "torch_function_mode_at",
+    "tracing",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
     "tree_map_only",
     "tree_unflatten",
+    "treespec_dumps",
+    "treespec_loads",
     "unset_fake_temporarily",
     "use_lazy_graph_module",
     "vmap_kernels",

@@ -2,7 +2,8 @@
 // (docs/adr/0020-plan-steps.md).
 //
 // Beyond JSON it reads NaN, Infinity and -Infinity, as Python writes them. Whole numbers are 64-bit
-// integers, others are doubles.
+// integers, others are doubles. Texts of this process are read by Parse, those of files that may
+// come from anybody by ParseUntrusted: its memory is bounded, and no text has two readings.
 //
 // Ownership: a value owns what is inside it.
 //
@@ -11,6 +12,7 @@
 #ifndef TORCH_HYBRID_BACKEND_JSON_H_
 #define TORCH_HYBRID_BACKEND_JSON_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -22,10 +24,19 @@ namespace torch_hybrid_backend {
 
 class Json {
  public:
+  static constexpr size_t kMostUntrustedBytes = size_t{16} << 20;
+  static constexpr size_t kMostUntrustedValues = size_t{1} << 20;
+  static constexpr int kDeepestUntrusted = 32;
+
   static Json Parse(std::string_view text);
+  // Refuses more bytes, values or nested values than the constants above allow, what is not UTF-8,
+  // control characters in texts, two members of one name, numbers that are not written as JSON's,
+  // and whole numbers of more than 64 bits.
+  static Json ParseUntrusted(std::string_view text);
 
   bool IsNull() const { return std::holds_alternative<std::nullptr_t>(value_); }
   bool IsList() const { return std::holds_alternative<std::vector<Json>>(value_); }
+  bool IsObject() const { return std::holds_alternative<Members>(value_); }
   bool AsBool() const { return Get<bool>("true or false"); }
   int64_t AsInt() const { return Get<int64_t>("a whole number"); }
   double AsDouble() const;  // whole numbers too

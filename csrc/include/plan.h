@@ -27,6 +27,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "binding.h"
@@ -54,7 +55,11 @@ struct TimedResult {
 
 class Plan {
  public:
-  explicit Plan(const std::string& description);
+  // Kernels are found in libraries at the paths that `library_path` makes of the names in the
+  // description.
+  explicit Plan(
+      std::string_view description,
+      const LibraryPaths& library_path = [](const std::string& name) { return name; });
   Plan(const Plan&) = delete;
   Plan& operator=(const Plan&) = delete;
 

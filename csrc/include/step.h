@@ -10,6 +10,7 @@
 #define TORCH_HYBRID_BACKEND_STEP_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -50,6 +51,9 @@ class Step {
   virtual bool InTeam() const { return false; }
 };
 
+// From the name of a library in a description to its path.
+using LibraryPaths = std::function<std::string(const std::string& name)>;
+
 // A plan while its steps are made: what they need of it.
 struct PlanParts {
   Values& values;
@@ -65,6 +69,8 @@ struct PlanParts {
   std::vector<Device> streams;
   // Constants that steps read as tensors.
   std::vector<size_t> tensor_constants;
+  // The path by which the loader opens the library that a kernel's step names.
+  LibraryPaths library_path;
 
   // A value that a step reads as a tensor; constants are allowed where `constants`.
   size_t Tensor(int64_t value, const char* user, bool constants);

@@ -1,5 +1,6 @@
 #include "json.h"
 
+#include <algorithm>
 #include <cctype>
 #include <charconv>
 #include <cmath>
@@ -7,12 +8,72 @@
 #include <stdexcept>
 
 namespace torch_hybrid_backend {
+namespace {
+
+// Whether the text is UTF-8: no overlong forms, no surrogates, nothing above U+10FFFF.
+bool IsUtf8(std::string_view text) {
+  for (size_t at = 0; at < text.size();) {
+    const auto first = static_cast<unsigned char>(text[at++]);
+    if (first < 0x80) continue;
+    const int more = first >= 0xf0 ? 3 : first >= 0xe0 ? 2 : 1;
+    if (first < 0xc0 || first > 0xf7) return false;
+    uint32_t code = first & (0x3f >> more);
+    for (int i = 0; i < more; ++i) {
+      if (at == text.size() || (text[at] & 0xc0) != 0x80) return false;
+      code = code << 6 | (text[at++] & 0x3f);
+    }
+    constexpr uint32_t kLeast[] = {0x80, 0x800, 0x10000};
+    if (code < kLeast[more - 1] || code > 0x10ffff || (code >= 0xd800 && code < 0xe000)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+void AppendUtf8(std::string& text, uint32_t code) {
+  const auto append = [&](uint32_t byte) { text.push_back(static_cast<char>(byte)); };
+  if (code < 0x80) return append(code);
+  const int more = code < 0x800 ? 1 : code < 0x10000 ? 2 : 3;
+  append((0xff00 >> (more + 1) & 0xff) | code >> (6 * more));
+  for (int i = more - 1; i >= 0; --i) append(0x80 | (code >> (6 * i) & 0x3f));
+}
+
+// Whether JSON writes a number like this: no leading zeros, digits on both sides of a point.
+bool IsJsonNumber(std::string_view text) {
+  size_t at = text.starts_with('-') ? 1 : 0;
+  const auto has = [&](std::string_view any) {
+    return at < text.size() && any.find(text[at]) != any.npos;
+  };
+  const auto digits = [&] {
+    const size_t begin = at;
+    while (has("0123456789")) ++at;
+    return at - begin;
+  };
+  const bool zero = has("0");
+  const size_t whole = digits();
+  if (whole == 0 || (zero && whole > 1)) return false;
+  if (has(".")) {
+    ++at;
+    if (digits() == 0) return false;
+  }
+  if (has("eE")) {
+    ++at;
+    if (has("+-")) ++at;
+    if (digits() == 0) return false;
+  }
+  return at == text.size();
+}
+
+}  // namespace
 
 class Json::Parser {
  public:
-  explicit Parser(std::string_view text) : text_(text) {}
+  Parser(std::string_view text, bool trusted)
+      : text_(text), trusted_(trusted), deepest_(trusted ? kDeepest : kDeepestUntrusted) {}
 
   Json Whole() {
+    if (!trusted_ && text_.size() > kMostUntrustedBytes) Fail("an end within 16 MiB");
+    if (!trusted_ && !IsUtf8(text_)) throw std::runtime_error("no JSON: it is not UTF-8");
     Json whole = Next(0);
     SkipSpace();
     if (at_ != text_.size()) Fail("the end");
@@ -44,7 +105,7 @@ class Json::Parser {
   }
 
   Json Next(int depth) {
-    if (depth > kDeepest) Fail("an end of nested values");
+    if (!trusted_ && ++values_ > kMostUntrustedValues) Fail("an end within 2^20 values");
     SkipSpace();
     Json json;
     if (Take("null")) return json;
@@ -78,6 +139,12 @@ class Json::Parser {
     double number = 0;
     const auto [number_end, number_error] = std::from_chars(begin, end, number);
     if (number_error != std::errc()) Fail("a value");
+    if (!trusted_) {
+      if (!IsJsonNumber({begin, number_end})) Fail("a value");
+      if (whole_error == std::errc::result_out_of_range && whole_end == number_end) {
+        Fail("a whole number of 64 bits");
+      }
+    }
     at_ += number_end - begin;
     if (whole_error == std::errc() && whole_end == number_end) {
       json.value_ = whole;
@@ -88,42 +155,54 @@ class Json::Parser {
 
   std::string Text() {
     std::string text;
-    for (; at_ < text_.size(); ++at_) {
-      const char c = text_[at_];
-      if (c == '"') {
-        ++at_;
-        return text;
-      }
+    while (at_ < text_.size()) {
+      const char c = text_[at_++];
+      if (c == '"') return text;
       if (c == '\\') {
-        ++at_;
         Escaped(text);
       } else {
+        if (!trusted_ && static_cast<unsigned char>(c) < 0x20) Fail("an escape");
         text.push_back(c);
       }
     }
     Fail("the end of a text");
   }
 
-  // The writer keeps what is not ASCII as UTF-8, so \u stands for control characters only.
   void Escaped(std::string& text) {
     const char c = at_ < text_.size() ? text_[at_] : '\0';
     constexpr std::string_view kLetters = "\"\\/bfnrt";
     constexpr std::string_view kMeanings = "\"\\/\b\f\n\r\t";
     if (const size_t which = kLetters.find(c); c != '\0' && which != kLetters.npos) {
       text.push_back(kMeanings[which]);
+      ++at_;
       return;
     }
+    uint32_t code = Unit();
+    if (code >= 0xd800 && code < 0xdc00) {  // the first half of a pair
+      if (!Take("\\")) Fail("the second half of an escape");
+      const uint32_t low = Unit();
+      if (low < 0xdc00 || low >= 0xe000) Fail("the second half of an escape");
+      code = 0x10000 + ((code - 0xd800) << 10) + (low - 0xdc00);
+    } else if (code >= 0xdc00 && code < 0xe000) {
+      Fail("the first half of an escape");
+    }
+    AppendUtf8(text, code);
+  }
+
+  // The number that "u" and four hexadecimal digits stand for.
+  uint32_t Unit() {
     const char* const digits = text_.data() + at_ + 1;
-    unsigned code = 0;
-    if (c != 'u' || at_ + 5 > text_.size() ||
-        std::from_chars(digits, digits + 4, code, 16).ptr != digits + 4 || code >= 0x80) {
+    uint32_t unit = 0;
+    if (at_ + 5 > text_.size() || text_[at_] != 'u' ||
+        std::from_chars(digits, digits + 4, unit, 16).ptr != digits + 4) {
       Fail("an escape that is known");
     }
-    text.push_back(static_cast<char>(code));
-    at_ += 4;
+    at_ += 5;
+    return unit;
   }
 
   std::vector<Json> List(int depth) {
+    if (depth >= deepest_) Fail("an end of nested values");
     std::vector<Json> list;
     SkipSpace();
     if (Take("]")) return list;
@@ -136,6 +215,7 @@ class Json::Parser {
   }
 
   Members Object(int depth) {
+    if (depth >= deepest_) Fail("an end of nested values");
     Members members;
     SkipSpace();
     if (Take("}")) return members;
@@ -147,14 +227,32 @@ class Json::Parser {
       SkipSpace();
     } while (Take(","));
     Expect("}", "the end of an object");
+    if (!trusted_) RefuseTwins(members);
     return members;
   }
 
-  std::string_view text_;
+  // By sorting: members may be many.
+  static void RefuseTwins(const Members& members) {
+    std::vector<std::string_view> names;
+    names.reserve(members.size());
+    for (const auto& [name, member] : members) names.push_back(name);
+    std::sort(names.begin(), names.end());
+    const auto twin = std::adjacent_find(names.begin(), names.end());
+    if (twin != names.end()) {
+      throw std::runtime_error("no JSON: an object has two members \"" + std::string(*twin) + "\"");
+    }
+  }
+
+  const std::string_view text_;
+  const bool trusted_;
+  const int deepest_;
   size_t at_ = 0;
+  size_t values_ = 0;
 };
 
-Json Json::Parse(std::string_view text) { return Parser(text).Whole(); }
+Json Json::Parse(std::string_view text) { return Parser(text, /*trusted=*/true).Whole(); }
+
+Json Json::ParseUntrusted(std::string_view text) { return Parser(text, /*trusted=*/false).Whole(); }
 
 void Json::Refuse(const char* wanted) {
   throw std::runtime_error(std::string("a description has a value of another type than ") + wanted);

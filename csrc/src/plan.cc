@@ -19,7 +19,7 @@ bool HasTensor(ValueKind kind) { return kind != ValueKind::kConstant && kind != 
 
 }  // namespace
 
-Plan::Plan(const std::string& description) {
+Plan::Plan(std::string_view description, const LibraryPaths& library_path) {
   const Json json = Json::Parse(description);
   const int64_t version = json["version"].AsInt();
   if (version != kVersion) {
@@ -35,7 +35,8 @@ Plan::Plan(const std::string& description) {
                   .device = Device::Host(),
                   .touched = std::vector<bool>(values_.size()),
                   .streams = {},
-                  .tensor_constants = {}};
+                  .tensor_constants = {},
+                  .library_path = library_path};
   ReadArenas(json["arenas"], parts);
   CheckValues();
   ReadSteps(json["steps"], parts);

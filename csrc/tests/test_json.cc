@@ -6,6 +6,38 @@
 
 using torch_hybrid_backend::Json;
 
+namespace {
+
+void ReadsUntrusted() {
+  const Json json = Json::ParseUntrusted(
+      "{\"a\": [-0.5, 10, 1e2, -9223372036854775808, 9223372036854775807, Infinity], "
+      "\"b\": \"\\u0001\xc3\xa4\xe2\x82\xac\xf0\x9f\x98\x80\"}");
+  Check(json["a"].AsList()[3].AsInt() == INT64_MIN && json["a"].AsList()[2].AsDouble() == 100,
+        "numbers of every form");
+  Check(json["b"].AsString() == "\1\xc3\xa4\xe2\x82\xac\xf0\x9f\x98\x80", "texts");
+  CheckThrows([] { Json::ParseUntrusted(R"({"a": 1, "b": 2, "a": 1})"); }, "two members \"a\"");
+  for (const std::string text :
+       {"01", "-01", ".5", "1.", "1.e5", "+1", "inf", "nan", "-nan", "0x1", "1e", "\"\1\"",
+        "9223372036854775808", "-9223372036854775809", "1e999"})
+    CheckThrows([&] { Json::ParseUntrusted(text); }, "no JSON");
+  for (const std::string text : {"\x80", "\xc0\x80", "\xc3", "\xe0\x80\x80", "\xed\xa0\x80",
+                                 "\xf4\x90\x80\x80", "\xf8\x88\x80\x80", "\xf0\x9f\x98"})
+    CheckThrows([&] { Json::ParseUntrusted("\"" + text + "\""); }, "not UTF-8");
+  const auto nested = [](int depth) { return std::string(depth, '[') + std::string(depth, ']'); };
+  Json::ParseUntrusted(nested(Json::kDeepestUntrusted));
+  CheckThrows([&] { Json::ParseUntrusted(nested(Json::kDeepestUntrusted + 1)); }, "nested");
+  const auto many = [](size_t values) {  // with the list itself
+    std::string text = "[0";
+    for (size_t i = 2; i < values; ++i) text += ",0";
+    return text + "]";
+  };
+  CheckThrows([&] { Json::ParseUntrusted(many(Json::kMostUntrustedValues + 1)); }, "2^20 values");
+  CheckThrows([&] { Json::ParseUntrusted(std::string(Json::kMostUntrustedBytes + 1, ' ')); },
+              "16 MiB");
+}
+
+}  // namespace
+
 int main() {
   const Json json = Json::Parse(
       "{\"whole\": -9223372036854775808, \"number\": 0.1, \"large\": 1e+16, \"text\": "
@@ -28,4 +60,11 @@ int main() {
                                  "{1: 2}", "\"\\u12\"", "-"})
     CheckThrows([&] { Json::Parse(text); }, "no JSON");
   CheckThrows([&] { Json::Parse(std::string(1000, '[')); }, "nested");
+  Check(Json::Parse(R"("\u00e4\u20ac\ud83d\ude00")").AsString() ==
+            "\xc3\xa4\xe2\x82\xac\xf0\x9f\x98\x80",
+        "escapes stand for any character");
+  for (const std::string text :
+       {R"("\ud83d")", R"("\ud83d\u0041")", R"("\ude00")", R"("\ud83d\n")"})
+    CheckThrows([&] { Json::Parse(text); }, "no JSON");
+  ReadsUntrusted();
 }

@@ -17,4 +17,9 @@ HandleTable<const Binding>& Bindings() {
   return *table;
 }
 
+HandleTable<const Artifact>& Artifacts() {
+  static auto* const table = new HandleTable<const Artifact>("artifact");
+  return *table;
+}
+
 }  // namespace torch_hybrid_backend

@@ -5,6 +5,7 @@
 #ifndef TORCH_HYBRID_BACKEND_HANDLE_TABLES_H_
 #define TORCH_HYBRID_BACKEND_HANDLE_TABLES_H_
 
+#include "artifact.h"
 #include "binding.h"
 #include "guard.h"
 #include "handle_table.h"
@@ -15,6 +16,7 @@ namespace torch_hybrid_backend {
 HandleTable<Plan>& Plans();
 HandleTable<const Guard>& Guards();
 HandleTable<const Binding>& Bindings();
+HandleTable<const Artifact>& Artifacts();
 
 }  // namespace torch_hybrid_backend
 

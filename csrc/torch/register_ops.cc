@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <exception>
@@ -21,6 +22,8 @@
 #include <malloc.h>
 #endif
 
+#include "artifact.h"
+#include "artifact_plan.h"
 #include "binding.h"
 #include "cuda_driver.h"
 #include "guard.h"
@@ -81,6 +84,44 @@ int64_t BindingNew(int64_t plan, int64_t guard, Numbers owned_slots, std::vector
                                       owned_slots, std::move(owned), borrowed_slots, borrowed));
 }
 
+int64_t ArtifactOpen(std::string path, bool share, int64_t threads) {
+  const ArtifactOptions options{share,
+                                static_cast<unsigned>(std::clamp<int64_t>(threads, 1, 1024))};
+  return Artifacts().Add(Artifact::Open(path, options));
+}
+
+std::string ArtifactManifest(int64_t artifact) {
+  return Artifacts().Get(artifact)->manifest_text();
+}
+
+std::string ArtifactSignatures(int64_t artifact) {
+  std::string lines;
+  for (const Signature& signature : Artifacts().Get(artifact)->signatures()) {
+    lines += Hexadecimal(signature.key) + " " + Hexadecimal(signature.signature) + "\n";
+  }
+  return lines;
+}
+
+Numbers ArtifactSegment(int64_t artifact, std::string name) {
+  const auto file = Artifacts().Get(artifact);
+  const std::span<uint8_t> bytes = file->SegmentBytes(file->manifest().SegmentNamed(name));
+  return {reinterpret_cast<int64_t>(bytes.data()), static_cast<int64_t>(bytes.size())};
+}
+
+int64_t ArtifactConstant(int64_t artifact, int64_t number) {
+  const auto file = Artifacts().Get(artifact);
+  if (number < 0 || number >= static_cast<int64_t>(file->manifest().constants.size())) {
+    throw std::runtime_error(file->path() + ": there is no constant " + std::to_string(number));
+  }
+  return reinterpret_cast<int64_t>(file->ConstantAddress(number));
+}
+
+int64_t ArtifactPlan(int64_t artifact, std::string segment) {
+  auto file = Artifacts().Get(artifact);
+  const size_t number = file->manifest().SegmentNamed(segment);
+  return Plans().Add(PlanOf(std::move(file), number));
+}
+
 // The functions that Python's finalizers call, by address: the garbage collector runs finalizers
 // wherever it likes, also while the thread traces, and an operator would then become a node of
 // somebody else's graph.
@@ -90,11 +131,14 @@ Numbers Finalizers() {
   void (*const free_binding)(int64_t) = [](int64_t binding) noexcept {
     Bindings().Remove(binding);
   };
+  void (*const free_artifact)(int64_t) = [](int64_t artifact) noexcept {
+    Artifacts().Remove(artifact);
+  };
   void (*const close_library)(const char*) = [](const char* path) noexcept { CloseLibrary(path); };
   void (*const close_module)(const char*) = [](const char* path) noexcept { CloseModule(path); };
-  return {reinterpret_cast<int64_t>(free_plan), reinterpret_cast<int64_t>(free_guard),
-          reinterpret_cast<int64_t>(free_binding), reinterpret_cast<int64_t>(close_library),
-          reinterpret_cast<int64_t>(close_module)};
+  return {reinterpret_cast<int64_t>(free_plan),     reinterpret_cast<int64_t>(free_guard),
+          reinterpret_cast<int64_t>(free_binding),  reinterpret_cast<int64_t>(free_artifact),
+          reinterpret_cast<int64_t>(close_library), reinterpret_cast<int64_t>(close_module)};
 }
 
 void GiveBackFreedMemory() {
@@ -172,6 +216,12 @@ STABLE_TORCH_LIBRARY(torch_hybrid_backend, m) {
   m.def(
       "binding_new(int plan, int guard, int[] owned_slots, Tensor[] owned, "
       "int[] borrowed_slots, int[] borrowed) -> int");
+  m.def("artifact_open(str path, bool share, int threads) -> int");
+  m.def("artifact_manifest(int artifact) -> str");
+  m.def("artifact_signatures(int artifact) -> str");
+  m.def("artifact_segment(int artifact, str name) -> int[]");
+  m.def("artifact_constant(int artifact, int number) -> int");
+  m.def("artifact_plan(int artifact, str segment) -> int");
   m.def("finalizers() -> int[]");
   m.def("give_back_freed_memory() -> ()");
   m.def("huffman_encode(Tensor symbols, Tensor lengths, Tensor(a!) coded) -> ()");
@@ -191,6 +241,12 @@ STABLE_TORCH_LIBRARY_IMPL(torch_hybrid_backend, CompositeExplicitAutograd, m) {
   m.impl("guard_is_late", Boxed<&GuardIsLate>);
   m.impl("watches_writes", Boxed<&WatchesWrites>);
   m.impl("binding_new", Boxed<&BindingNew>);
+  m.impl("artifact_open", Boxed<&ArtifactOpen>);
+  m.impl("artifact_manifest", Boxed<&ArtifactManifest>);
+  m.impl("artifact_signatures", Boxed<&ArtifactSignatures>);
+  m.impl("artifact_segment", Boxed<&ArtifactSegment>);
+  m.impl("artifact_constant", Boxed<&ArtifactConstant>);
+  m.impl("artifact_plan", Boxed<&ArtifactPlan>);
   m.impl("finalizers", Boxed<&Finalizers>);
   m.impl("give_back_freed_memory", Boxed<&GiveBackFreedMemory>);
   m.impl("huffman_encode", Boxed<&Encode>);

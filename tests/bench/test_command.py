@@ -1,4 +1,4 @@
-"""`hybrid bench`: real runtimes on a small model, and every mistake as one sentence."""
+"""`hybrid bench`: real runtimes on a small model, and user errors as one sentence."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _planted(name: str, *packages: tuple[str, str]) -> Peer:
-    """A runtime of these tests' own, in tests/benchmarks/planted/."""
+    """A test runtime in tests/benchmarks/planted/."""
     return Peer(name, name, f"tests.benchmarks.planted.{name}", packages)
 
 
@@ -79,8 +79,8 @@ def _run(*arguments: str, known: dict[str, Peer] | None = None) -> tuple[int, st
 
 @pytest.mark.slow
 def test_a_model_beside_other_runtimes(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Eager, inductor and hybrid have figures; a runtime that lies, one that cannot convert the model and one that is not installed have a
-    line each with the reason. The files have the same."""
+    """Eager, inductor and hybrid have figures. A wrong runtime, one that cannot convert the model, and one that is not installed have a line
+    with the reason. The files say the same."""
     doubles = [_planted("wrong"), _planted("refusing"), _planted("dying"), _planted("absent", ("no_such", "no-such"))]
     known = {name: by_name()[name] for name in ("eager", "hybrid", "inductor")} | {peer.name: peer for peer in doubles}
     files = {kind: tmp_path / f"bench.{kind}" for kind in ("json", "html", "log")}
@@ -114,8 +114,9 @@ def test_a_model_beside_other_runtimes(models: Path, tmp_path: Path, capsys: pyt
     assert "the whole graph" in files["log"].read_text()
 
 
+@pytest.mark.full
 def test_a_batch_that_the_factory_takes(models: Path, tmp_path: Path) -> None:
-    """A batch is given to the factory, and several make a table each."""
+    """The factory gets the batch size; each batch size has a table."""
     out = tmp_path / "out.json"
     status, text = _run(f"{models}:with_batch", "--batch", "2,4", "--against", "eager", *_QUICK, "--json", str(out))
     assert status == 0
@@ -124,7 +125,7 @@ def test_a_batch_that_the_factory_takes(models: Path, tmp_path: Path) -> None:
 
 
 def test_steps_of_training(models: Path) -> None:
-    """On what can train; others are not named."""
+    """Only runtimes that can train are timed and named."""
     status, text = _run(f"{models}:with_batch", "--train", "--against", "eager", *_QUICK)
     assert status == 0
     assert "training step" in text
@@ -132,14 +133,14 @@ def test_steps_of_training(models: Path) -> None:
 
 
 def test_random_numbers_are_said_to_hinder_the_comparison(models: Path) -> None:
-    """Dropout of a model in training mode draws others in each runtime."""
+    """A model with dropout in training mode draws other random numbers in each runtime: a note says that results were not compared."""
     status, text = _run(f"{models}:drawing", "--against", "eager", *_QUICK)
     assert status == 0
     assert "The model draws random numbers, so results were not compared with eager's." in text
 
 
 def test_hybrid_without_a_result_is_a_failure(models: Path) -> None:
-    """The command fails, and the other figures are shown."""
+    """The command fails, but shows the other figures."""
     ours = Peer("hybrid", "hybrid", "tests.benchmarks.planted.refusing")
     status, text = _run(f"{models}:make", *_QUICK, known={"hybrid": ours, "eager": by_name()["eager"]})
     assert status == 1
@@ -167,7 +168,7 @@ def test_hybrid_without_a_result_is_a_failure(models: Path) -> None:
 def test_a_mistake_is_one_sentence(
     models: Path, factory: str, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit status 1, no traceback."""
+    """A user error gives exit status 1 and one sentence without a traceback."""
     assert cli.main(["bench", f"{models}:{factory}", *_QUICK, *options], out=io.StringIO()) == 1
     error = capsys.readouterr().err
     assert message in error
@@ -175,7 +176,7 @@ def test_a_mistake_is_one_sentence(
 
 
 def test_a_factory_that_makes_another_model_each_time(models: Path) -> None:
-    """Nothing could be compared: the reason is each runtime's."""
+    """Results cannot be compared: each runtime has this reason."""
     status, text = _run(f"{models}:differing", "--against", "eager", *_QUICK)
     assert status == 1
     assert "eager: two processes made different models or inputs, so results cannot be compared" in text
@@ -183,27 +184,27 @@ def test_a_factory_that_makes_another_model_each_time(models: Path) -> None:
 
 @pytest.mark.parametrize(("option", "value"), [("--batch", "0"), ("--rounds", "x"), ("--seconds", "-1")])
 def test_numbers_are_checked(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Wrong numbers end as argparse ends: what is wrong, and exit status 2."""
+    """A wrong number gives argparse's error and exit status 2."""
     with pytest.raises(SystemExit, match="2"):
         cli.main(["bench", "module:make", option, value])
     assert f"argument {option}: '{value}' must be a" in capsys.readouterr().err
 
 
 def _workers(folder: Path) -> list[str]:
-    """The processes that have the folder's name in their environment."""
+    """Process ids of the workers that have the folder's name in their environment."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
             if str(folder).encode() in path.read_bytes():
                 found.append(path.parent.name)
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
     return found
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_is_left(models: Path, tmp_path: Path, number: signal.Signals) -> None:
-    """An interrupt ends the worker in the midst of its work, and so does the end of the command itself."""
+    """An interrupt ends a working worker, and so does the end of the command itself."""
     environment: dict[str, Any] = {**os.environ, "MARK": str(tmp_path)}
     arguments = ["bench", f"{models}:slow", "--against", "eager"]
     running = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Peers side by side; what becomes of those that fail is tested in tests/benchmarks/test_compare.py."""
+"""Comparison of peers. tests/benchmarks/test_compare.py tests peers that fail."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch_hybrid_backend.bench.peers import by_name
 
 
 def test_figures(tmp_path: Path) -> None:
-    """Figures are those of every round: the first call, the median, and the share of other load."""
+    """Figures cover all rounds: first call, median, and the share of other load."""
     work = SmallWork(threads=1, folder=tmp_path, batch=4)
     facts = reference(work, SHORT, tmp_path / "log")
     assert (facts.batch, facts.was_training, facts.is_random) == (4, False, False)

@@ -29,7 +29,7 @@ def elsewhere():
 def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FactoryModel:
     path = tmp_path / "script_for_factory_model.py"
     path.write_text(SCRIPT)
-    monkeypatch.syspath_prepend(str(tmp_path))  # the path is as it was afterwards
+    monkeypatch.syspath_prepend(str(tmp_path))  # restored after the test
     return FactoryModel(factory=Factory(f"{path}:make"), threads=1, folder=tmp_path)
 
 
@@ -39,7 +39,8 @@ def _of(work: FactoryModel, name: str, batch: int | None = None) -> FactoryModel
 
 
 def test_it_is_the_same_every_time(work: FactoryModel) -> None:
-    """Whichever library the factory draws its numbers from; no row is added to the inputs as they are."""
+    """The model and inputs are the same in every process, whichever library draws the random numbers. Inputs stay as they are without a batch
+    size."""
     (first, inputs), (second, again) = work.build(), work.build()
     assert torch.equal(first.weight, second.weight)
     assert torch.equal(inputs.args[0], again.args[0])
@@ -48,16 +49,16 @@ def test_it_is_the_same_every_time(work: FactoryModel) -> None:
 
 
 def test_batches(work: FactoryModel) -> None:
-    """The factory's own way of it goes first."""
+    """The factory's parameter `batch` has priority; otherwise inputs are repeated or cut."""
     assert dataclasses.replace(work, batch=5).build()[1].batch == 5
     model, inputs = _of(work, "with_batch", 4).build()
     assert inputs.batch == 4
     assert torch.equal(inputs.call(model), torch.ones(4, 3))
-    assert not model.training  # a function has no mode that could be complained of
+    assert not model.training  # a function has no mode
     assert _of(work, "with_batch").build()[1].batch == 7
 
 
 def test_another_device_is_refused(work: FactoryModel) -> None:
-    """Another device is refused, as the processor is timed here."""
+    """Tensors on another device than the CPU are refused."""
     with pytest.raises(ArgumentError, match="returned tensors on meta; hybrid bench measures on the CPU"):
         _of(work, "elsewhere").build()

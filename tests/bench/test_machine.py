@@ -11,7 +11,7 @@ from torch_hybrid_backend.bench import machine
 
 
 def test_what_figures_depend_on() -> None:
-    """Processor, threads, instructions and versions; absent packages are left out."""
+    """The description has processor, threads, instructions and versions. Absent packages are left out."""
     found = machine.describe()
     assert found["threads"] == torch.get_num_threads()
     assert found["cpu"]
@@ -21,7 +21,7 @@ def test_what_figures_depend_on() -> None:
 
 
 def test_versions_in_a_folder_below_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Versions are found in the folder where the peers of a clone are."""
+    """Versions are also found in the folder of a clone's peers."""
     about = tmp_path / "peers" / "some_peer-1.5.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: some-peer\nVersion: 1.5\n")
@@ -30,7 +30,7 @@ def test_versions_in_a_folder_below_the_environment(monkeypatch: pytest.MonkeyPa
 
 
 def test_settings_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Settings of the environment are recorded, as figures depend on them; the cache's folder is not."""
+    """Settings in the environment are recorded, but not the cache's folder."""
     monkeypatch.setenv("HYBRID_VERIFY", "always")
     monkeypatch.setenv("HYBRID_CACHE_DIR", "/somewhere")
     found = machine.hybrid_settings()

@@ -1,4 +1,4 @@
-"""The page of the command."""
+"""The HTML page of `hybrid bench`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch_hybrid_backend.bench.record import Record
 
 
 def test_bars_are_as_long_as_times() -> None:
-    """Each runtime with figures has a bar, ours in a colour of its own; nothing is loaded from elsewhere, and names are escaped."""
+    """Each runtime with figures has a bar; hybrid's has its own colour. The page loads nothing, and names are escaped."""
     gap = {"peer": "zentorch", "batch": 8, "gap": "<no rule>"}
     page = html(Record("m:<f>", False, MACHINE, {}, [group(result("hybrid", 10.0), result("eager", 20.0), gap)]))
     [svg] = re.findall("<svg.*?</svg>", page)
@@ -26,7 +26,7 @@ def test_bars_are_as_long_as_times() -> None:
 
 
 def test_remarks_stand_with_the_verdict() -> None:
-    """Before the table, as plain as it; what is not installed stands once, after the last section."""
+    """Verdicts and notes stand before the table. Runtimes that are not installed are listed once, after the last section."""
     gap = {"peer": "zentorch", "batch": 8, "gap": "not installed: pip install zentorch"}
     found = group(result("hybrid", 10.0, spread_ms=30.0, other_load=0.5), result("eager", 20.0), gap)
     page = html(Record("m:f", False, MACHINE, {}, [found, found]))

@@ -1,4 +1,4 @@
-"""Workers: what they answer, and that they end."""
+"""Worker processes: answers, and their end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch_hybrid_backend.bench.worker import State
 
 @dataclass(frozen=True, slots=True)
 class Spin:
-    """Answer: the worker's process id; a thread of it computes for `seconds` after that."""
+    """Message. Answer: the worker's process id; a thread of the worker then computes for `seconds`."""
 
     seconds: float
 
@@ -36,7 +36,7 @@ class Spin:
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """Never answered."""
+    """Message that is never answered."""
 
     def answer(self, state: State) -> None:
         time.sleep(3600)
@@ -44,14 +44,15 @@ class Hang:
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Answer: the files of the package and of its `bench` in the worker."""
+    """Message. Answer: the files of the package and of its `bench` in the worker."""
 
     def answer(self, state: State) -> tuple[str, str]:
         return str(torch_hybrid_backend.__file__), str(worker.__file__)
 
 
 def test_a_worker_has_the_package_of_its_tree(tmp_path: Path) -> None:
-    """A tree of before the package had `bench` gets that alone from here, so that two revisions can be compared."""
+    """A worker imports the package of its tree. For an older tree without `bench`, only `bench` comes from here: so two revisions can be
+    compared."""
     package = tmp_path / "torch_hybrid_backend"
     package.mkdir()
     for path in (ROOT / "torch_hybrid_backend").iterdir():
@@ -64,7 +65,7 @@ def test_a_worker_has_the_package_of_its_tree(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_spins_is_waited_for_and_one_that_hangs_is_ended(tmp_path: Path) -> None:
-    """The next peer's round starts once this one's threads sleep; who does not answer in time leaves no process behind."""
+    """The next round starts when the worker's threads sleep. A worker that does not answer in time is ended, and no process is left."""
     with WorkerProcess({}, tmp_path / "log") as spinning:
         process = spinning.ask(Spin(0.5), within_s=120)
         if spinning.cpu_ns() == 0:
@@ -72,7 +73,7 @@ def test_a_worker_that_spins_is_waited_for_and_one_that_hangs_is_ended(tmp_path:
         assert wait_until_quiet([spinning], at_most_s=60) > 0.3
         before = spinning.cpu_ns()
         time.sleep(0.1)
-        assert spinning.cpu_ns() - before < 10e6  # idle: nothing of it is left on the cores
+        assert spinning.cpu_ns() - before < 10e6  # idle
         with pytest.raises(WorkerError, match="no answer within 0 s"):
             spinning.ask(Hang(), within_s=0.2)
         assert not Path(f"/proc/{process}").exists()

@@ -1,4 +1,4 @@
-"""Conclusions from figures: who is faster, and what hinders a comparison."""
+"""Verdicts and notes about figures."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def group(*results: dict[str, Any], facts: Facts | None = None) -> Group:
     ],
 )
 def test_who_is_faster_is_said_plainly(times: dict[str, float], expected: list[str]) -> None:
-    """Also where it is another."""
+    """The verdict names the faster runtime, also if hybrid is slower."""
     assert group(*(result(peer, ms) for peer, ms in times.items())).verdicts == expected
 
 
@@ -74,30 +74,30 @@ def test_who_is_faster_is_said_plainly(times: dict[str, float], expected: list[s
 def test_who_is_faster_is_decided_by_more_than_the_spreads(
     ours: tuple[float, float], other: tuple[float, float], expected: str
 ) -> None:
-    """And ratios that the spreads change are told by their bound."""
+    """A runtime is faster only beyond the sum of the spreads. Ratios that spreads may change are shown by their bound."""
     both = (result(peer, ms, spread_ms=spread) for peer, (ms, spread) in (("hybrid", ours), ("openvino", other)))
     assert group(*both).verdicts == [expected]
 
 
 def test_one_round_decides_nothing() -> None:
-    """Its spread is 0 and no spread."""
+    """With one round there is no spread, so nothing is decided."""
     found = group(result("hybrid", 1.0, rounds=1), result("eager", 2.0, rounds=1)).verdicts
     assert found == ["not decided: one round tells nothing of the spread; leave --rounds at 5."]
 
 
 def test_other_load_stands_with_the_verdict() -> None:
-    """In the same sentence, as the figures that it is drawn from may be far off."""
+    """The verdict itself says that other load disturbed the figures."""
     found = group(result("hybrid", 1.0), result("eager", 4.0, other_load=0.5)).verdicts
     assert found == ["hybrid is fastest: 4.00x eager, measured beside other load."]
 
 
 def test_milliseconds() -> None:
-    """Short ones have more digits."""
+    """Short times have more digits."""
     assert [milliseconds(value) for value in (0.12345, 1.2345, 123.45)] == ["0.123", "1.23", "123.5"]
 
 
 def test_notes() -> None:
-    """Other load, training mode and random numbers."""
+    """Notes tell of other load, training mode and random numbers."""
     facts = Facts(0, 8, was_training=True, is_random=True)
     noted = group(result("hybrid", 1.0, other_load=0.5), result("eager", 2.0), facts=facts).notes
     assert any(note.startswith("hybrid: measured beside other load, so it may be far off.") for note in noted)
@@ -107,7 +107,7 @@ def test_notes() -> None:
 
 
 def test_json_has_rows_of_figures_and_reasons() -> None:
-    """Each row is a dict without NaN, which JSON lacks."""
+    """Each row is a dict. NaN, which JSON lacks, becomes null."""
     gap = {"peer": "zentorch", "batch": 8, "gap": "not installed: pip install zentorch"}
     found = group(result("hybrid", 10.0, max_error=math.nan), result("eager", 20.0), gap)
     record = Record("m:f", False, MACHINE, {"rounds": 5}, [found])

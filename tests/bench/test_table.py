@@ -1,4 +1,4 @@
-"""The tables of the command."""
+"""The tables of `hybrid bench`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch_hybrid_backend.bench.worker import Facts
 
 
 def test_a_table_lines_up_and_is_followed_by_what_it_means() -> None:
-    """The fastest first; who is faster, and why others have no figures."""
+    """Rows are aligned, the fastest first. Verdicts and the reasons of runtimes without figures follow."""
     gap = {"peer": "zentorch", "batch": 8, "gap": "not installed: pip install zentorch"}
     found = group(result("eager", 20.0), gap, result("hybrid", 10.0, rms_error=None))
     lines = text(Record("m.py:make", False, MACHINE, {}, [found])).splitlines()
@@ -30,7 +30,8 @@ def test_a_table_lines_up_and_is_followed_by_what_it_means() -> None:
 
 
 def test_what_is_not_installed_is_said_once() -> None:
-    """After the last table, with the precisions where others have it; other gaps stay with their table."""
+    """A runtime that is not installed is listed after the last table, with its precisions if it is installed for others. Other reasons stay
+    with their table."""
     missing = {"peer": "zentorch", "batch": 8, "gap": "not installed: pip install zentorch"}
     half = {"peer": "inductor", "batch": 8, "gap": "not installed: pip install torchao"}
     wrong = {"peer": "openvino", "batch": 8, "gap": "wrong answer"}

@@ -1,4 +1,4 @@
-"""Judgements of workers: answers, and errors in one line."""
+"""Checks of results, and errors in one line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _reference(*expected: torch.Tensor) -> dict[str, object]:
 
 
 def test_answers_as_written_are_eagers_but_for_rounding() -> None:
-    """NaN where eager has it is right; another shape, or an element that is off, is not."""
+    """NaN is right where eager has it. Another shape, or an element that is off, is wrong."""
     expected = torch.tensor([1.0, float("nan"), 3.0])
     right = compare(_reference(expected), [expected + 1e-7])
     assert right[0] == ""
@@ -30,7 +30,7 @@ def test_answers_as_written_are_eagers_but_for_rounding() -> None:
 
 
 def test_gradients_are_judged_together() -> None:
-    """A gradient that is zero but for rounding, as that of a bias before a normalisation, tells nothing by itself."""
+    """Gradients are compared as one tensor, as some are zero up to rounding, such as that of a bias before a normalization."""
     gradients = [torch.ones(100), torch.full((4,), 1e-9)]
     off = [gradients[0] + 1e-6, -gradients[1]]
     assert compare(_reference(*gradients), off)[2] == pytest.approx(2.0)
@@ -38,7 +38,7 @@ def test_gradients_are_judged_together() -> None:
 
 
 def test_answers_in_another_precision_are_nearer_than_zeros() -> None:
-    """The reader decides how near is near enough."""
+    """In another precision, only a result as far from eager's as zeros are is wrong."""
     assert compare(_reference(torch.ones(3)), [torch.ones(3) * 1.1], "int8")[0] == ""
     assert "times eager's root mean square" in compare(_reference(torch.ones(3)), [-torch.ones(3)], "int8")[0]
 
@@ -53,12 +53,12 @@ def test_answers_in_another_precision_are_nearer_than_zeros() -> None:
     ],
 )  # fmt: skip
 def test_errors_in_one_line(error: Exception, line: str) -> None:
-    """The first that says something; what is this package's own needs no class."""
+    """The line names the error's class, unless the error is this package's own."""
     assert worker._in_one_line(error) == line
 
 
 def test_a_reference_of_another_model_is_refused(tmp_path: Path) -> None:
-    """Two processes must make the same weights and inputs."""
+    """All processes must make the same weights and inputs."""
     work = SmallWork(threads=torch.get_num_threads(), folder=tmp_path)
     Reference(work).answer(State())
     values = torch.load(work.reference)

@@ -1,4 +1,4 @@
-"""A small model as work for peers, and the worker's answers about it."""
+"""A small model as work for peers, and results of peers on it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHORT = Effort(seconds=0.1, rounds=2, timeout_s=300.0)
 
 
 class ThreeLayers(nn.Module):
-    """Linear layers; the answer is a dict, and one argument is no tensor."""
+    """Linear layers. The output is a dict, and one argument is no tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,19 +34,19 @@ class ThreeLayers(nn.Module):
 
 
 def three_layers() -> nn.Module:
-    """The model, its weights the same every time."""
+    """The model, with the same weights every time."""
     torch.manual_seed(0)
     return ThreeLayers().eval()
 
 
 def rows(seed: int = 0) -> Inputs:
-    """Four rows, and the argument that is no tensor."""
+    """Inputs: four rows, and the argument that is no tensor."""
     return Inputs((torch.randn(4, 128, generator=torch.Generator().manual_seed(seed)),), {"scale": 2.0})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallWork(Work):
-    """`ThreeLayers`, by other inputs calibrated than it is timed with."""
+    """`ThreeLayers`, calibrated on other inputs than those that are timed."""
 
     precision_tolerance: float | None = 1.0
 
@@ -62,7 +62,7 @@ class SmallWork(Work):
 
 
 def measured(peer: str, folder: Path, precision: str = FLOAT32, *, training: bool = False) -> dict[str, Any]:
-    """The result of a peer of the package on the small model, in a process of its own; a skip where it is not installed."""
+    """The result of a peer on the small model in its own process. Skips the test if the peer is not installed."""
     if why := by_name()[peer].missing(precision):
         pytest.skip(why)
     work = SmallWork(threads=1, folder=folder, batch=4, precision=precision, training=training)

@@ -46,6 +46,7 @@ def test_gaps_do_not_stop_the_others(tmp_path: Path) -> None:
     )  # the first line is the gap, the rest is for who looks into it
 
 
+@pytest.mark.full
 def test_kept_caches_make_compile_times_warm(tmp_path: Path) -> None:
     """The second run finds what the first one compiled and says so; what a stopped run left is not taken for a filled cache."""
     peer = Peer("caching", "caching", "tests.benchmarks.planted.caching", keeps_cache=True)

@@ -1,4 +1,4 @@
-"""Graphs built off the call, by engines that compile when they are told to: what callers see before, during and after the swap."""
+"""Graphs built in the background, by engines that compile on command: calls before, during and after the swap."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
-    """Every test compiles anew, and leaves no build to the next."""
+    """Start each test with an empty cache, and leave no build to the next."""
     torch.compiler.reset()
     yield
     torch.compiler.reset()
@@ -45,8 +45,8 @@ def _model() -> nn.Module:
 
 
 def test_eager_answers_until_the_swap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No call waits for the compiler: eager answers, and the plan's engine after it. Threads that call during the swap get right results, the
-    caller's generator is not touched, and what the caller does to its inputs does not disturb the build."""
+    """No call waits for the compiler: eager answers, then the plan's engine. Threads that call during the swap get right results. The caller's
+    generator stays as it was, and the caller may change its inputs during the build."""
     engine, model, x = SlowEngine(), _model(), torch.randn(4, 16)
     compiled = compiled_with(engine, model, monkeypatch, tmp_path)
     before = torch.get_rng_state()
@@ -88,7 +88,7 @@ def test_eager_answers_until_the_swap(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The forward and the backward graph are swapped one by one, while an optimizer steps: every step is eager's, in every mixture."""
+    """The forward and the backward graph are swapped separately while an optimizer steps. Every step equals eager's in every mixture."""
     engine = SlowEngine()
     model, twin = _model(), _model()
     twin.load_state_dict(model.state_dict())
@@ -125,7 +125,8 @@ def test_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_what_is_built_in_the_call(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A graph with another library's operator cannot be tried twice unnoticed: it is compiled in the call, and one warning says why."""
+    """A graph with another library's operator, which may have side effects, cannot be tried twice: it is compiled in the call, with one
+    warning."""
 
     @torch.library.custom_op("background_of_tests::twice", mutates_args=())
     def twice(x: torch.Tensor) -> torch.Tensor:
@@ -145,7 +146,7 @@ def test_what_is_built_in_the_call(
 
 
 def _drawing(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Every way of drawing that graphs on the CPU have."""
+    """All operators that draw random numbers in graphs on the CPU."""
     kept = nn.functional.dropout(x.sigmoid(), 0.3)
     weights = kept.exp() @ x.t()
     return (
@@ -160,8 +161,8 @@ def _drawing(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def test_random_numbers_are_eagers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A graph that draws random numbers is built off the call: its trial draws from a generator of its own. Before, beside and after it every
-    call has eager's numbers, and leaves the caller's generator as eager does."""
+    """A graph that draws random numbers is built in the background, with a generator of its own. Every call has eager's numbers, and leaves the
+    caller's generator as eager does."""
     engine, x = SlowEngine(), torch.randn(4, 16)
     compiled = compiled_with(engine, _drawing, monkeypatch, tmp_path)
 
@@ -192,7 +193,7 @@ def test_random_numbers_are_eagers(
 
 
 def test_training_with_dropout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Both graphs are built off the call while an optimizer steps; losses and gradients are those of eager with the same seed."""
+    """Both graphs are built in the background while an optimizer steps. Losses and gradients equal eager's with the same seed."""
     engine = SlowEngine()
     engine.may.release(2)
     torch.manual_seed(0)
@@ -222,7 +223,7 @@ def test_training_with_dropout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 def test_control_flow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Branches and loop bodies are built off the call too, each from when it is first taken; random numbers in them are eager's."""
+    """Branches and loop bodies are built in the background too, each from its first use on. Their random numbers are eager's."""
     from torch._higher_order_ops import while_loop
 
     def program(x: torch.Tensor) -> torch.Tensor:
@@ -264,8 +265,8 @@ def test_control_flow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: p
 def test_whole_calls_are_priced_off_the_call(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, background: bool
 ) -> None:
-    """Dynamo's own graph answers meanwhile; neither regions nor whole calls are timed in a call, of any size, and
-    what was timed beside calls is not kept. All of that is otherwise where the build is not off the call."""
+    """Dynamo's own graph answers meanwhile. No call times regions or whole calls, at any size, and times measured beside calls are not kept.
+    Without a background build, calls do both."""
     engine, model = SlowEngine(), _model()
     options = {"placement": "measure", "measure_budget_s": 0.02, "background": background}
     compiled = compiled_with(engine, model, monkeypatch, tmp_path, **options)
@@ -287,7 +288,7 @@ def test_whole_calls_are_priced_off_the_call(
 
 
 def test_a_dropped_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A build is given up when nobody can call the graph any more, even while the compiler never answers, and the model is freed."""
+    """A build is cancelled when the graph cannot be called any more, even if the compiler never answers. The model is freed."""
     engine, model = SlowEngine(), _model()
     compiled = compiled_with(engine, model, monkeypatch, tmp_path)
     with torch.no_grad():
@@ -299,7 +300,7 @@ def test_a_dropped_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     gc.collect()
     assert wait_for_builds(60)
     assert engine.calls == 0
-    engine.may.release()  # the thread in which a stranger's engine compiles is left to itself
+    engine.may.release()  # the thread of a third-party engine is not ended
     gc.collect()
     assert weight() is None
 
@@ -324,7 +325,7 @@ def test_graphs_queue_and_interrupts_are_the_callers(monkeypatch: pytest.MonkeyP
 
 
 def test_explain_says_what_is_compiling(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """`explain` does not wait: it says that eager runs the graph meanwhile, and afterwards what the plan is."""
+    """`explain` does not wait. It says that eager runs the graph meanwhile; after the build, it shows the plan."""
     engine, model = SlowEngine(), _model()
     compiled_with(engine, model, monkeypatch, tmp_path)
     monkeypatch.setenv("HYBRID_PLACEMENT", "estimate")
@@ -341,7 +342,7 @@ def test_explain_says_what_is_compiling(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_with_the_real_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Kernels are compiled in processes and run after the swap, with results near to float64's; parameters stay live."""
+    """Kernels are compiled in processes and run after the swap, with results near float64's. Parameters stay live."""
     pytest.importorskip("tvm")
     monkeypatch.setenv("HYBRID_CACHE_DIR", str(tmp_path))
     model, x = _model(), torch.randn(4, 16)
@@ -360,7 +361,7 @@ def test_with_the_real_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 
 class _Planned:
-    """A compiled graph of one input, whose first call takes until it is told to go on."""
+    """A compiled graph of one input, whose first call lasts until it is released."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
@@ -378,7 +379,7 @@ class _Planned:
         return x + 1
 
     def graph(self, *, strict: bool = False) -> InBackground:
-        """A graph with eager in its place."""
+        """A compiled graph in the background, with eager in its place."""
         return InBackground(
             "the graph",
             lambda x: x + 1,
@@ -391,7 +392,7 @@ class _Planned:
 
 
 def test_an_error_of_the_build(caplog: pytest.LogCaptureFixture) -> None:
-    """An error of the build is one warning, and eager goes on; under strict the next call raises it, and those after it."""
+    """An error of the build logs one warning, and eager goes on. Under strict, all later calls raise the error."""
     for strict in (False, True):
         caplog.clear()
         planned = _Planned(RuntimeError("the machine is on fire"))
@@ -413,7 +414,7 @@ def test_an_error_of_the_build(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_copies_are_freed() -> None:
-    """Inputs are copied in the first call, and the copies freed as soon as the build is done."""
+    """Inputs are copied in the first call. The copies are freed when the build is done."""
     planned = _Planned()
     graph, x = planned.graph(), torch.ones(3)
     graph.call(x)
@@ -425,7 +426,7 @@ def test_copies_are_freed() -> None:
 
 
 def test_copies() -> None:
-    """Copies have the values and strides of what they are copies of, memory of their own, and no gradients; static ones and numbers stay."""
+    """Copies have the same values and strides, memory of their own, and no gradients. Static tensors and numbers are not copied."""
     base = torch.arange(24.0).reshape(4, 6)
     tensors = [
         base,
@@ -474,7 +475,7 @@ eventually(lambda: engine.compiling)
     ["leaves", pytest.param("raises", marks=pytest.mark.full), pytest.param("is interrupted", marks=pytest.mark.full)],
 )
 def test_a_process_that_ends_meanwhile(tmp_path: Path, end: str) -> None:
-    """While a compiler is at work that never answers, the process ends as it would without it: at once, and with nothing said."""
+    """A process with a compiler that never answers ends at once and silently, as without a build."""
     last = {
         "leaves": "print('done')",
         "raises": "raise SystemExit(3)",
@@ -488,7 +489,7 @@ def test_a_process_that_ends_meanwhile(tmp_path: Path, end: str) -> None:
 
 @pytest.mark.full
 def test_a_process_that_forks_meanwhile(tmp_path: Path) -> None:
-    """The child's calls go to eager and it builds for itself; the parent's build goes on."""
+    """The child runs calls in eager and starts its own build. The parent's build goes on."""
     script = """
 child = os.fork()
 engine.may.release()
@@ -508,7 +509,7 @@ print("done")
 
 @pytest.mark.full
 def test_a_process_that_ends_while_kernels_are_compiled(tmp_path: Path) -> None:
-    """The same with the real compiler: its processes end too, and no warning is given."""
+    """The same with the real compiler: its processes end too, without a warning."""
     pytest.importorskip("tvm")
     script = """
 import torch

@@ -1,4 +1,4 @@
-"""Builds in processes of their own: results, deadlines, cancellation, failures that are remembered. The builders are real processes."""
+"""Builds in processes: results, deadlines, cancellation, remembered failures. The builders are real processes."""
 
 from __future__ import annotations
 
@@ -97,11 +97,11 @@ class Workshop:
         self.builds = self.anew()
 
     def anew(self, grace_s: float = 20.0, at_once: int = 2) -> Builds:
-        """Builds as another process with the same store would have them."""
+        """Builds of another process with the same store."""
         return Builds(self.store, "engines", grace_s=grace_s, at_once=at_once, clock=lambda: self.now)
 
     def note(self, name: str) -> Path:
-        """The file that a builder writes to."""
+        """The file that a builder writes when it runs."""
         return self.folder / name
 
 
@@ -133,7 +133,7 @@ def is_alive(process: int) -> bool:
 
 
 def test_results_are_kept(shop: Workshop) -> None:
-    """A result is built once: askers meanwhile share it, later ones and other processes find it; a damaged entry is built anew."""
+    """A key is built once: concurrent, later and other processes' requests share the result. A damaged entry is built anew."""
     request = str(shop.note("ran")).encode()
     called = threading.Event()
     first = shop.builds.start("key", "builders_of_tests:upper", request, 60)
@@ -157,7 +157,7 @@ def test_results_are_kept(shop: Workshop) -> None:
 
 
 def test_failures_are_remembered_for_a_day(shop: Workshop) -> None:
-    """A build that failed is not tried again within a day, by this process or another; another key is, and so is this one a day later."""
+    """A failed build is not repeated within a day, by this process or another. Other keys are built, and the same key a day later."""
     request = str(shop.note("ran")).encode()
     with pytest.raises(CompileError, match="ValueError: the layer is too wide") as raised:
         shop.builds.start("key", "builders_of_tests:fails", request, 60).result(60)
@@ -177,7 +177,7 @@ def test_failures_are_remembered_for_a_day(shop: Workshop) -> None:
 
 
 def test_results_of_no_use_are_not_built_again(shop: Workshop) -> None:
-    """A result that turned out wrong goes from the store and is remembered as a failure, in another process too, for a day."""
+    """A rejected result is removed from the store, and counts as a failure for a day, in other processes too."""
     request = str(shop.note("a")).encode()
     shop.builds.start("a", "builders_of_tests:upper", request, 60).result(60)
     shop.builds.reject("a", AccuracyError("too far from eager"))
@@ -191,7 +191,7 @@ def test_results_of_no_use_are_not_built_again(shop: Workshop) -> None:
 
 
 def test_what_stops_a_build(shop: Workshop) -> None:
-    """A crash, a result that is no bytes, an entry that is none: each is an error that says so."""
+    """A crash, a result that is no bytes, and an illegal entry each raise an error that says so."""
     dies = shop.builds.start("dies", "builders_of_tests:dies", b"", 60)
     wrong = shop.builds.start("wrong", "builders_of_tests:wrong", b"", 60)
     with pytest.raises(CompilerCrashError, match=r"SIGSEGV(.|\n)*bad memory"):
@@ -207,8 +207,8 @@ def test_what_stops_a_build(shop: Workshop) -> None:
 
 
 def test_a_deadline(shop: Workshop) -> None:
-    """At its deadline a builder is told to stop; one that does not listen is killed after the grace period. Neither is remembered, as no
-    processor worked for them: they may have waited for others."""
+    """At the deadline a builder is told to stop. A builder that does not stop is killed after the grace period. Neither failure is remembered:
+    no processor worked, so other load may be the cause."""
     polite = shop.builds.start("polite", "builders_of_tests:until_told", str(shop.note("polite")).encode(), 1.0)
     rude = shop.anew(grace_s=0.05).start("rude", "builders_of_tests:deaf", str(shop.note("rude")).encode(), 1.0)
     with pytest.raises(TimeoutError):
@@ -225,7 +225,7 @@ def test_a_deadline(shop: Workshop) -> None:
 
 
 def test_a_builder_that_is_too_slow(shop: Workshop) -> None:
-    """The processor time of a slow builder is told: that decides whether it is remembered."""
+    """The error has the processor time of a slow builder, which decides whether the failure is remembered."""
     with pytest.raises(DeadlineError) as late:
         shop.anew(grace_s=0.0).start("slow", "builders_of_tests:busy", b"", 6.0).result(60)
     assert late.value.had_s is not None
@@ -233,7 +233,7 @@ def test_a_builder_that_is_too_slow(shop: Workshop) -> None:
 
 
 def test_what_is_not_remembered(shop: Workshop) -> None:
-    """A full disk, and a builder that was no time at work: both are tried again at once."""
+    """A full disk, and a builder that did not work, are no lasting failures: the build is repeated at once."""
     request = str(shop.note("ran")).encode()
     for _ in range(2):
         with pytest.raises(CompileError, match="No space left"):
@@ -262,7 +262,7 @@ except Exception as error:
 
 
 def asker(shop: Workshop, deadline_s: float = 60) -> subprocess.Popen[str]:
-    """Another process that wants the key "key", built by `slow`; it has started."""
+    """Another process that builds the key "key" by `slow`, and has started."""
     request = str(shop.note("ran")).encode()
     script = _ASKER.format(
         path=str(shop.folder / "path"), store=str(shop.store.root), request=request, deadline_s=deadline_s
@@ -274,13 +274,13 @@ def asker(shop: Workshop, deadline_s: float = 60) -> subprocess.Popen[str]:
 
 
 def told(process: subprocess.Popen[str]) -> str:
-    """The last words of the process."""
+    """The rest of the process's output."""
     return process.communicate(timeout=60)[0].strip()
 
 
 def test_two_processes_build_a_key_once(shop: Workshop) -> None:
-    """A process builds, the other takes its result. This process meanwhile builds other keys, gives up at its deadline, which is not
-    remembered, and may be cancelled while it waits."""
+    """A key is built by one process, and the other takes the result. Meanwhile this process builds other keys, reaches its deadline, which is
+    not remembered, and may cancel."""
     first, second = asker(shop), asker(shop)
     eventually(lambda: shop.note("ran").exists())
     request = str(shop.note("ran")).encode()
@@ -306,7 +306,7 @@ def test_two_processes_build_a_key_once(shop: Workshop) -> None:
 
 
 def test_a_builder_whose_process_dies_is_replaced(shop: Workshop) -> None:
-    """A waiting process takes over where the building one is killed, with what is left of its deadline."""
+    """A waiting process takes over if the building one is killed, with the rest of its deadline."""
     first = asker(shop)
     eventually(lambda: shop.note("ran").exists())
     request = str(shop.note("ran")).encode()
@@ -320,7 +320,7 @@ def test_a_builder_whose_process_dies_is_replaced(shop: Workshop) -> None:
 
 
 def test_cancellation(shop: Workshop) -> None:
-    """A build that nobody wants any more is stopped, and not remembered as a failure; while one asker is left it goes on."""
+    """A build is stopped when all its users have cancelled, and is no remembered failure. With one user left it goes on."""
     request = str(shop.note("process")).encode()
     builds = shop.anew(at_once=1)
     first = builds.start("key", "builders_of_tests:until_told", request, 600)
@@ -344,7 +344,7 @@ def test_cancellation(shop: Workshop) -> None:
 
 
 def test_closing_kills(shop: Workshop) -> None:
-    """Builders end with their owner, listening or not, at once; whoever waits is told."""
+    """`close` ends all builders at once, even hanging ones. Waiting users get an error."""
     request = str(shop.note("process")).encode()
     build = shop.builds.start("key", "builders_of_tests:deaf", request, 600)
     eventually(lambda: build.progress == 0.1 and shop.note("process").exists())
@@ -357,7 +357,7 @@ def test_closing_kills(shop: Workshop) -> None:
 
 @pytest.mark.parametrize("end", ["leaves", "is killed"])
 def test_a_process_that_ends_meanwhile(shop: Workshop, end: str) -> None:
-    """The builder ends when the process that started it ends, in good order or killed, and no failure is remembered."""
+    """A builder ends when its parent exits or is killed. No failure is remembered."""
     script = f"""
         import os, signal, sys, time
         sys.path.insert(0, {str(shop.folder / "path")!r})
@@ -387,7 +387,8 @@ def test_a_process_that_ends_meanwhile(shop: Workshop, end: str) -> None:
 
 
 def test_after_a_fork(shop: Workshop) -> None:
-    """A forked child has none of its parent's builds: waiting for one raises, it cannot stop it, and it starts its own."""
+    """A forked child has none of its parent's builds. Waiting for one raises an error, cancelling one has no effect, and the child starts its
+    own."""
     request = str(shop.note("ran")).encode()
     script = f"""
         import os, sys

@@ -1,4 +1,4 @@
-"""Builds that failed, as they are remembered."""
+"""Remembered failures of builds."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch_hybrid_backend.storage.store import Store
 
 
 class _TooWideError(CompileError):
-    """An engine's own."""
+    """An error class of an engine."""
 
 
 def test_failures(tmp_path: Path) -> None:
-    """Each build has its own, kept as what it was; the last one counts; they end after a day, and before if the clock was wrong."""
+    """Each build has its own failure, with its class. The last one counts. Failures expire after a day, or if they lie in the future."""
     now = [1_000_000.0]
     failures = Failures(Store(tmp_path), lambda: now[0])
     failures.put("engines", "a", CompileError("before"))
@@ -41,7 +41,7 @@ def test_failures(tmp_path: Path) -> None:
     now[0] += REMEMBERED_S - 60
     assert {failure.key for failure in failures.all()} == set("bcd")
     assert failures.get("engines", "a") is None
-    now[0] = 10.0  # what is remembered lies in the future
+    now[0] = 10.0  # the failure lies in the future
     assert failures.all() == []
     assert failures.get("engines", "b") is None
     now[0] += 1_000_000
@@ -50,8 +50,8 @@ def test_failures(tmp_path: Path) -> None:
 
 
 def test_what_is_not_remembered(tmp_path: Path) -> None:
-    """Failures from outside are not remembered; a deadline that was missed for want of a processor, or where there is more time than there was:
-    another failure is for any deadline."""
+    """Failures from outside are not remembered, nor deadlines missed for lack of a processor. A missed deadline counts only for deadlines that
+    are not longer; other failures count for all."""
     failures = Failures(Store(tmp_path))
     failures.put("engines", "full", CompileError("no space left on device", recurs=False), 60)
     failures.put("engines", "late", DeadlineError("too late"), 60)

@@ -1,4 +1,4 @@
-"""A lock that one process at a time has."""
+"""A lock that one process at a time holds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch_hybrid_backend.builds.key_lock import KeyLock
 
 
 def test_one_has_it(tmp_path: Path) -> None:
-    """Until it lets go of it; then nothing is left of it, and the next may have it. Another path's is another's."""
+    """The lock is free after its release, and leaves no file. Other paths have other locks."""
     path = tmp_path / "engines" / "key" / ".lock"
     first = KeyLock.try_acquire(path)
     assert first is not None
@@ -28,7 +28,7 @@ def test_one_has_it(tmp_path: Path) -> None:
 
 
 def test_a_file_that_was_removed_locks_nobody_out(tmp_path: Path) -> None:
-    """A process that had opened the file of a holder that left gets the lock of the file that is there now, or none."""
+    """A process that opened the file of a released lock gets the lock of the current file, or none."""
     path = tmp_path / "engines" / "key" / ".lock"
     first = KeyLock.try_acquire(path)
     assert first is not None
@@ -37,13 +37,13 @@ def test_a_file_that_was_removed_locks_nobody_out(tmp_path: Path) -> None:
     assert second is not None
     assert KeyLock.try_acquire(path) is None
     first.release()
-    assert KeyLock.try_acquire(path) is None  # it is still the second one's
+    assert KeyLock.try_acquire(path) is None  # `second` still holds the lock
     second.release()
     assert not path.exists()
 
 
 def test_a_forked_child_has_not_got_it(tmp_path: Path) -> None:
-    """A forked child cannot let go of its parent's lock, and does not keep it for its parent."""
+    """A forked child can neither release its parent's lock nor keep it."""
     path = tmp_path / "engines" / "key" / ".lock"
     lock = KeyLock.try_acquire(path)
     assert lock is not None
@@ -63,7 +63,7 @@ def test_a_forked_child_has_not_got_it(tmp_path: Path) -> None:
 
 
 def test_where_there_are_no_locks(tmp_path: Path) -> None:
-    """A directory that cannot be written locks nobody out: each builds for itself."""
+    """Each process builds for itself if the directory cannot be written."""
     (tmp_path / "engines").write_text("in the way")
     for _ in range(2):
         lock = KeyLock.try_acquire(tmp_path / "engines" / "key" / ".lock")

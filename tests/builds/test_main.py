@@ -1,4 +1,4 @@
-"""Questions of a builder to its parent; processes that build are in test_builds.py."""
+"""Progress reports of a builder. Builder processes are tested in test_builds.py."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch_hybrid_backend.processes.frames import split_frame
 
 
 def test_going_on() -> None:
-    """A builder goes on until the parent closes the pipe of orders; progress is told now and then, as a fraction between 0 and 1."""
+    """A builder goes on until the parent closes the pipe of orders. Progress is reported now and then, as a fraction between 0 and 1."""
     orders, closing = os.pipe()
     told, answers = os.pipe()
     now = [0.0]
     going_on = GoingOn(orders, answers, lambda: now[0])
     try:
         assert going_on(-1)
-        assert going_on(0.1)  # too soon to be told
+        assert going_on(0.1)  # too soon for a report
         now[0] += 0.2
         assert going_on(0.5)
         now[0] += 0.2

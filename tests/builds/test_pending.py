@@ -1,4 +1,4 @@
-"""A region whose bytes a build makes. What graphs do with one: tests/driver/test_pending_builds.py."""
+"""A region whose bytes a build makes. tests/driver/test_pending_builds.py tests graphs with one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Loaded(CompiledRegionBase):
 
 
 def test_a_region_is_loaded_once_when_it_is_built(tmp_path: Path) -> None:
-    """From the build's bytes; what loading raises is what asking for it raises."""
+    """The region is loaded from the build's bytes. An error of loading is raised by `result`."""
     store = Store(tmp_path)
     store.put("engines", "key", b"an engine")
     build = Builds(store, "engines").start("key", "no:builder", b"", 60)
@@ -54,7 +54,7 @@ def test_a_region_is_loaded_once_when_it_is_built(tmp_path: Path) -> None:
 
 
 def test_a_region_that_nobody_wants(tmp_path: Path) -> None:
-    """Its build is cancelled with it."""
+    """Cancelling the region cancels its build."""
     builds = Builds(Store(tmp_path), "engines")
     build = builds.start("key", "time:sleep", b"", 60)
     region = BuildingRegion(build, _Loaded)

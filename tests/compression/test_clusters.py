@@ -1,4 +1,4 @@
-"""The k-means of numbers is the best there is."""
+"""Optimality of one-dimensional k-means."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _least_error(values: Floats, clusters: int) -> float:
 
 
 def test_no_partition_is_better() -> None:
-    """No partition of few values is better: normal, with long tails, far from zero, and with equal ones among them."""
+    """No partition of few values has a smaller error: normal values, long tails, values far from zero, equal values."""
     rng = np.random.default_rng(0)
     for number in range(40):
         values = rng.standard_t(2, size=int(rng.integers(5, 60))) * rng.choice([1, 100]) + rng.choice([0, 1e4])
@@ -48,7 +48,7 @@ def test_many_values_reach_the_known_optimum_of_the_normal_distribution() -> Non
 
 
 def test_one_value_far_away_costs_one_cluster() -> None:
-    """The others keep the error that they had with one cluster less: centres are not spread over the gap."""
+    """The other values keep the error that they have with one cluster less: no centre lies in the gap."""
     values = np.random.default_rng(2).normal(size=50_000)
     without = _error(values, k_means(values, 15))
     values[0] = 1e6
@@ -56,14 +56,14 @@ def test_one_value_far_away_costs_one_cluster() -> None:
 
 
 def test_few_distinct_values_are_their_own_centres() -> None:
-    """Nothing is lost where there are no more values than clusters."""
+    """Nothing is lost if there are at most as many distinct values as clusters."""
     values = np.array([3.0, -1.0, 3.0, 0.5, 0.5])
     assert k_means(values, 16).tolist() == [-1.0, 0.5, 3.0]
     assert nearest(values, k_means(values, 16)).tolist() == [2, 0, 2, 1, 1]
 
 
 def test_no_cluster_is_lost_to_a_hole() -> None:
-    """Around zero, as pruning leaves it: an odd number of clusters is 7 on one side and 8 on the other."""
+    """With a gap around zero, as pruning leaves it, 15 clusters are 7 on one side and 8 on the other."""
     values = np.random.default_rng(3).normal(size=40_000)
     centres = k_means(values[np.abs(values) > 0.7], 15)
     assert sorted((int((centres < 0).sum()), int((centres > 0).sum()))) == [7, 8]

@@ -1,4 +1,4 @@
-"""Files of tensors: bit-exact round trips, the format as docs/compressed_format.md states it, and refusal of everything else."""
+"""Files of tensors: exact round trips, the format of docs/compressed_format.md, and refusal of all other files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _bits(tensor: torch.Tensor) -> bytes:
 
 
 def _tensors() -> dict[str, torch.Tensor]:
-    """Small ones of every kind: each dtype with random bits, dense and mostly zero; odd shapes and strides; values that repeat."""
+    """Small tensors of every kind: each dtype with random bits, dense and mostly zero; odd shapes and strides; repeated values."""
     generator = torch.Generator().manual_seed(0)
     tensors = {}
     for dtype in _DTYPES:
@@ -52,7 +52,7 @@ def _tensors() -> dict[str, torch.Tensor]:
 
 
 def test_tensors_come_back_bit_for_bit(tmp_path: Path) -> None:
-    """Whatever the dtype, shape, strides and values; what shares its memory is kept once, and is one tensor again."""
+    """Any dtype, shape, strides and values return. Tensors that share memory are written once, and are one tensor again."""
     tensors = _tensors()
     path = tmp_path / "all"
     save_compressed(tensors, path)
@@ -62,14 +62,14 @@ def test_tensors_come_back_bit_for_bit(tmp_path: Path) -> None:
         assert (loaded[name].dtype, loaded[name].shape) == (tensor.dtype, tensor.shape), name
         assert _bits(loaded[name]) == _bits(tensor), name
     for tensor in loaded.values():
-        tensor.zero_()  # memory of its own, that can be written to
+        tensor.zero_()  # its memory is its own and writable
     assert loaded["x again"] is loaded["x"]
     assert not load_compressed(path)["zeros"].any()
     assert [entry.name for entry in tmp_path.iterdir()] == ["all"]
 
 
 def test_memory_that_is_read_otherwise_is_no_alias(tmp_path: Path) -> None:
-    """A conjugate and a negative are views of the same memory, told apart by a bit of the tensor alone."""
+    """A conjugate or negative view has the same memory as its base, and differs by a bit of the tensor only."""
     x = torch.randn(5, 3, dtype=torch.complex64)
     tensors = {
         "x": x,
@@ -86,7 +86,7 @@ def test_memory_that_is_read_otherwise_is_no_alias(tmp_path: Path) -> None:
 
 
 def test_files_are_as_small_as_the_weights_allow(tmp_path: Path) -> None:
-    """Within 6% of the entropy of the indices where 90% are zero; random bits grow by the heads alone."""
+    """With 90% zeros, files are within 6% of the entropy of the indices. Random bits grow only by the headers."""
     rng = np.random.default_rng(0)
     index = rng.choice(16, size=400_000, p=[0.9, *np.full(15, 0.1 / 15)]).astype(np.uint8)
     save_compressed({"w": torch.from_numpy(index[::2] | index[1::2] << 4)}, tmp_path / "indices")
@@ -104,7 +104,7 @@ def _file(records: bytes, count: int = 1, magic: bytes = b"hybridw\n", version: 
 
 
 def _record(streams: bytes, sizes: tuple[int, ...], dtype: int = 4, form: int = 0, name: bytes = b"w") -> bytes:
-    """A tensor of bytes (dtype 4), if nothing else is said."""
+    """The record of a tensor, of bytes (dtype 4) by default."""
     head = struct.pack("<H", len(name)) + name + bytes([form, dtype, len(sizes)])
     return head + struct.pack(f"<{len(sizes)}Q", *sizes) + streams
 
@@ -119,12 +119,12 @@ def _coded(lengths: dict[int, int], coded: bytes, size: int | None = None) -> by
 
 
 def test_a_file_written_by_the_format_is_read(tmp_path: Path) -> None:
-    """Every form and method, as docs/compressed_format.md has them."""
+    """Every form and method of docs/compressed_format.md is read."""
     words = {ord("a"): 2, ord("b"): 1, ord("c"): 3, ord("d"): 3}  # b 0, a 10, c 110, d 111
     records = [
         _record(_stored(b"\1\2\3\4\5\6"), (2, 3)),
         _record(_coded(words, b"\xda\x01"), (4,), name=b"coded"),
-        # Bytes of int16, low ones first: 0x0102, 0x0304.
+        # The low bytes of int16, then the high ones: 0x0102, 0x0304.
         _record(_stored(b"\x02\x04") + _stored(b"\x01\x03"), (2,), dtype=6, name=b"planes"),
         # Elements 1 and 8 of 9 are not zero.
         _record(_stored(b"\x02\x01") + _stored(b"\x07\x09"), (9,), form=1, name=b"sparse"),
@@ -142,7 +142,7 @@ def test_a_file_written_by_the_format_is_read(tmp_path: Path) -> None:
 
 _HALVES = {0: 1, 1: 1}
 _HOSTILE = {
-    "none that": [b"", b"hybridw\n", b"PK\3\4" + bytes(100), _file(b"", 0, magic=b"hybridx\n")],
+    "not written by": [b"", b"hybridw\n", b"PK\3\4" + bytes(100), _file(b"", 0, magic=b"hybridx\n")],
     "version 2": [_file(b"", 0, version=2)],
     "checksum": [_file(_record(_stored(b"ab"), (2,)))[:-1] + b"?", _file(b"", 0)[:-5] + bytes(5)],
     "ends too early": [
@@ -153,11 +153,12 @@ _HOSTILE = {
         _file(_record(_stored(b"ab", 2**57), (2**57,))),
         _file(_record(_coded(_HALVES, b"a", 2**63), (8,))),
     ],
-    "more behind": [_file(_record(_stored(b"ab"), (2,)) + b"?")],
+    "bytes behind": [_file(_record(_stored(b"ab"), (2,)) + b"?")],
     "two tensors of the name 'w'": [_file(_record(_stored(b""), (0,)) * 2, 2)],
-    "no UTF-8": [_file(_record(_stored(b"ab"), (2,), name=b"\xff\xfe"))],
-    "no form 3": [_file(_record(_stored(b"ab"), (2,), form=3))],
-    "no dtype": [_file(_record(_stored(b"ab"), (2,), dtype=250)), _file(_record(b"", (1,) * 65))],
+    "not UTF-8": [_file(_record(_stored(b"ab"), (2,), name=b"\xff\xfe"))],
+    "the form 3": [_file(_record(_stored(b"ab"), (2,), form=3))],
+    "no dtype 250": [_file(_record(_stored(b"ab"), (2,), dtype=250))],
+    "65 dimensions": [_file(_record(b"", (1,) * 65))],
     "larger than any memory": [
         _file(_record(_stored(b""), sizes)) for sizes in ((2**63,), (0, 2**62), (2**32, 2**32), (2**64 - 1,) * 64)
     ],
@@ -169,13 +170,13 @@ _HOSTILE = {
     "behind the last word": [_file(_record(_coded(_HALVES, octets), (3,))) for octets in (b"\0\0", b"\x08")],
     "same as one": [_file(struct.pack("<H", 1) + b"w" + struct.pack("<BI", 2, number)) for number in (0, 2**32 - 1)],
     "do not exist": [_file(_record(_stored(b"\x10") + _stored(b"a"), (4,), form=1))],
-    "true or false": [_file(_record(_stored(b"\x02"), (1,), dtype=9))],
+    "neither true nor false": [_file(_record(_stored(b"\x02"), (1,), dtype=9))],
 }
 
 
 @pytest.mark.parametrize("said", _HOSTILE)
 def test_hostile_files_are_refused(said: str, tmp_path: Path) -> None:
-    """A hostile file is refused by one error, which says what is wrong, however large the sizes are that the file claims."""
+    """A hostile file raises one error that says what is wrong, however large the sizes in the file are."""
     for content in _HOSTILE[said]:
         (tmp_path / "file").write_bytes(content)
         with pytest.raises(CompressedFileError, match=said):
@@ -183,8 +184,8 @@ def test_hostile_files_are_refused(said: str, tmp_path: Path) -> None:
 
 
 def test_damage_is_noticed_and_survived(tmp_path: Path) -> None:
-    """Any change of a file is refused by its checksum. With the checksum made right again a file is refused or read as something else, by no
-    other error, and within 1,024 times its size of memory."""
+    """The checksum detects every change of a file. With a corrected checksum, a changed file is refused or read as other tensors, without
+    another error, and within 1,024 times its size of memory."""
     rng = random.Random(15)
     path = tmp_path / "file"
     model = nn.Sequential(nn.Linear(33, 40), nn.Linear(40, 33, dtype=torch.float64))
@@ -230,7 +231,7 @@ def test_damage_is_noticed_and_survived(tmp_path: Path) -> None:
 
 
 def test_what_is_no_tensor_with_data_is_refused(tmp_path: Path) -> None:
-    """Before anything is written, by its name."""
+    """Values that are no tensors with data are refused by name, before anything is written."""
     sparse = torch.eye(3).to_sparse()
     for value in (
         {"a": 1},
@@ -243,7 +244,7 @@ def test_what_is_no_tensor_with_data_is_refused(tmp_path: Path) -> None:
 
 
 def test_tensors_made_while_they_are_saved_are_kept_apart(tmp_path: Path) -> None:
-    """A mapping may make its tensors one by one, so that each could get the memory of the one before."""
+    """Tensors of a lazy mapping are kept apart, although each could get the memory of the one before."""
 
     class Lazy(Mapping[str, torch.Tensor]):
         def __getitem__(self, name: str) -> torch.Tensor:
@@ -260,7 +261,7 @@ def test_tensors_made_while_they_are_saved_are_kept_apart(tmp_path: Path) -> Non
 
 
 def test_a_failing_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file is replaced in one step, or not at all, and nothing is left beside it."""
+    """A failed write leaves the old file, and no other file beside it."""
     path = tmp_path / "file"
     save_compressed({"x": torch.ones(3)}, path)
 

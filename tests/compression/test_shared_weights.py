@@ -1,4 +1,4 @@
-"""Pruned and shared weights: what they are, that models keep their form, and that they run, train, save and compile."""
+"""Pruned and shared weights: their values, the form of models; models run, train, save and compile."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch_hybrid_backend.errors import ArgumentError, HybridError
 
 
 def _network() -> nn.Sequential:
-    """Convolutions and linear layers whose rows have odd and even lengths, and too small ones."""
+    """Convolutions and linear layers with rows of odd and even lengths, and layers too small to compress."""
     torch.manual_seed(0)
     layers = [
         nn.Conv2d(3, 13, 5),
@@ -37,7 +37,7 @@ _IMAGE = (2, 3, 16, 16)
 
 @pytest.mark.parametrize("clusters", [2, 16, 17, 256])
 def test_weights_become_the_values_of_their_clusters(clusters: int) -> None:
-    """Each element becomes the nearest of its weight's values, which are those of k-means; small parameters and the model stay."""
+    """Each element becomes the nearest value of its weight, as k-means chose them. Small parameters and the original model stay."""
     model = _network()
     before = copy.deepcopy(model.state_dict())
     small = compress(model, clusters=clusters)
@@ -63,7 +63,7 @@ def test_weights_become_the_values_of_their_clusters(clusters: int) -> None:
 
 @pytest.mark.parametrize("clusters", [None, 16, 100])
 def test_the_least_weights_become_zero(clusters: int | None) -> None:
-    """The share that is wanted of all weights, in each weight the least; what is not zero is as it would be, and zeros are exact."""
+    """The given share of all elements becomes exactly zero, in each weight the least ones. Other elements are as without pruning."""
     model = _network()
     small = compress(model, sparsity=0.6, clusters=clusters)
     found = [(model[k].weight, small[k].weight) for k in (3, 5)]
@@ -76,12 +76,12 @@ def test_the_least_weights_become_zero(clusters: int | None) -> None:
             assert torch.equal(pruned[~zero], weight[~zero])
         else:
             assert len(pruned.unique()) == clusters
-    if clusters is None:  # zeros stay what they are
+    if clusters is None:  # zeros stay zeros
         assert torch.equal(compress(small, clusters=16)[5].weight == 0, small[5].weight == 0)
 
 
 def test_layers_of_other_scales_are_pruned_alike() -> None:
-    """A layer whose weights are a thousand times smaller loses no more than before."""
+    """A layer with a thousand times smaller weights loses as many elements as before."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     before = [int((layer.weight == 0).sum()) for layer in compress(model, sparsity=0.5)]
     with torch.no_grad():
@@ -93,7 +93,7 @@ def test_layers_of_other_scales_are_pruned_alike() -> None:
 
 @pytest.mark.parametrize("clusters", [None, 2])
 def test_each_weight_keeps_its_largest_element(clusters: int | None) -> None:
-    """However much is to be pruned; a weight that is all zero has none to keep."""
+    """Each weight keeps its largest element at any sparsity, unless all its elements are zero."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32))
     nn.init.zeros_(model[2].weight)
@@ -107,8 +107,8 @@ def test_each_weight_keeps_its_largest_element(clusters: int | None) -> None:
 
 @pytest.mark.parametrize("name", ["resnet50", "gpt2", "lstm"])
 def test_models_of_the_zoo_keep_their_form(name: str, tmp_path: Path) -> None:
-    """A compressed model computes what the model does with such weights, bit for bit, and returns the same structure; ties stay. A file brings
-    a fresh model to the same outputs, and takes an eighth of the weights' size."""
+    """A compressed model equals the model with those weights bit for bit, and returns the same structure; ties stay. A file gives a fresh model
+    the same outputs, with an eighth of the weights' size."""
     model = ZOO[name].build("small")
     inputs = ZOO[name].inputs("small", batch=2)
     small = compress(model, clusters=16)
@@ -133,7 +133,7 @@ def test_models_of_the_zoo_keep_their_form(name: str, tmp_path: Path) -> None:
 
 
 def test_states_load_into_models_of_the_same_form(tmp_path: Path) -> None:
-    """`load_state_dict` takes the state of another compressed model, as of any; a file is read into a compressed model too."""
+    """`load_state_dict` and `load_compressed` load the state of a compressed model into another compressed model."""
     one, other = compress(_network(), clusters=16), compress(_network(), sparsity=0.3, clusters=16)
     x = torch.randn(_IMAGE)
     save_compressed(other, tmp_path / "file")
@@ -146,7 +146,7 @@ def test_states_load_into_models_of_the_same_form(tmp_path: Path) -> None:
 
 
 def test_gradients_are_summed_by_cluster() -> None:
-    """The table's gradient is the sum of the gradients of its weights: training moves the shared values and zeros may be kept by hand."""
+    """The table's gradient is the sum of the gradients of its elements: training moves the shared values, and a zero can be kept by hand."""
     layer = compress(nn.Linear(64, 64), clusters=16)
     x = torch.randn(5, 64)
     layer(x).square().sum().backward()
@@ -161,8 +161,8 @@ def test_gradients_are_summed_by_cluster() -> None:
 
 
 def test_compiled_models_compute_the_same_and_see_their_tables_change() -> None:
-    """A kernel looks weights up as it multiplies, but those whose rows are no whole words, which are looked up once; a table or indices that
-    change are seen by the next call."""
+    """A kernel looks up weights as it multiplies. Weights whose rows are no whole words are looked up once. The next call sees changes of
+    tables and indices."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(2000, 301), nn.ReLU(), nn.Linear(301, 100)).eval()
@@ -184,7 +184,7 @@ def test_compiled_models_compute_the_same_and_see_their_tables_change() -> None:
 
 
 def test_what_is_excluded_stays() -> None:
-    """By name, by pattern, by module; a weight that is tied stays where one of its names is excluded."""
+    """Parameters are excluded by name, by pattern or by module; a tied weight by any of its names."""
     model = ZOO["gpt2"].build("small")
     for exclude in ("*.h.0.*", "transformer.h.0", "transformer.h.0.*.weight"):
         small = compress(model, clusters=16, exclude=[exclude])
@@ -228,7 +228,7 @@ def test_bad_input_gets_one_error(call: Callable[[], object], said: str) -> None
 
 
 def test_files_of_other_models_are_refused(tmp_path: Path) -> None:
-    """Files of models of other sizes or names are refused, and those with indices beyond their table."""
+    """Files of models with other sizes or names are refused, and files with indices beyond their table."""
     path = tmp_path / "file"
     save_compressed(compress(_network(), clusters=16), path)
     wider = _network()

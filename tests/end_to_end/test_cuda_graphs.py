@@ -103,6 +103,7 @@ def test_models_compute_what_eager_does(done: list[str]) -> None:
     assert "change launch_graph" in fourth, "later calls change parameters"
 
 
+@pytest.mark.full
 def test_graph_breaks_and_sizes(done: list[str]) -> None:
     """Two graphs of Dynamo's at two sizes, in turn: each has graphs of its own."""
 

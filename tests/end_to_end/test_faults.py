@@ -189,6 +189,7 @@ def test_a_device_that_cannot_be_used_any_more(settings: pytest.MonkeyPatch, cap
 
 
 @pytest.mark.fault("Ctrl-C (SIGINT) at any line of placement", "KeyboardInterrupt; the next call is right")
+@pytest.mark.full
 def test_interrupted_at_every_line(settings: pytest.MonkeyPatch) -> None:
     """KeyboardInterrupt before each line, in turn, of what a first call runs in the wiring; the next call is right, and fast."""
     model = nn.Sequential(nn.Linear(24, 16), nn.GELU(), nn.Linear(16, 8)).eval()

@@ -1,4 +1,4 @@
-"""A child process, as its parent sees it. More of it is in tests/codegen/workers/test_process.py."""
+"""A child process, as its parent sees it. More tests are in tests/codegen/workers/test_process.py."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def main(lifeline):
 
 
 def test_a_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A child gets its arguments, empty ones too, its environment, a lower priority and orders; it answers; what it prints are its last
-    words."""
+    """A child gets its arguments, also empty ones, its environment, a lower priority and orders.
+    The child answers, and its error output is kept."""
     (tmp_path / "child_of_tests.py").write_text(_MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     child = Child("child_of_tests", ["one", "", "three"], "the child", {"OF_TESTS": "set"})
@@ -71,7 +71,8 @@ def test_a_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_errors_of_a_child() -> None:
-    """Errors of a child arrive as this package's errors, with what was at work and the child's traceback; whatever is no description too."""
+    """An error of a child becomes this package's error, with the subject and the child's traceback. So does an answer that describes no
+    error."""
     error = as_exception("the kernel", {"type": "ValueError", "message": "odd", "traceback": "in line 3"})
     assert (type(error), str(error), error.__notes__) == (CompileError, "the kernel: ValueError: odd", ["in line 3"])
     assert str(as_exception("the kernel", {"type": "CompileError", "message": "odd"})) == "the kernel: odd"
@@ -88,7 +89,7 @@ def test_errors_of_a_child() -> None:
 
 
 def test_ends_of_a_child() -> None:
-    """A message says how it ended and what it said. Whether it was its own fault: not where a signal came from outside or memory ran out."""
+    """Messages say how the child ended, and its last words. A signal from outside, or lack of memory, is not the child's fault."""
     crashed = End(-signal.SIGSEGV, "bad kernel")
     assert (crashed.how, crashed.said) == ("was killed by SIGSEGV", "\nIts last words:\nbad kernel")
     assert (End(3, "").how, End(3, "").said) == ("ended with status 3", "")
@@ -104,7 +105,7 @@ def test_ends_of_a_child() -> None:
 
 
 def test_a_crash_under_a_limit_of_memory() -> None:
-    """A crash under a limit of memory says nothing of what was compiled: not every library looks whether it was given memory."""
+    """A crash under a memory limit is not the fault of the compiled code: not every library checks its allocations."""
     assert End(-signal.SIGSEGV, "").recurs
     before = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (1 << 45, before[1]))
@@ -115,7 +116,7 @@ def test_a_crash_under_a_limit_of_memory() -> None:
 
 
 def test_a_child_that_cannot_be_started() -> None:
-    """A child that cannot be started is no fault of what it would have done."""
+    """The error is marked as one that need not recur, as the child's work did not cause it."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (4, before[1]))
     try:
@@ -127,7 +128,7 @@ def test_a_child_that_cannot_be_started() -> None:
 
 
 def test_how_long_a_processor_worked_for_a_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Time that it sleeps does not count; time that a program computes for it, which it waited for, does."""
+    """Time asleep does not count. Time of a program that the child waited for does."""
     (tmp_path / "child_of_tests.py").write_text(_WORKING)
     monkeypatch.syspath_prepend(str(tmp_path))
     child = Child("child_of_tests", [], "the child")

@@ -1,4 +1,4 @@
-"""A lock that a forked child finds free."""
+"""A lock that is free in a forked child."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch_hybrid_backend.processes.fork_lock import ForkLock
 
 
 def test_a_fork_while_another_thread_has_it() -> None:
-    """The child can take it; the parent's thread still has it there, and gives it back."""
+    """The child can acquire the lock. In the parent, the thread still holds the lock, and releases it."""
     lock, taken, give_back = ForkLock(), threading.Event(), threading.Event()
 
     def hold() -> None:

@@ -8,7 +8,7 @@ from torch_hybrid_backend.processes.frames import frame, split_frame
 
 
 def test_frames() -> None:
-    """Messages come apart again however they arrive."""
+    """Frames are separated again, however their bytes arrive."""
     sent = frame(b"one") + frame(b"") + frame(b"x" * 1000)
     received, messages = bytearray(), []
     stream = io.BytesIO(sent)

@@ -1,4 +1,4 @@
-"""The end of a child process in time. Its end with its parent is in tests/codegen/workers/ and tests/builds/."""
+"""Time limits and error descriptions of child processes. tests/codegen/workers/ and tests/builds/ test their end with the parent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch_hybrid_backend.processes.inside import described
 
 
 def test_a_time_limit() -> None:
-    """Work that is done in time is not disturbed; late work ends the process, also while it hangs outside Python."""
+    """Work that is done in time is not disturbed. Late work ends the process, also while it hangs outside Python."""
     script = """
 import time
 from torch_hybrid_backend.processes.inside import time_limit

@@ -1,4 +1,4 @@
-"""The Python that child processes run."""
+"""The Python for child processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ print(json.dumps(interpreter()))
 
 
 def found(**told: object) -> str | None:
-    """The findings of a process with that environment."""
+    """The interpreter found by a process with that environment."""
     command = [sys.executable, "-c", _ASK, json.dumps(told)]
     out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     path: str | None = json.loads(out)
@@ -35,7 +35,7 @@ def found(**told: object) -> str | None:
 
 @pytest.fixture
 def started(tmp_path: Path) -> Path:
-    """A program called as a Python that tells that it was started, and is none."""
+    """A program that is named like a Python but is none, and creates a file when it is run."""
     program = tmp_path / "python3"
     program.write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
     program.chmod(0o755)
@@ -43,13 +43,14 @@ def started(tmp_path: Path) -> Path:
 
 
 def test_an_interpreter_is_taken_as_it_is() -> None:
-    """The usual case."""
+    """An ordinary Python finds itself."""
     assert found(executable=sys.executable) == sys.executable
 
 
 @pytest.mark.parametrize("wrong", ["/usr/bin/false", "", None, "/usr/sbin/uwsgi", "/nonexistent/python3", "/"])
 def test_what_is_no_interpreter_is_passed_over(wrong: str | None) -> None:
-    """Another is found by what multiprocessing was told, by the interpreter below a virtual environment, or where the installation lies."""
+    """Another Python is found if `sys.executable` is none: by multiprocessing's setting, below a virtual environment, or in the
+    installation."""
     assert found(executable=wrong, **{"for multiprocessing": sys.executable}) == sys.executable
     assert found(executable=wrong, base=sys.executable) == sys.executable
     of_prefix = found(executable=wrong, prefix=sys.prefix)
@@ -59,13 +60,13 @@ def test_what_is_no_interpreter_is_passed_over(wrong: str | None) -> None:
 
 
 def test_a_python_of_another_version_is_passed_over(started: Path) -> None:
-    """A program of that name is asked for its version."""
+    """A program of the right name is run to ask for its version."""
     assert found(executable=str(started), base=sys.executable) == sys.executable
     assert (started.parent / "started").exists()
 
 
 def test_programs_are_not_started_to_see_what_they_are(started: Path) -> None:
-    """Not one of another name, nor one that was made of a Python program."""
+    """Programs of other names, and frozen programs, are never run."""
     server = started.rename(started.with_name("my-python-server"))
     assert found(executable=str(server)) is None
     frozen = server.rename(server.with_name("python3"))
@@ -74,7 +75,7 @@ def test_programs_are_not_started_to_see_what_they_are(started: Path) -> None:
 
 
 def test_a_program_that_may_not_be_run_is_passed_over(started: Path) -> None:
-    """A program that may not be run is passed over, as one that does not exist."""
+    """A program without the permission to run counts as absent."""
     started.chmod(0o644)
     assert found(executable=str(started), base=sys.executable) == sys.executable
     assert not os.access(started, os.X_OK)

@@ -1,4 +1,4 @@
-"""Plans that the report's tests show."""
+"""Plans for the tests of reports."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _operator(
 
 
 def graph_of_blocks(blocks: int) -> Plan:
-    """A plan that tells its graph: `blocks` equal blocks of four operators, one a view, in `layers`; then a sort in eager."""
+    """A plan with `blocks` equal blocks of four operators, one of them a view, in `layers`; then a sort in eager."""
     nodes, modules, last = [], [ModuleCall("layers", "Sequential", "")], "x"
     for i in range(blocks):
         path = f"layers.{i}"
@@ -126,7 +126,7 @@ def graph_of_blocks(blocks: int) -> Plan:
 
 
 def profiled(plan: Plan) -> Plan:
-    """The plan with times: a kernel for the product, the activation and the sum of each block, one segment of eager, 20 us beside them."""
+    """The plan with times: one kernel for the product, activation and sum of each block, one segment of eager, and 20 us of overhead."""
     nodes = {node.name: node for node in plan.nodes}
     kernels = [
         KernelTime(

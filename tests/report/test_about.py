@@ -9,7 +9,7 @@ from torch_hybrid_backend.report import about_call
 
 
 def test_model_inputs_machine_versions_and_date() -> None:
-    """Tensors in nested arguments too; of many, the first."""
+    """Tensors in nested arguments are shown too; of many, only the first."""
     about = about_call(
         torch.nn.Linear(2, 2), ([torch.zeros(3, 2), torch.tensor(1)],), {"mask": torch.ones(4, dtype=torch.bool)}
     )

@@ -1,4 +1,4 @@
-"""The result of explain()."""
+"""The result of `explain`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch_hybrid_backend.report import Explanation, render_html, render_text
 
 
 def test_it_prints_as_text_and_converts() -> None:
-    """print(explain(...)) is the report; JSON gives the plans back."""
+    """print(explain(...)) is the report. JSON gives the plans back."""
     explanation = Explanation((PLAN, EMPTY))
     assert str(explanation) == render_text([PLAN, EMPTY])
     assert explanation.to_html() == render_html([PLAN, EMPTY])
@@ -35,7 +35,7 @@ class _Region(CompiledRegionBase):
 
 
 def test_kernels_are_written_in_the_order_of_the_plan(tmp_path: Path) -> None:
-    """Kernels are one file for each, however often it is called; regions whose engine has no texts have none."""
+    """Each kernel is one file, however often it is called. Regions of engines without texts have none."""
     compiled = ({"r0": _Region("norm", "matmul", "norm"), "r1": _Region()}, {"r0": _Region("softmax")})
     written = Explanation((), compiled).write_kernels(tmp_path / "new" / "folder")
     assert [path.name for path in written] == ["000_r0_norm.py", "001_r0_matmul.py", "003_r0_softmax.py"]

@@ -1,4 +1,4 @@
-"""Plans as a picture."""
+"""Plans as an HTML page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _VOID = {"meta", "input", "br"}
 
 
 class _Balance(HTMLParser):
-    """Collects elements and text, and fails on tags that do not match."""
+    """Parser that collects elements and text, and fails on unbalanced tags."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class _Balance(HTMLParser):
 
 
 def test_well_formed_html_with_the_data_of_each_plan() -> None:
-    """A section of lines and one of tables for each plan, the graphs as JSON for the scripts, what stands on top, all text escaped."""
+    """Each plan has a section of lines and one of tables. The graphs are JSON for the scripts, and all text is escaped."""
     about = {"model": "A <Net>", "machine": "EPYC, 2 threads", "date": "2026-11-28"}
     page = render_html([PLAN, EMPTY], about)
     parser = _Balance()
@@ -59,7 +59,7 @@ def test_well_formed_html_with_the_data_of_each_plan() -> None:
 
 
 def test_kernels_that_were_timed_are_a_table() -> None:
-    """By time, the longest first, in the units that people use; sorted by the number."""
+    """Timed kernels are a table in readable units, the slowest first, sorted by number."""
     page = render_html([profiled(graph_of_blocks(2))])
     assert '<td class="n" data-value="50">50.0 us</td>' in page
     assert page.index("<td>eager</td>") < page.index("<td>matmul_relu_add</td>")
@@ -68,7 +68,7 @@ def test_kernels_that_were_timed_are_a_table() -> None:
 
 
 def test_the_head_says_inputs_once_and_counts_views() -> None:
-    """The model and its inputs stand in the title, or where graphs are chosen; operators that are not drawn are counted."""
+    """The model and its inputs stand once, in the head or in the list of graphs. Views, which are not drawn, are counted."""
     plan = graph_of_blocks(2)
     about = {"model": "Net", "inputs": "8x8 float32"}
     (line,) = re.findall('<p class="line">(.*)</p>', render_html([plan], about))
@@ -81,8 +81,7 @@ def test_the_head_says_inputs_once_and_counts_views() -> None:
 
 
 def test_graph_breaks_and_ceilings_are_told() -> None:
-    """Graph breaks are told: where Dynamo leaves the model to Python, why, and what to change; what the machine can do where kernels were
-    timed."""
+    """Graph breaks are shown with place, reason and hints; the machine's ceilings, if kernels were timed."""
     found = GraphBreak("model.py:12: print(x)", "a call of <print>", "", ("use torch.compiler.disable",))
     plan = profiled(graph_of_blocks(1))
     assert plan.profile is not None
@@ -106,7 +105,7 @@ def _text_of(page: str) -> list[str]:
 
 
 def test_a_text_of_the_users_ends_no_script() -> None:
-    """Source lines hold what they like."""
+    """Source lines may contain any text, also the end of a script."""
     evil = dataclasses.replace(
         PLAN.nodes[0], source="model.py:1 in f: x = '</script><script>alert(1)</script>{{title}}'"
     )
@@ -116,7 +115,7 @@ def test_a_text_of_the_users_ends_no_script() -> None:
 
 
 def test_a_plan_that_is_not_used_is_said_to_be() -> None:
-    """A plan that is not used is said to be unused, as in the text."""
+    """A plan that is not used is marked as in the text report."""
     page = render_html([NOT_USED])
     for shown in (
         "a whole call: plan 70.0 us",
@@ -128,7 +127,7 @@ def test_a_plan_that_is_not_used_is_said_to_be() -> None:
 
 
 def test_reduced_precision_is_shown() -> None:
-    """The sentence of the text, each region's precision and error, and the layers that stayed as written."""
+    """The page has the line of the text report, each region's precision and error, and the layers left as written."""
     parser = _Balance()
     parser.feed(render_html([CONVERTED]))
     text = " ".join(parser.text)
@@ -142,19 +141,19 @@ def test_reduced_precision_is_shown() -> None:
 
 
 def test_the_page_loads_nothing() -> None:
-    """Self-contained: no address is loaded from, and the browser is told to refuse it."""
+    """No address is loaded, and the content security policy forbids it."""
     page = render_html([PLAN])
     assert not re.search(r"<(script|link|img|iframe)[^>]*\b(src|href)=", page)
     assert "default-src 'none'" in page
 
 
 def test_two_thousand_operators_are_less_than_three_megabytes() -> None:
-    """A page that can be sent to others."""
+    """The page of a large model stays small enough to send."""
     plan = profiled(graph_of_blocks(500))
     assert len(plan.nodes) > 2000
     assert len(render_html([plan])) < 3_000_000
 
 
 def test_no_plans() -> None:
-    """A model without a graph is said to have none."""
+    """Without a graph, the page says so."""
     assert "no graph was compiled" in render_html([])

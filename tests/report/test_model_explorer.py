@@ -11,7 +11,7 @@ from torch_hybrid_backend.report import render_model_explorer
 
 
 def test_every_operator_is_a_node_in_its_module() -> None:
-    """Edges begin at nodes, layers are modules with their classes, engines have colours, kernels are attributes."""
+    """Edges begin at nodes. Layers are modules with their classes, colours are engines, kernels are attributes."""
     first, second = json.loads(render_model_explorer([profiled(graph_of_blocks(2)), EMPTY]))
     assert (first["id"], second["id"]) == ("1 graph (inference, 8x8 float32)", "2 graph (training, backward)")
     nodes = {node["id"]: node for node in first["nodes"]}
@@ -31,7 +31,7 @@ def test_every_operator_is_a_node_in_its_module() -> None:
 
 
 def test_the_package_knows_every_field() -> None:
-    """Model Explorer's own classes accept what is written."""
+    """Model Explorer's own classes accept the JSON."""
     builder = pytest.importorskip("model_explorer.graph_builder", reason="needs ai-edge-model-explorer")
     (graph,) = json.loads(render_model_explorer([graph_of_blocks(2)]))
     assert isinstance(builder.Graph(**graph), builder.Graph)

@@ -1,4 +1,4 @@
-"""Times of operators add up to what was timed of a call."""
+"""Times of operators, which add up to the timed part of a call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PLAN = graph_of_blocks(2)
 
 
 def test_the_cost_of_a_region_is_divided_by_work() -> None:
-    """Views have none of it; a product and a sum of the same bytes have equal parts; what runs outside regions was not timed."""
+    """Views get no part. A product and a sum of the same bytes get equal parts. Operators outside regions were not timed."""
     times = operator_times(PLAN)
     assert times.kind == "estimated"
     assert sum(times.microseconds.values()) == pytest.approx(200.0)
@@ -25,13 +25,13 @@ def test_the_cost_of_a_region_is_divided_by_work() -> None:
 
 
 def test_operations_count_where_they_take_longer_than_bytes() -> None:
-    """A product of many operations has nearly all of its region's cost."""
+    """A product with many operations has nearly all of its region's cost."""
     heavy = tuple(dataclasses.replace(n, flops=10**9) if n.name == "mm_0" else n for n in PLAN.nodes)
     assert operator_times(dataclasses.replace(PLAN, nodes=heavy)).microseconds["mm_0"] > 199
 
 
 def test_an_embedding_reads_few_rows_of_its_table() -> None:
-    """A parameter counts for what is returned of it, unless a product reads it."""
+    """A parameter counts with the bytes of the output, unless a product reads it."""
     large = dataclasses.replace(
         PLAN.inputs[0], name="table", spec=TensorSpec((1 << 20, 8), "float32", (8, 1), CPU), is_constant=True
     )
@@ -41,7 +41,7 @@ def test_an_embedding_reads_few_rows_of_its_table() -> None:
 
 
 def test_a_call_that_eager_runs_costs_what_eager_costs() -> None:
-    """The regions of the plan that is not used cost nothing."""
+    """The regions of an unused plan cost nothing, as eager runs the call."""
     call = CallDecision("eager", (Cost("plan", 900.0, "measured"), Cost("eager", 700.0, "measured")), ())
     times = operator_times(dataclasses.replace(PLAN, call=call))
     assert sum(times.microseconds.values()) == pytest.approx(700.0)
@@ -49,7 +49,7 @@ def test_a_call_that_eager_runs_costs_what_eager_costs() -> None:
 
 
 def test_without_any_time_work_is_compared() -> None:
-    """The kind of a time says that it has no unit."""
+    """Without times, the kind says that the numbers are work."""
     untimed = tuple(dataclasses.replace(region, costs=()) for region in PLAN.regions)
     times = operator_times(dataclasses.replace(PLAN, regions=untimed))
     assert times.kind == "work"
@@ -57,7 +57,8 @@ def test_without_any_time_work_is_compared() -> None:
 
 
 def test_kernels_count_for_the_operator_with_most_work() -> None:
-    """A kernel is told with each operator that it fuses, and its time once; a segment of eager is divided; the overhead is told apart."""
+    """A kernel belongs to each operator that it fuses, but its time counts once. The time of a segment of eager is divided. The overhead is
+    separate."""
     plan = profiled(PLAN)
     assert plan.profile is not None
     times = operator_times(plan)
@@ -70,8 +71,7 @@ def test_kernels_count_for_the_operator_with_most_work() -> None:
 
 
 def test_rows_of_dynamos_operators_are_found_by_module() -> None:
-    """Rows of Dynamo's operators are found by module where eager won the whole call; rows of modules that the plan does not have are told
-    apart."""
+    """Rows of Dynamo's operators are matched by module if eager won the whole call. Rows of modules that the plan lacks count as other time."""
     rows = (
         KernelTime("", "eager", ("l_x_",), ("layers.0.linear",), "", 30.0, 0, 0),
         KernelTime("", "eager", ("l_y_",), ("elsewhere",), "", 7.0, 0, 0),

@@ -1,4 +1,4 @@
-"""The page in a real browser: Chromium, without a window. What a user does is done by a script that is added to the page."""
+"""The page in a real browser: headless Chromium. A script added to the page acts as the user."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 _BROWSER = next(filter(None, map(shutil.which, _BROWSERS)), None)
 pytestmark = pytest.mark.skipif(_BROWSER is None, reason=f"needs a browser: one of {', '.join(_BROWSERS)}")
 
-# Errors of the page's own scripts are collected from the first on.
+# Collect errors of the page's scripts from the start.
 _FIRST = "<script>const errors = []; addEventListener('error', (event) => errors.push(event.message));</script></head>"
 _HELPERS = """
 const all = (query) => [...document.querySelectorAll(query)];
@@ -35,7 +35,7 @@ const fold = (id) => click(box(id).querySelector(":scope > .fold circle"));
 const shown = (id) => document.getElementById(id).textContent;
 const seen = {};
 """
-# In a script of its own, so that an error in the one before is told.
+# A separate script, so that it reports an error in the one before.
 _LAST = """</script><script>
 const told = document.createElement("pre");
 told.id = "told";
@@ -48,7 +48,7 @@ Act = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def act(tmp_path: Path) -> Act:
-    """Opens the page, runs a script that writes into `seen`, and returns that."""
+    """Open the page, run a script that writes into `seen`, and return `seen`."""
 
     def run(page: str, script: str = "", address: str = "") -> dict[str, Any]:
         path = tmp_path / "page.html"
@@ -101,7 +101,7 @@ _REPEATED = "/blocks.0…"  # the box that gathers the four blocks
 
 @pytest.mark.slow
 def test_a_model_is_drawn_unfolds_and_tells_what_is_clicked(act: Act) -> None:
-    """A compiled model: what is seen first, repeated blocks unfolded, a block unfolded, a layer clicked, coloured by time, folded again."""
+    """A compiled model: first view, repeated blocks unfolded, a block unfolded, a layer selected, coloured by time, folded again."""
     with torch.no_grad():
         page = torch_hybrid_backend.explain(_Model(), torch.randn(2, 4)).to_html()
     script = f"""
@@ -146,7 +146,7 @@ def test_a_model_is_drawn_unfolds_and_tells_what_is_clicked(act: Act) -> None:
 
 
 def test_a_refusal_is_marked_and_told(act: Act) -> None:
-    """A mark on the box, the reason beside the graph."""
+    """A refusal has a mark on the box, and its reason in the panel."""
     seen = act(
         render_html([graph_of_blocks(2)]),
         'seen.marks = all(".box .refused").length; click(box("=sort")); seen.told = shown("details");',
@@ -156,8 +156,8 @@ def test_a_refusal_is_marked_and_told(act: Act) -> None:
 
 
 def test_times_of_kernels_are_used(act: Act) -> None:
-    """Measured times in boxes and in the bar, which has the overhead as a part of its own; a fused operator tells its kernel. Colours have one
-    scale in both, and tell modules apart. Heads of tables are one line."""
+    """Boxes and the bar show measured times; the overhead is a part of the bar. A fused operator names its kernel. Both use one colour scale,
+    which tells modules apart. Heads of tables are one line."""
     script = """
     seen.bar = shown("flame");
     const part = (name) => all("#flame .part").find((each) => each.textContent.startsWith(name)).querySelector("rect").getAttribute("fill");
@@ -179,7 +179,7 @@ def test_times_of_kernels_are_used(act: Act) -> None:
 
 
 def test_the_address_says_what_is_shown(act: Act) -> None:
-    """Graph, operator, colours and theme of a link; the tables are those of that graph."""
+    """The address sets graph, operator, colours and theme; the tables are those of the graph."""
     page = render_html([EMPTY, graph_of_blocks(3)])
     script = """
     seen.theme = document.documentElement.dataset.theme;
@@ -192,8 +192,8 @@ def test_the_address_says_what_is_shown(act: Act) -> None:
 
 
 def test_what_the_address_selects_is_unfolded_marked_in_view_and_told(act: Act) -> None:
-    """A module of a folded repetition that calls one operator, a block where all is unfolded, a view. Of several graphs that one is
-    shown which has it."""
+    """The address can select a module of a folded repetition that calls one operator, a block if all is unfolded, or a view. Of several graphs,
+    the one that has the selected name is shown."""
     page = render_html([graph_of_blocks(1), profiled(graph_of_blocks(40)), _flat(400)])
     script = """
     const go = (address) => { location.hash = address; follow(); return state(); };
@@ -223,7 +223,7 @@ def test_what_the_address_selects_is_unfolded_marked_in_view_and_told(act: Act) 
 
 
 def test_search_and_keys(act: Act) -> None:
-    """Enter goes to the first operator that is found and unfolds what it lies in; a box takes Enter; Escape lets go."""
+    """Enter in the search goes to the first match and unfolds the boxes around it. Enter on a box folds it. Escape deselects."""
     script = """
     const field = document.getElementById("search");
     field.value = "relu layers.2";
@@ -242,7 +242,7 @@ def test_search_and_keys(act: Act) -> None:
 
 
 def test_views_are_shown_on_request(act: Act) -> None:
-    """Edges pass through them otherwise. Many inputs, as a graph for training has, are one box that unfolds, and so many outputs are one."""
+    """Edges pass through hidden views. Many inputs, as of a training graph, are one box that unfolds; so are many outputs."""
     plan = graph_of_blocks(9)
     inputs = tuple(dataclasses.replace(given, is_constant=False) for given in plan.inputs)
     plan = dataclasses.replace(plan, inputs=inputs, outputs=tuple(f"add_{i}" for i in range(9)))
@@ -260,7 +260,7 @@ def test_views_are_shown_on_request(act: Act) -> None:
 
 
 def _flat(count: int) -> Plan:
-    """Operators in a row that no module calls."""
+    """A plan of operators in a row without modules."""
     plan = graph_of_blocks(count // 4)
     return dataclasses.replace(
         plan, modules=(), nodes=tuple(dataclasses.replace(node, module="") for node in plan.nodes)
@@ -270,7 +270,7 @@ def _flat(count: int) -> Plan:
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", [graph_of_blocks(500), _flat(2000)], ids=["modules", "without modules"])
 def test_two_thousand_operators_begin_with_few_boxes(act: Act, plan: Plan) -> None:
-    """The boxes at first are as many as can be read. Unfolded, all of them are drawn, and every edge between them has a way."""
+    """The first view has only as many boxes as can be read. Unfolded, all boxes and the edges between them are drawn."""
     script = """
     seen.first = ids().length;
     click(document.getElementById("unfold"));
@@ -286,5 +286,5 @@ def test_two_thousand_operators_begin_with_few_boxes(act: Act, plan: Plan) -> No
 
 
 def test_no_graph(act: Act) -> None:
-    """Nothing is drawn, and nothing fails."""
+    """Without a graph, nothing is drawn and nothing fails."""
     assert act(render_html([]), "seen.hidden = document.querySelector('main').hidden;") == {"hidden": True}

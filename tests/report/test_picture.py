@@ -1,4 +1,4 @@
-"""The values that the page draws."""
+"""The values of a plan for the page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch_hybrid_backend.sizes.size import symbol
 
 
 def test_operators_with_their_values() -> None:
-    """Names, shapes and bytes of what is read and returned; parameters are told apart from inputs."""
+    """Operators have names, shapes and bytes of their values. Parameters differ from inputs."""
     drawn = json.loads(json.dumps(picture(graph_of_blocks(2))))
     product = next(node for node in drawn["nodes"] if node["name"] == "mm_1")
     assert (product["in"], product["out"], product["bytes"]) == (["add_0", "t_1"], ["8x8 float32"], 256)
@@ -27,7 +27,7 @@ def test_operators_with_their_values() -> None:
 
 
 def test_inputs_that_nothing_reads_are_left_out() -> None:
-    """Inputs that nothing reads are left out, as sizes that a call is given and no operator needs."""
+    """Unused inputs are left out, such as sizes that no operator needs."""
     plan = graph_of_blocks(1)
     unread = dataclasses.replace(plan.inputs[0], name="s0")
     drawn = picture(dataclasses.replace(plan, inputs=(*plan.inputs, unread)))
@@ -35,7 +35,7 @@ def test_inputs_that_nothing_reads_are_left_out() -> None:
 
 
 def test_refusals_and_regions_in_words() -> None:
-    """Refusals and regions are told in words, as in the text."""
+    """Refusals and regions have the words of the text report."""
     drawn = picture(PLAN)
     assert drawn["nodes"][2]["refused"] == ["tvm: unknown_operator: aten.sort.default has no lowering"]
     assert drawn["regions"]["r2"]["refused"] == ["tvm: deadline: DeadlineError: it took over 300 s"]
@@ -43,7 +43,7 @@ def test_refusals_and_regions_in_words() -> None:
 
 
 def test_sizes_known_only_at_run_time_have_their_names() -> None:
-    """Bytes are those of the traced call."""
+    """Symbolic sizes have names; bytes are those of the traced call."""
     spec = TensorSpec((symbol("s0", 32), 8), "bfloat16", (8, 1), CPU)
     node = dataclasses.replace(PLAN.nodes[0], outputs=(spec,))
     drawn = picture(dataclasses.replace(PLAN, nodes=(node,)))

@@ -1,4 +1,4 @@
-"""The shares of a plan's engines."""
+"""Facts about plans that all reports share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch_hybrid_backend.sizes.size import Dim, symbol
 
 
 def test_shares_of_flops_and_operators() -> None:
-    """By engine, the largest first; the fractions add up to one."""
+    """Shares are by engine, the largest first. The fractions add up to one."""
     tvm, eager = shares(PLAN)
     assert (tvm.engine, tvm.operators, tvm.flops, tvm.fraction) == ("tvm", 2, 3_000_000, 0.75)
     assert (eager.engine, eager.operators, eager.fraction) == ("eager", 4, 0.25)
@@ -32,7 +32,7 @@ def test_shares_of_flops_and_operators() -> None:
 
 
 def test_kinds_inside_and_outside_regions() -> None:
-    """An operator of a region that eager won counts as eager's."""
+    """An operator of a region that eager runs counts as eager's."""
     assert operator_kinds(PLAN) == (
         ("aten.mm.default", 1, 1),
         ("aten.sort.default", 0, 2),
@@ -42,7 +42,7 @@ def test_kinds_inside_and_outside_regions() -> None:
 
 
 def test_equal_refusals_are_counted_together() -> None:
-    """Two sorts from one line, refused alike, are one entry."""
+    """Two sorts of one line, refused for the same reason, are one entry."""
     first, second = refused_operators(PLAN)
     assert isinstance(first, RefusedOperators)
     assert (first.operator, first.count, first.source.split(" ")[0]) == ("aten.sort.default", 2, "model.py:13")
@@ -50,7 +50,7 @@ def test_equal_refusals_are_counted_together() -> None:
 
 
 def test_a_title_tells_graphs_apart() -> None:
-    """By model, use and shapes of inputs, sizes known only at run time too; parameters are no inputs."""
+    """Titles differ by model, use and input shapes, also symbolic ones. Parameters are no inputs."""
 
     def given(name: str, *shape: Dim, constant: bool = False) -> GraphInput:
         return GraphInput(name, TensorSpec(shape, "float32", shape, CPU), constant)
@@ -63,7 +63,7 @@ def test_a_title_tells_graphs_apart() -> None:
 
 
 def test_summary_is_one_line() -> None:
-    """For logs and the demo."""
+    """The summary is one line, for logs and the demo."""
     assert summary(PLAN) == (
         "graph (inference): 6 operators, 4.00 MFLOP, 2 regions; tvm runs 2 (75.0% of flops), eager runs 4 (25.0% of flops)"
     )
@@ -75,12 +75,12 @@ def test_summary_is_one_line() -> None:
     [(0, "0 FLOP"), (999, "999 FLOP"), (1500, "1.50 kFLOP"), (8_200_000_000, "8.20 GFLOP"), (3 * 10**12, "3.00 TFLOP")],
 )
 def test_flops_in_words(flops: int, words: str) -> None:
-    """Powers of a thousand."""
+    """Units are powers of a thousand."""
     assert flops_in_words(flops) == words
 
 
 def test_a_plan_that_runs_although_it_is_slower_says_why() -> None:
-    """Times beside other load decide by a margin; the reason stands behind the choice."""
+    """Times beside other load must differ by a margin. The reason follows the choice."""
     disturbed = (Cost("plan", 9.1, "disturbed"), Cost("eager", 8.0, "disturbed"))
     [told] = call_in_words(dataclasses.replace(PLAN, call=CallDecision("plan", disturbed, ())))
     assert told.endswith("the plan runs it, as another must be clearly faster")

@@ -14,17 +14,17 @@ from torch_hybrid_backend.report import render_html, render_text
 
 
 def test_text(golden: Golden) -> None:
-    """Operators per kind inside and outside regions, engine and cost per region, every refusal with code and line."""
+    """The text has operators by kind, engine and cost of regions, and every refusal with code and line."""
     golden.check(render_text([PLAN, EMPTY]))
 
 
 def test_whole_calls(golden: Golden) -> None:
-    """Whole calls are told with who runs them, at what cost; of a plan that is not used it is said why, and its regions are shown."""
+    """Whole calls are shown with engine and cost. A plan that is not used has the reason, and its regions."""
     golden.check(render_text([USED, NOT_USED]))
 
 
 def test_cuda_graphs() -> None:
-    """Kernels that are launched together as a CUDA graph."""
+    """Kernels of a CUDA graph are shown together."""
     _, *lines = render_text([GRAPHS]).splitlines()
     assert lines == [
         "  one CUDA graph of 3 kernels: 2 matmul_gelu, row_softmax",
@@ -33,14 +33,12 @@ def test_cuda_graphs() -> None:
 
 
 def test_reduced_precision(golden: Golden) -> None:
-    """Reduced precision is told: how much was converted to what, by how many casts; what it costs in accuracy, by region; every layer that was
-    not, with code and line."""
+    """The text has the converted operators, the casts, the error by region, and every layer left as written with code and line."""
     golden.check(render_text([CONVERTED, NOT_COMPARED]))
 
 
 def test_ways_that_were_tried() -> None:
-    """Ways that were tried are told: how an engine computes a region that it had to compute more exactly, and what was wrong with the ways
-    before."""
+    """A region that an engine had to compute more exactly shows the attempts before, with their errors."""
     attempts = (
         Attempt("as written", "a relative error of 0.03"),
         Attempt("fp32 accumulation", "a relative error of 0.02"),
@@ -54,7 +52,7 @@ def test_ways_that_were_tried() -> None:
 
 
 def test_what_an_engine_has_to_say() -> None:
-    """An engine's words about a region are a line of their own."""
+    """An engine's note about a region is a line of its own."""
     note = "weights as inputs: they take 544 bytes"
     plan = dataclasses.replace(PLAN, regions=(dataclasses.replace(PLAN.regions[0], note=note),))
     assert f"      {note}" in render_text([plan]).splitlines()
@@ -63,13 +61,12 @@ def test_what_an_engine_has_to_say() -> None:
 
 
 def test_no_plans() -> None:
-    """A model without a graph is said to have none."""
+    """Without a graph, the text says so."""
     assert render_text([]).startswith("no graph was compiled: ")
 
 
 def test_a_first_call_that_cannot_be_repeated() -> None:
-    """A graph that draws random numbers is named, as the first answer may then differ from later ones by rounding; nothing is said of
-    others."""
+    """A graph that draws random numbers has a line that its first answer may differ from later ones by rounding. Other graphs have none."""
 
     def noisy(x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.dropout(torch.relu(x @ x), 0.5)

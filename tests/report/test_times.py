@@ -1,4 +1,4 @@
-"""Times of a profile as text."""
+"""Profiles as text."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ PROFILED = dataclasses.replace(PLAN, profile=PROFILE)
 
 
 def test_profile(golden: Golden) -> None:
-    """The rows that take most, the rest as one, what is outside kernels, and a total; rates beside the machine's; modules."""
+    """The text has the slowest rows, the rest as one row, the time outside kernels, the total, rates beside the machine's, and modules."""
     golden.check("\n".join(profile_in_words(PROFILED)))
 
 
 def test_a_profile_is_part_of_the_text() -> None:
-    """A call of the model is told first, with what it spends outside of its graphs; a graph inside another's row counts once."""
+    """The time of a call of the model comes first, with its part outside of graphs. A nested graph counts once."""
     inside = dataclasses.replace(PROFILED, profile=dataclasses.replace(PROFILE, is_nested=True, call_us=700.0))
     explanation = Explanation((PROFILED, inside), call_us=2500.0)
     first, _, *_ = str(explanation).splitlines()
@@ -47,20 +47,20 @@ def test_a_profile_is_part_of_the_text() -> None:
 
 
 def test_times_beside_other_load_are_marked() -> None:
-    """In the words that `explain` has everywhere."""
+    """Disturbed times have the same mark as everywhere in `explain`."""
     disturbed = dataclasses.replace(PLAN, profile=dataclasses.replace(PROFILE, is_disturbed=True))
     first, *_ = profile_in_words(disturbed)
     assert first == "time: 2.00 ms a call (median of 48 calls; measured beside other load, so it may be far off)"
 
 
 def test_without_a_profile_nothing_is_told() -> None:
-    """Plans that nobody timed."""
+    """Plans without a profile have no lines about times."""
     assert list(profile_in_words(PLAN)) == []
     assert "time:" not in render_text([PLAN])
 
 
 def test_kernels_of_disturbed_calls_are_marked() -> None:
-    """Kernels are marked where they take longer than the call that is timed as a whole."""
+    """A line says if the kernels take longer than a whole call."""
     slow = dataclasses.replace(PROFILE, call_us=1000.0, overhead_us=0.0)
     lines = list(profile_in_words(dataclasses.replace(PLAN, profile=slow)))
     (line,) = [line for line in lines if "more than a call" in line]
@@ -70,7 +70,7 @@ def test_kernels_of_disturbed_calls_are_marked() -> None:
 
 
 def test_a_module_with_all_the_time_is_shown_by_its_parts() -> None:
-    """Down to where several share it; what is in no module is left out."""
+    """Modules are divided until several share the time. Kernels without a module are left out."""
     assert [path for path, _ in module_shares(PROFILE)][:2] == ["encoder.0", "encoder.1"]
     assert module_shares(PROFILE)[0][1] == (1500.0 + 1.0) / 2000.0
     even = dataclasses.replace(PROFILE, kernels=(_kernel(1.0, "a.x"), _kernel(1.0, "b.y")))

@@ -59,8 +59,11 @@ class Draft:
         """Profilers show the steps added from here to the next range, or the end, as `name`."""
         self._titles.append(TitledSteps(len(self._steps), name))
 
-    def seal(self, inputs: int, constants: int, arena_bytes: int, outputs: Sequence[int]) -> Plan:
-        """The plan. `inputs` and `constants` count the inputs of a call and the slots of a binding."""
+    def describe(self, inputs: int, constants: int, arena_bytes: int, outputs: Sequence[int]) -> PlanDescription:
+        """The plan as data. `inputs` and `constants` count the inputs of a call and the slots of a binding."""
         arenas = {CPU: arena_bytes}
-        described = PlanDescription(self._values, self._steps, inputs, constants, outputs, arenas, self._titles)
-        return Plan(described, self._callbacks)
+        return PlanDescription(self._values, self._steps, inputs, constants, outputs, arenas, self._titles)
+
+    def seal(self, inputs: int, constants: int, arena_bytes: int, outputs: Sequence[int]) -> Plan:
+        """The plan that `describe` describes."""
+        return Plan(self.describe(inputs, constants, arena_bytes, outputs), self._callbacks)

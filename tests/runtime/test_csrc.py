@@ -33,6 +33,13 @@ def test_the_cpp_unit_tests_pass_under_the_thread_sanitiser(tmp_path: Path) -> N
         pytest.skip("the compiler has no thread sanitiser")
 
 
+@pytest.mark.full
+@pytest.mark.skipif(not (shutil.which("make") and shutil.which("g++")), reason="needs make and g++")
+def test_changed_files_do_not_crash_the_reader(tmp_path: Path) -> None:
+    """A minute of changed .hybrid files under the sanitisers, by libFuzzer where there is clang."""
+    _make("fuzz", tmp_path)
+
+
 def _make(target: str, out: Path) -> None:
     command = [
         "make",

@@ -1,4 +1,4 @@
-"""Bounds of sizes: what no value of the symbols leaves, and what some value meets."""
+"""Bounds of sizes: no value of a size lies outside, and some values meet them."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def _values(size: Dim) -> list[int]:
 
 @pytest.mark.parametrize("size", MET, ids=str)
 def test_bounds_are_met(size: Dim) -> None:
-    """Also by sizes that fall where a symbol grows, by quotients of negative numbers and by remainders that never come to a multiple."""
+    """Exact bounds also for sizes that fall as a symbol grows, quotients of negative numbers, and remainders that never reach a multiple."""
     values = _values(size)
     assert bounds(size, RANGES) == (min(values), max(values))
 
 
 @pytest.mark.parametrize("size", HELD, ids=str)
 def test_bounds_hold(size: Dim) -> None:
-    """Bounds hold where a symbol is there more than once, or a divisor may be 0."""
+    """Bounds hold if a symbol occurs more than once, or a divisor may be 0."""
     least, most = bounds(size, RANGES)
     values = _values(size)
     assert least <= min(values)
@@ -75,7 +75,7 @@ def test_bounds_hold(size: Dim) -> None:
 
 
 def test_numbers_and_symbols_without_a_range() -> None:
-    """A number is its own bounds; a symbol of unknown range is a mistake of the caller's."""
+    """The bounds of an int are the int itself. A symbol without a range is an error of the caller."""
     assert bounds(7, {}) == (7, 7)
     with pytest.raises(KeyError, match="c"):
         bounds(A + symbol("c"), RANGES)

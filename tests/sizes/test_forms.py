@@ -1,4 +1,4 @@
-"""Sizes from sympy's expressions, to text and back, under other names, and solved for their symbol."""
+"""Conversions of sizes: from sympy, to text and back, with other names, and solved for their symbol."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ _s0, _s1 = (sympy.Symbol(name, integer=True, nonnegative=True) for name in ("s0"
 @settings(max_examples=100, derandomize=True, deadline=None)
 @given(expressions())
 def test_texts_come_back(a: Dim) -> None:
-    """A size is read back from its text as the equal size."""
+    """Parsing a size's text gives an equal size."""
     assert forms.parse(str(a)) == a
 
 
 def test_symbols_that_only_a_text_names_come_back() -> None:
-    """Two of them in one size stay two."""
+    """Two such symbols in one size stay two."""
     a = symbol("[u0 + 1]") * symbol("[u1]") + S
     assert forms.parse(str(a)) == a
 
 
 @pytest.mark.parametrize("text", ["s0 +", "print(s0)", "s0 ** 2", "1.5", "", "s0.real", "max(s0)", "s0 if s1 else 1"])
 def test_other_texts_are_refused(text: str) -> None:
-    """A text that is no size is a ValueError, and nothing of it is run."""
+    """Other texts raise ValueError, and nothing in them is executed."""
     with pytest.raises(ValueError, match="is no size"):
         forms.parse(text)
 
 
 @st.composite
 def _expressions(draw: st.DrawFn, depth: int = 3) -> sympy.Expr:
-    """Expressions as torch's symbolic shapes hold them."""
+    """Sympy expressions as torch's symbolic shapes hold them."""
     if depth == 0 or draw(st.booleans()):
         return draw(st.sampled_from([_s0, _s1, *map(sympy.Integer, (0, 1, 3, 16, -2))]))
     left, right = draw(_expressions(depth=depth - 1)), draw(_expressions(depth=depth - 1))
@@ -65,14 +65,14 @@ def _expressions(draw: st.DrawFn, depth: int = 3) -> sympy.Expr:
 
 
 def _value(expression: sympy.Expr, s0: int, s1: int) -> object:
-    """The value as torch computes it."""
+    """The value of an expression as torch computes it."""
     return sympy_interp(PythonReferenceAnalysis, {_s0: s0, _s1: s1}, expression)
 
 
 @settings(max_examples=100, derandomize=True, deadline=None)
 @given(_expressions())
 def test_sizes_of_sympy_have_its_values(expression: sympy.Expr) -> None:
-    """An expression of torch's becomes a size of the same value, whatever the symbols are; a number becomes a number."""
+    """An expression of torch's becomes a size of the same value, whatever the symbols are. A number becomes an int."""
     size = forms.from_sympy(expression, {_s0: symbol("s0", 7), _s1: symbol("s1", 5)}.__getitem__)
     assert size is not None
     assert isinstance(size, int) or expression.free_symbols
@@ -85,13 +85,13 @@ def test_sizes_of_sympy_have_its_values(expression: sympy.Expr) -> None:
     "expression", [_s0 / 2, sympy.sqrt(_s0), 2**_s0, 1 / _s0, sympy.log(_s0 + 1), sympy.Float(1.5)], ids=str
 )
 def test_other_expressions_have_no_size(expression: sympy.Expr) -> None:
-    """An expression that is no whole number made by sums, products and divisions gives None, alone and inside of others."""
+    """Other expressions than sums, products and divisions of integers give None, alone and within others."""
     for whole in (expression, expression + _s1, FloorDiv(_s1 * expression, 3)):
         assert forms.from_sympy(whole, {_s0: symbol("s0", 7), _s1: symbol("s1", 5)}.__getitem__) is None
 
 
 def test_renamed_sizes_are_equal_where_they_compute_the_same() -> None:
-    """Two graphs that name their symbols differently give one text, and different sizes different ones."""
+    """Two graphs with different names of symbols give one text. Different sizes give different texts."""
     names = {"s0": "n0", "s1": "n1", "s7": "n0", "s5": "n1"}
 
     def text(size: Dim) -> str:
@@ -119,12 +119,12 @@ def test_renamed_sizes_are_equal_where_they_compute_the_same() -> None:
 @settings(max_examples=50, derandomize=True, deadline=None)
 @given(st.integers(-9, 9), st.integers(-9, 9))
 def test_multiples_with_an_offset_are_solved(factor: int, offset: int) -> None:
-    """`factor * s0 + offset` tells its symbol, factor and offset; a number tells none."""
+    """`factor * s0 + offset` gives its symbol, factor and offset; an int gives None."""
     size = S * factor + offset
     assert forms.linear(size) == (("s0", factor, offset) if factor else None)
 
 
 @pytest.mark.parametrize("size", [S * T, S * S + 1, S + T, S // 2, function("max", S, 3), 7, None])
 def test_other_sizes_are_not_solved(size: Size | int | None) -> None:
-    """From several symbols, powers and quotients no symbol can be told."""
+    """Sizes of several symbols, powers and quotients give None."""
     assert forms.linear(size) is None

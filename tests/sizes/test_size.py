@@ -1,4 +1,4 @@
-"""Sizes: arithmetic agrees with numbers at every value of the symbols; comparisons never claim what some value refutes."""
+"""Sizes: arithmetic agrees with integers at all values of the symbols, and no comparison claims what some value refutes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch_hybrid_backend.sizes.size import Dim, Size, UndecidedSizeError, evalu
 @settings(max_examples=150, derandomize=True, deadline=None)
 @given(expressions(), expressions())
 def test_arithmetic_agrees_with_numbers(a: Dim, b: Dim) -> None:
-    """Sums, products, quotients and remainders of sizes have the values that numbers would."""
+    """Sums, products, quotients and remainders of sizes have the values of integer arithmetic."""
     for values in VALUES:
         x, y = evaluate(a, values), evaluate(b, values)
         assert evaluate(a + b, values) == x + y
@@ -31,7 +31,7 @@ def test_arithmetic_agrees_with_numbers(a: Dim, b: Dim) -> None:
 @settings(max_examples=150, derandomize=True, deadline=None)
 @given(expressions(), expressions())
 def test_comparisons_hold_at_every_value(a: Dim, b: Dim) -> None:
-    """A comparison that is said to hold holds at all values: below, at most, equal or at least a bound."""
+    """A comparison that answers holds at all values: less, at most, equal, or at least a bound."""
     for values in VALUES:
         x, y = evaluate(a, values), evaluate(b, values)
         assert x >= sizes.lower_bound(a)
@@ -43,7 +43,7 @@ def test_comparisons_hold_at_every_value(a: Dim, b: Dim) -> None:
 @settings(max_examples=100, derandomize=True, deadline=None)
 @given(expressions())
 def test_pickles_come_back(a: Dim) -> None:
-    """A size is read back from its pickle as the equal size."""
+    """Unpickling a size gives an equal size."""
     assert pickle.loads(pickle.dumps(a)) == a  # within one process's test: nothing is unpickled from disk
 
 
@@ -60,21 +60,21 @@ def test_pickles_come_back(a: Dim) -> None:
     ],
 )
 def test_what_divides_is_divided(found: Dim, expected: Dim) -> None:
-    """Quotients that are sizes themselves come out as such; what is a number is an int."""
+    """Quotients that are polynomials become polynomials; constants become ints."""
     assert found == expected
     assert isinstance(found, int) == isinstance(expected, int)
 
 
 @pytest.mark.parametrize("question", [lambda: S < T, lambda: bool(S), lambda: int(S), lambda: S > 1, lambda: range(S)])
 def test_what_depends_on_the_value_is_undecided(question: object) -> None:
-    """Questions whose answer depends on the symbols raise UndecidedSizeError, also where Python asks for a number."""
+    """Questions whose answer depends on the symbols raise UndecidedSizeError, also where Python needs a number."""
     assert callable(question)
     with pytest.raises(UndecidedSizeError):
         question()
 
 
 def test_symbols_and_typical_values() -> None:
-    """Symbols are found once each, in order; the typical value is that of the hints."""
+    """`symbols` has each symbol once, in order; `size_hint` is the value for the hints."""
     size = sizes.ceil_div(T * S, 16) + T
     assert isinstance(size, Size)
     assert {s.name for s in sizes.symbols([size, S])} == {"s0", "s1"}
@@ -82,7 +82,7 @@ def test_symbols_and_typical_values() -> None:
 
 
 def test_hints_of_equal_sizes_stay_apart() -> None:
-    """Two graphs may call a symbol alike: what was computed for one never gives the other its typical value."""
+    """Two graphs may use one name: results computed for one graph never give the other graph its hint."""
     for hint in (7, 100, 31):
         s = symbol("s0", hint)
         assert sizes.size_hint(s + 1) == hint + 1
@@ -95,7 +95,7 @@ def test_hints_of_equal_sizes_stay_apart() -> None:
 @settings(max_examples=150, derandomize=True, deadline=None)
 @given(expressions())
 def test_no_value_is_beyond_the_interval_and_the_magnitude(size: Dim) -> None:
-    """At every value of the symbols the size lies in its interval, and no further from zero than its magnitude."""
+    """At all values of the symbols, the size lies in its interval, and its absolute value is at most its magnitude."""
     low, high = sizes.interval(size)
     for values in VALUES:
         assert low <= evaluate(size, values) <= high
@@ -103,7 +103,7 @@ def test_no_value_is_beyond_the_interval_and_the_magnitude(size: Dim) -> None:
 
 
 def test_integers_may_be_negative() -> None:
-    """Facts about a size follow from its symbols' ranges, which are no part of what it is."""
+    """Answers about a size follow from its symbols' ranges, which are no part of its identity."""
     any_, negative = symbol("n", 2, -(1 << 63), (1 << 63) - 1), symbol("n", 2, -8, -1)
     assert any_ == negative
     assert sizes.interval(any_ * 2 + 1) == (-(1 << 64) + 1, (1 << 64) - 1)

@@ -1,5 +1,5 @@
-"""Models beside other runtimes: `hybrid bench`, and what `benchmarks/` of a clone uses of it.
+"""Comparison of models with other runtimes: `hybrid bench`, also used by `benchmarks/` of a clone.
 
-`command` is the command line, `compare` measures one model on several `peers`, each by a `worker` in a process of its own (`process`).
-`calls` is what a model is called with and what it returns; `record` is what a run found, `table` and `page` show it.
+`command` is the command line. `compare` measures one model on several `peers`, each by a `worker` in its own process (`process`). `calls` has
+the arguments and results of models. `record` holds the results of a run; `table` and `page` show them.
 """

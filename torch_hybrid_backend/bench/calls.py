@@ -2,8 +2,8 @@
 
 inputs = Inputs((image,), {"mask": mask})
 outputs = inputs.batched(8).call(model)
-tensors(outputs)                               # of a tensor, a tuple, a dict, a dataclass, an output of transformers
-model, inputs = of_tensors(model, inputs)      # the same model, which takes and returns nothing but tensors
+tensors(outputs)                                # from a tensor, a tuple, a dict, a dataclass, an output of transformers
+model, inputs = as_tensors_only(model, inputs)  # the same model, which takes and returns only tensors
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ from torch_hybrid_backend.torch_private import TreeSpec, tree_flatten, tree_leav
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """The arguments of one call, positional and by name. Tensors may be nested in tuples, lists and dicts."""
+    """Positional and keyword arguments of a call. Tensors may be nested in tuples, lists and dicts."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def call(self, model: Callable[..., Any]) -> Any:
-        """The outputs of `model`."""
+        """The outputs of `model` for these inputs."""
         return model(*self.args, **self.kwargs)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Every tensor, in the order of the arguments."""
+        """The tensors, in the order of the arguments."""
         return [leaf for leaf in tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, torch.Tensor)]
 
     def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
-        """The same arguments with every tensor changed."""
+        """The same arguments, each tensor replaced by `change(tensor)`."""
         args, kwargs = tree_map_only(torch.Tensor, change, (self.args, dict(self.kwargs)))
         return Inputs(args, kwargs)
 
     def floats(self, dtype: torch.dtype) -> Inputs:
-        """The same arguments with floating-point tensors in `dtype`."""
+        """The same arguments, with floating-point tensors converted to `dtype`."""
         return self.mapped(lambda value: value.to(dtype) if value.is_floating_point() else value)
 
     @property
     def batch(self) -> int | None:
-        """The size that dimension 0 has in every tensor, but for tensors in which it is 1 and those without dimensions; None where there is
-        no such size."""
+        """The common size of dimension 0; None if there is none. Tensors without dimensions, or of size 1 beside larger ones, do not count."""
         sizes = {value.shape[0] for value in self.tensors() if value.ndim}
         sizes = sizes - {1} or sizes
         return next(iter(sizes)) if len(sizes) == 1 else None
 
     def batched(self, batch: int) -> Inputs:
-        """The inputs with `batch` rows: those that are there, repeated or cut along dimension 0. A tensor with one row where others have more
-        is broadcast, and stays. Raises ArgumentError where the inputs have no batch dimension."""
+        """The inputs, repeated or cut to `batch` rows along dimension 0. A tensor with one row stays if others have more: it is broadcast.
+
+        Raises ArgumentError if the inputs have no common size along dimension 0."""
         rows = self.batch
         if rows is None:
             shapes = ", ".join(str(tuple(value.shape)) for value in self.tensors()) or "none"
@@ -67,7 +67,7 @@ class Inputs:
 
 
 def _rows(x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Rows of a tensor, in its memory format."""
+    """The chosen rows of `x`, in the memory format of `x`."""
     taken = x.detach().index_select(0, chosen)
     for form, ndim in ((torch.channels_last, 4), (torch.channels_last_3d, 5)):
         if x.ndim == ndim and x.is_contiguous(memory_format=form) and not x.is_contiguous():
@@ -76,7 +76,7 @@ def _rows(x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
 
 
 def tensors(outputs: object) -> list[torch.Tensor]:
-    """The tensors of a model's outputs, in a stable order."""
+    """The tensors in a model's outputs, in a stable order."""
     return list(_tensors(outputs))
 
 
@@ -89,16 +89,17 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
                 yield from _tensors(getattr(leaf, each.name))
 
 
-def of_tensors(model: nn.Module, inputs: Inputs) -> tuple[nn.Module, Inputs]:
-    """The model as one that takes tensors by position and returns a tuple of tensors, with its inputs. Other arguments become constants of
-    it."""
+def as_tensors_only(model: nn.Module, inputs: Inputs) -> tuple[nn.Module, Inputs]:
+    """Wrap a model so that it takes positional tensors and returns a tuple of tensors. Returns the wrapper and its inputs.
+
+    Arguments that are no tensors become constants of the wrapper."""
     leaves, structure = tree_flatten((inputs.args, dict(inputs.kwargs)))
     given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    return _OfTensors(model, leaves, structure), Inputs(tuple(given))
+    return _TensorsOnly(model, leaves, structure), Inputs(tuple(given))
 
 
-class _OfTensors(nn.Module):
-    """A model called with its arguments as one list of tensors."""
+class _TensorsOnly(nn.Module):
+    """Wrapper that calls a model with `leaves`, in which the wrapper's arguments replace the tensors."""
 
     def __init__(self, model: nn.Module, leaves: Sequence[Any], structure: TreeSpec) -> None:
         super().__init__()
@@ -116,8 +117,8 @@ class _OfTensors(nn.Module):
         return tuple(tensors(self.model(*args, **kwargs)))
 
 
-class OfFunction(nn.Module):
-    """A function as a module, for tools that take modules alone. A function has no mode: it counts as one for inference."""
+class FunctionModule(nn.Module):
+    """A function as a module in evaluation mode, for tools that take only modules."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
-"""The command `hybrid bench`: a model of the user's on this backend, on eager, and on the runtimes that are installed.
+"""The command `hybrid bench`: time a user's model on hybrid, on eager, and on the other runtimes that are installed.
 
     hybrid bench my_models.py:make
     hybrid bench my_models.py:make --batch 1,8 --precision as-written,bf16,int8
     hybrid bench my_models.py:make --against eager,openvino --json bench.json --html bench.html
     hybrid bench my_models.py:make --train
 
-docs/bench.md says how to read what it shows.
+docs/bench.md explains the output.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from torch_hybrid_backend.factory import Factory
 from torch_hybrid_backend.progress import Progress
 from torch_hybrid_backend.storage.temporary_folder import TemporaryFolder
 
-_STOPPED = 130  # what shells report after an interrupt
+_STOPPED = 130  # the exit status that shells report after an interrupt
 _TRAINED_IN = (FLOAT32, "bf16")
-_SHORT = {"inductor_freezing": "freezing"}  # peers whose name on the command line is another than in records
+_SHORT = {"inductor_freezing": "freezing"}  # name in records -> name on the command line
 
 
 def add_parser(commands: Any) -> None:
@@ -91,16 +91,16 @@ def add_parser(commands: Any) -> None:
 
 
 def run(parsed: argparse.Namespace, out: TextIO, known: Mapping[str, Peer] | None = None) -> int:
-    """Measure and show; returns the exit status: 0, 1 where hybrid has no figures, 130 after an interrupt.
+    """Measure and show the results. Returns the exit status: 0; 1 if hybrid has no figures; 130 after an interrupt.
 
-    `known`: the peers that can be named; default: all. Raises HybridError where nothing can be measured.
+    known: the peers that can be named; default: all. Raises HybridError if nothing can be measured.
     """
     known = known or by_name()
     factory = Factory(parsed.target)
     precisions = [_precision(name) for name in parsed.precision]
     peers = _peers(parsed, known, precisions)
     for path in filter(None, (parsed.json, parsed.html, parsed.log)):
-        _write(path, "", mode="w" if path == parsed.log else "a")  # what cannot be written is told now
+        _write(path, "", mode="w" if path == parsed.log else "a")  # fail now, not after minutes of timing
     threads = parsed.threads or torch.get_num_threads()
     effort = Effort(seconds=parsed.seconds, rounds=parsed.rounds, timeout_s=parsed.timeout)
     record = Record(
@@ -138,7 +138,7 @@ def run(parsed: argparse.Namespace, out: TextIO, known: Mapping[str, Peer] | Non
 
 
 def _measure(record: Record, works: Sequence[FactoryModel], peers: Sequence[Peer], effort: Effort, log: Path) -> None:
-    """Add a group for each work to the record. Raises HybridError where a model does not run in eager."""
+    """Add a group for each work to the record. Raises HybridError if a model does not run in eager."""
     asked = [_with_baseline(peers, work.precision) for work in works]
     installed = [
         peer for work, own in zip(works, asked, strict=True) for peer in own if not peer.missing(work.precision)
@@ -164,13 +164,13 @@ def _measure(record: Record, works: Sequence[FactoryModel], peers: Sequence[Peer
 
 
 def _with_baseline(peers: Sequence[Peer], precision: str) -> list[Peer]:
-    """The peers, below the precision as written with eager in that: what is won is told by it."""
+    """The peers; in another precision than as written, with eager as written as the baseline of speedups."""
     wanted = precision != FLOAT32 and any(peer.name == EAGER for peer in peers)
     return [*peers, AS_WRITTEN] if wanted else list(peers)
 
 
 def _saying(progress: Progress, title: str) -> Callable[[str], None]:
-    """Function that tells the next thing that is being done: the one before is done then."""
+    """Function that ends the current step of the progress and shows the next."""
 
     def say(text: str) -> None:
         progress.step(f"{title}: {text}")
@@ -184,7 +184,7 @@ def _precision(name: str) -> str:
 
 
 def _peers(parsed: argparse.Namespace, known: Mapping[str, Peer], precisions: Sequence[str]) -> list[Peer]:
-    """The peers that are asked for, hybrid first. Raises ArgumentError for unknown ones, and for what cannot be trained."""
+    """The peers to measure, hybrid first. Raises ArgumentError for an unknown peer, or a peer or precision that `--train` lacks."""
     others = {_short(name): peer for name, peer in known.items() if name != OURS}
     if parsed.train:
         if wrong := [precision_title(each) for each in precisions if each not in _TRAINED_IN]:

@@ -1,4 +1,4 @@
-"""A model at one batch size on several peers, side by side: prepared one after the other, then timed in interleaved rounds."""
+"""Comparison of peers on one model at one batch size: prepare them one after the other, then time them in interleaved rounds."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from torch_hybrid_backend.bench.process import WorkerError, WorkerProcess, wait_
 from torch_hybrid_backend.bench.worker import Account, Facts, Prepare, Ready, Reference, Round, Work, environment
 
 _OURS_MODULE = by_name()[OURS].module
-_FILLED = "filled"  # an empty file in a cache from which the peer has prepared a model to the end
+_FILLED = "filled"  # an empty file that marks a complete cache
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """Effort of a measurement. `seconds`: timing of one model, all peers together; `timeout_s`: longest wait for one peer's answer.
+    """Effort of a measurement. `seconds`: time for one model, all peers together. `timeout_s`: the longest wait for an answer of a peer.
 
-    `warm`: names of peers for which a second process is started on the caches that the first one filled, for its compile time.
-    `caches`: folder where the caches of all peers but ours outlive the run; one that finds its own filled has a warm compile time and
-    no cold one. None: every run starts without.
+    `warm`: names of peers whose warm compile time is measured, by a second process that starts with the caches of the first.
+    `caches`: the folder where caches outlive the run, except hybrid's. A peer that finds a complete cache there has a warm compile time instead
+    of a cold one. None: every run starts with empty caches.
     """
 
     seconds: float = 20.0
@@ -35,13 +35,13 @@ class Effort:
     caches: Path | None = None
 
     def cache(self, work: Work, peer: Peer) -> Path:
-        """Folder in which the peer keeps what it compiles for this work: filled (`_is_filled`), or empty."""
+        """The folder of the peer's cache for this work: either complete (`_is_filled`) or empty."""
         if self.caches is None or peer.module == _OURS_MODULE or not peer.keeps_cache:
             return work.folder / peer.name
         precision = peer.precision or work.precision
         name = peer.name if precision == FLOAT32 else f"{peer.name}-{precision}"
         cache = self.caches / f"{work.key}-{name}"
-        # What a run that was stopped left would make the next one's compile time neither cold nor warm.
+        # With the partial cache of an interrupted run, the compile time would be neither cold nor warm.
         if not _is_filled(cache):
             shutil.rmtree(cache, ignore_errors=True)
         return cache
@@ -49,7 +49,7 @@ class Effort:
 
 @dataclass(slots=True)
 class _Runner:
-    """A peer's worker. `gap` is why it takes no further part, or empty."""
+    """A peer's worker. `gap`: the reason why the peer is not timed any more; empty if it is."""
 
     peer: Peer
     worker: WorkerProcess
@@ -63,7 +63,7 @@ class _Runner:
     account: dict[str, object] = field(default_factory=dict)
 
     def ask(self, message: object, within_s: float) -> Any:
-        """The worker's answer, or None with `gap` set where it gave none."""
+        """The worker's answer. If there is none, set `gap` and return None."""
         try:
             return self.worker.ask(message, within_s)
         except WorkerError as error:
@@ -72,7 +72,7 @@ class _Runner:
 
 
 def reference(work: Work, effort: Effort, log: Path) -> Facts:
-    """Eager's results of the work, written where `compare` finds them. Raises WorkerError where there are none."""
+    """Compute eager's results and write them where `compare` finds them. Raises WorkerError if eager cannot run the model."""
     with _start(work, work.folder / "reference", log) as worker:
         facts: Facts = worker.ask(Reference(work), effort.timeout_s)
         return facts
@@ -81,10 +81,11 @@ def reference(work: Work, effort: Effort, log: Path) -> Facts:
 def compare(
     work: Work, facts: Facts, peers: Sequence[Peer], effort: Effort, log: Path, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """A result for each peer, in their order; a peer without figures has a "gap", which says why. What peers print is appended to `log`.
+    """Measure the peers. Returns a dict for each, in order: figures, or a "gap", the reason why there are none.
 
-    Times are milliseconds of one call, memory MiB, `gflop` 10^9 floating-point operations of one call, errors against eager as written,
-    `other_load` the share of the time for which threads waited for a core. `samples_ms` holds every timed call.
+    Times are in milliseconds of one call, memory in MiB. `gflop`: 10^9 floating-point operations of one call. Errors are against eager as
+    written. `other_load`: the share of the time for which threads waited for a core. `samples_ms`: every timed call. The output of peers is
+    appended to `log`; `say` is called with each step.
     """
     with contextlib.ExitStack() as stack:
         runners = []
@@ -118,7 +119,7 @@ def compare(
 
 
 def identity(work: Work, peer: Peer) -> dict[str, Any]:
-    """Beginning of every result of this peer."""
+    """The entries that every result of the peer begins with."""
     return {"batch": work.batch, "peer": peer.name, "threads": work.threads} | {
         "precision": peer.precision or work.precision,
         "day": today(),
@@ -140,7 +141,7 @@ def _is_filled(cache: Path) -> bool:
 
 
 def _time(runners: Sequence[_Runner], effort: Effort, say: Callable[[str], None]) -> None:
-    """Fill the runners' samples. Each round starts with another peer, so that none always follows the same one."""
+    """Time the peers in rounds. Each round starts with another peer, so that no peer always runs first."""
     for index in range(effort.rounds):
         alive = [runner for runner in runners if not runner.gap]
         if not alive:
@@ -186,5 +187,5 @@ def _result(work: Work, facts: Facts, runner: _Runner) -> dict[str, Any]:
 
 
 def _cuts(values: Sequence[float], parts: int) -> list[float]:
-    """The values that cut the sorted ones into equal parts."""
+    """The quantiles that divide the values into `parts` equal parts."""
     return statistics.quantiles(values, n=parts, method="inclusive") if len(values) > 1 else [values[0]] * (parts - 1)

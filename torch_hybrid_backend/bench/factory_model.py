@@ -1,4 +1,4 @@
-"""The model that a user's factory makes, as work for the peers."""
+"""Models made by a user's factory, as work for the peers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from torch_hybrid_backend.bench.calls import Inputs, OfFunction
+from torch_hybrid_backend.bench.calls import FunctionModule, Inputs
 from torch_hybrid_backend.bench.worker import Work
 from torch_hybrid_backend.errors import ArgumentError
 from torch_hybrid_backend.factory import Factory
@@ -20,7 +20,7 @@ from torch_hybrid_backend.factory import Factory
 class FactoryModel(Work):
     """The model that `factory` returns.
 
-    A batch size that is asked for is given to the factory if that has a parameter `batch`; else inputs are repeated or cut along dimension 0.
+    A batch size is passed to the factory if the factory has a parameter `batch`. Otherwise the inputs are repeated or cut along dimension 0.
     """
 
     factory: Factory
@@ -30,10 +30,10 @@ class FactoryModel(Work):
         return f"{self.factory.target}-{self.batch}".replace("/", "_")
 
     def build(self) -> tuple[nn.Module, Inputs]:
-        """The model and its inputs. Raises ArgumentError where the factory, its inputs or the batch size are not what can be measured."""
+        """The model and its inputs. Raises ArgumentError if the factory, its inputs or the batch size cannot be used."""
         import numpy as np
 
-        sys.path.insert(0, self.factory.folder)  # for good: the model may import when it is called
+        sys.path.insert(0, self.factory.folder)  # not undone: the model may import modules when it is called
         make = self.factory.load()
         torch.manual_seed(0)
         random.seed(0)
@@ -43,7 +43,7 @@ class FactoryModel(Work):
         inputs = Inputs(tuple(args), kwargs)
         if self.batch is not None and not takes_batch:
             inputs = inputs.batched(self.batch)
-        module = model if isinstance(model, nn.Module) else OfFunction(model)
+        module = model if isinstance(model, nn.Module) else FunctionModule(model)
         made = (*module.parameters(), *module.buffers(), *inputs.tensors())
         if devices := {value.device.type for value in made} - {"cpu"}:
             raise ArgumentError(
@@ -52,5 +52,5 @@ class FactoryModel(Work):
         return module, inputs
 
     def calibration(self, inputs: Inputs) -> list[Inputs]:
-        """The inputs themselves: the factory gives no others."""
+        """The inputs themselves, as the factory returns no others."""
         return [inputs]

@@ -1,4 +1,4 @@
-"""The machine that figures were taken on, recorded beside them."""
+"""Facts about the machine, recorded with each measurement."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PACKAGES = (
 
 
 def versions(packages: Sequence[str] = PACKAGES, folders: Sequence[str] = ("peers",)) -> dict[str, str]:
-    """Versions of Python and of the packages (those that decide speed), in `folders` below `sys.prefix` too; absent ones are left out."""
+    """Versions of Python and of the installed `packages`, also those in `folders` below `sys.prefix`."""
     found = {"python": platform.python_version()}
     path = [*sys.path, *(str(Path(sys.prefix) / name) for name in folders)]
     for package in packages:
@@ -41,12 +41,12 @@ def versions(packages: Sequence[str] = PACKAGES, folders: Sequence[str] = ("peer
 
 
 def hybrid_settings() -> dict[str, str]:
-    """The settings of this package that the environment changes, but for the place of the cache."""
+    """Settings of this package in the environment, except the folder of the cache."""
     return {k: v for k, v in sorted(os.environ.items()) if k.startswith("HYBRID_") and k != "HYBRID_CACHE_DIR"}
 
 
 def _cpu_info() -> Mapping[str, str]:
-    """The system's facts of its first processor; empty if it tells none."""
+    """Facts about the first processor, from the system; empty if there are none."""
     try:
         return cpuinfo(Path("/"))
     except failures(OSError):
@@ -54,12 +54,12 @@ def _cpu_info() -> Mapping[str, str]:
 
 
 def cpu_name() -> str:
-    """The processor's marketing name where the system tells it, else its architecture."""
+    """The processor's marketing name if the system reports it, else the architecture."""
     return _cpu_info().get("model name", platform.machine())
 
 
 def cpu_model() -> str:
-    """Family and model of an x86 processor, "26/2", as far as the system tells them: virtual machines hide the marketing name's number."""
+    """Family and model of an x86 processor, for example "26/2": virtual machines often hide the number in the marketing name."""
     return "/".join(_cpu_info().get(key, "") for key in ("cpu family", "model"))
 
 

@@ -25,14 +25,14 @@ _WIDTH, _NAMES, _VALUES, _ROW, _BAR = 720, 150, 160, 28, 18  # in pixels: the ch
 
 
 def html(record: Record) -> str:
-    """The page."""
+    """The record as an HTML page."""
     sections = "\n".join([*("\n".join(_section(group)) for group in record.groups), *_gaps(record.absent)])
     heading = escape(f"{record.target}: {record.what}")
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{heading}</title><style>{_STYLE}</style></head>\n'
         f'<body><h1>{heading}</h1>\n<p class="setup">{escape(record.setup)}</p>\n{sections}\n'
         '<p class="note">Median time of a call; shorter is better. The line on a bar is the spread between rounds. Error: root mean square of'
-        " the difference from eager as written, over eager's own.</p>\n</body></html>\n"
+        " the difference from eager as written, divided by that of eager's results.</p>\n</body></html>\n"
     )
 
 
@@ -56,7 +56,7 @@ def _gaps(gaps: Sequence[str]) -> Iterator[str]:
 
 
 def _chart(group: Group) -> str:
-    """A bar for each runtime, as long as its median, with the spread at its end."""
+    """A bar chart in SVG: each runtime's median, with the spread at the end of the bar."""
     longest = max(result["median_ms"] + result["spread_ms"] / 2 for result in group.measured)
     scale = (_WIDTH - _NAMES - _VALUES) / longest
     parts = []

@@ -1,7 +1,7 @@
-"""A worker in a process of its own, and what the system knows of it.
+"""Worker processes as their parent sees them: start, messages, processor time, end.
 
-The worker runs `bench.worker` and speaks with us through a pipe; what it prints goes to a file. It leads a process group, so that
-ending it ends the compilers it started, and it ends with this process.
+A worker runs `bench.worker`, exchanges messages with its parent through a pipe, and prints to a file. A worker leads a process group, which is
+killed with it: compilers that it started end too. A worker also ends when its parent ends.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any
 from torch_hybrid_backend.bench.worker import Failed
 from torch_hybrid_backend.errors import ignored
 
-ROOT = Path(__file__).resolve().parents[2]  # the folder that this package lies in
-_END_S = 20.0  # to unload a compiled model and leave
+ROOT = Path(__file__).resolve().parents[2]  # the folder of this package
+_END_S = 20.0  # time to unload a compiled model and exit
 # Spinning threads use all of a core; a process that waits for a pipe uses none.
 _QUIET_SHARE = 0.05
 _QUIET_STEP_S = 0.02
-# Imports the package of the tree `root`; the rest of the path is the parent's. A tree of before the package had `bench` gets it from here.
+# Imports the package from the tree `root`, all else as the parent does. An older tree, whose package has no `bench`, uses the one here.
 _BOOTSTRAP = """
 import sys
 root, package, lifeline, descriptor, *folders = sys.argv[1:]
@@ -40,7 +40,7 @@ main(int(lifeline), int(descriptor))
 
 
 class WorkerError(RuntimeError):
-    """The worker gave no answer: it raised, ended, or took too long. The message says which, `is_explained` in this package's words."""
+    """A worker gave no answer: it raised an error, ended, or took too long. `is_explained`: True if the message is a sentence for the user."""
 
     def __init__(self, why: str, *, is_explained: bool = False) -> None:
         super().__init__(why)
@@ -48,11 +48,11 @@ class WorkerError(RuntimeError):
 
 
 class WorkerProcess:
-    """Owns one worker. Ended by `end`, which a `with` block calls."""
+    """Owner of one worker process. `end` ends the process; a `with` block calls it."""
 
     def __init__(self, environment: Mapping[str, str], log: Path, tree: Path = ROOT) -> None:
-        """Start it under this process's environment with `environment` on top; its output is appended to `log`. It imports this package from
-        the folder `tree`."""
+        """Start the worker. environment: variables besides those of this process. log: file to which its output is appended. tree: folder
+        from which it imports this package."""
         ours, theirs = Pipe()
         lifeline, other_end = os.pipe()
         self._lifeline = os.fdopen(other_end, "wb", buffering=0)
@@ -79,7 +79,7 @@ class WorkerProcess:
         self.end()
 
     def ask(self, message: object, within_s: float) -> Any:
-        """The worker's answer to `message`. Raises WorkerError where none came within `within_s` seconds; the worker is ended then."""
+        """The worker's answer to `message`. Without an answer within `within_s` seconds, end the worker and raise WorkerError."""
         try:
             self._connection.send(message)
             answered = self._connection.poll(within_s)
@@ -88,7 +88,7 @@ class WorkerProcess:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_END_S)
             self.end()
-            raise WorkerError(f"the process ended {_manner(self._process.returncode)}") from error
+            raise WorkerError(f"the process {_manner(self._process.returncode)}") from error
         if answered and not isinstance(answer, Failed):
             return answer
         self.end()
@@ -97,7 +97,7 @@ class WorkerProcess:
         raise WorkerError(f"no answer within {within_s:.0f} s")
 
     def cpu_ns(self) -> int:
-        """Processor time that all its threads have used; 0 where the system does not tell."""
+        """Processor time of all threads of the worker, in nanoseconds; 0 if the system does not report it."""
         total = 0
         for path in Path(f"/proc/{self._process.pid}/task").glob("*/schedstat"):
             with ignored(OSError):  # the thread has just ended
@@ -105,7 +105,7 @@ class WorkerProcess:
         return total
 
     def end(self) -> None:
-        """Close the pipe, upon which an idle worker leaves; then kill what is left of its process group."""
+        """Close the pipe, and kill the process group of the worker."""
         self._connection.close()
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -116,15 +116,14 @@ class WorkerProcess:
 
 def _manner(code: int | None) -> str:
     if code is None:
-        return "its conversation but still runs"
-    return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        return "closed its pipe but still runs"
+    return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
 def wait_until_quiet(workers: Sequence[WorkerProcess], at_most_s: float = 0.5) -> float:
-    """Wait until the workers together use next to no processor; returns the seconds waited.
+    """Wait until the workers together use almost no processor time. Returns the seconds waited, about `at_most_s` at most.
 
-    The threads of OpenMP, and of other pools, spin for some milliseconds after work, up to 200: whoever is timed meanwhile would share
-    the cores with them.
+    Threads of OpenMP and of other pools spin for up to 200 ms after their work. A peer timed meanwhile would share the cores with them.
     """
     start = time.perf_counter()
     before, at = sum(worker.cpu_ns() for worker in workers), start

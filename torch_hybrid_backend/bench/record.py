@@ -1,10 +1,10 @@
-"""Results of `hybrid bench`: figures by batch size and precision, who is fastest, and what a reader must know of the figures.
+"""Results of `hybrid bench` by batch size and precision, with verdicts (which runtime is faster) and notes about the figures.
 
-Who is faster is decided where two medians differ by more than the sum of their spreads. A spread is the distance between the quartiles of
-the rounds' medians. Of two runtimes that are equally fast, with five rounds, that calls one faster in 5% of runs; the larger spread alone would
-in 14% (200,000 simulated pairs of runs, normal times).
+A runtime is called faster if two medians differ by more than the sum of their spreads. A spread is the distance between the quartiles of the
+rounds' medians. With five rounds, this rule calls one of two equally fast runtimes faster in 5% of runs; with the larger spread alone it would
+be 14% (200,000 simulated pairs of runs, normal times).
 
-The results are those of `bench.compare`: a dict for each runtime, which has either figures or a "gap", the reason why it has none.
+The results are those of `bench.compare`: a dict for each runtime, with either figures or a "gap", the reason why there are none.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from torch_hybrid_backend.measuring.other_load import FELT
 from torch_hybrid_backend.report.share import DISTURBED
 
 Result = Mapping[str, Any]
-_AS_WRITTEN = "as-written"  # what `FLOAT32` is called here: the model may be in another dtype
-_EQUAL = 0.02  # medians that are this near to each other, with spreads as small, are called equal
-_NOTICEABLE = 1.1  # where the spreads may change a ratio by more, its bound is told
+_AS_WRITTEN = "as-written"  # the title of `FLOAT32`: a user's model may be written in another dtype
+_EQUAL = 0.02  # runtimes are called equally fast if their medians differ, and spread, by at most this share
+_NOTICEABLE = 1.1  # if the spreads may change a ratio by a larger factor, its bound is shown instead
 _NOT_IN_FILES = ("samples_ms", "threads", "day")
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The results of one batch size (None: that of the factory's inputs) and one precision."""
+    """Results at one batch size (None: that of the factory's inputs) and one precision."""
 
     batch: int | None
     precision: str
@@ -47,17 +47,17 @@ class Group:
         return sorted((each for each in self.results if "gap" not in each), key=lambda each: float(each["median_ms"]))
 
     def of(self, peer: str) -> Result | None:
-        """The figures of one runtime; None where it has none."""
+        """The figures of one runtime; None if it has no figures."""
         return next((each for each in self.measured if each["peer"] == peer), None)
 
     def speedup(self, result: Result) -> float | None:
-        """Speed as a multiple of eager's, as written; None without eager's figures."""
+        """Speed divided by that of eager as written; None if eager has no figures."""
         eager = self.of(EAGER) if self.precision == FLOAT32 else self.of(AS_WRITTEN.name)
         return None if eager is None else float(eager["median_ms"] / result["median_ms"])
 
     @property
     def verdicts(self) -> list[str]:
-        """Sentences that say who is faster than hybrid, or by how much hybrid is ahead, or that the figures do not decide it."""
+        """Sentences that compare hybrid with each other runtime: faster, slower, equally fast or not decided."""
         ours = self.of(OURS)
         if ours is None:
             return ["hybrid has no result, so nothing can be compared with it."]
@@ -85,12 +85,12 @@ class Group:
 
     @property
     def gaps(self) -> list[str]:
-        """Reasons why runtimes that are installed have no figures, a line each."""
+        """A line for each installed runtime without figures, with the reason."""
         return [f"{title(each['peer'])}: {gap}" for each in self.results if (gap := _gap(each, is_installed=True))]
 
     @property
     def absent(self) -> list[tuple[str, str]]:
-        """The runtimes that are not installed, each with what to install."""
+        """The runtimes that are not installed, each with the packages to install."""
         return [(title(each["peer"]), gap) for each in self.results if (gap := _gap(each, is_installed=False))]
 
     @property
@@ -100,7 +100,7 @@ class Group:
 
     @property
     def notes(self) -> list[str]:
-        """Facts that a reader must know of the figures."""
+        """Sentences that a reader of the figures must know."""
         found = []
         if self.facts.is_random:
             found.append("The model draws random numbers, so results were not compared with eager's.")
@@ -124,7 +124,7 @@ def precision_title(precision: str) -> str:
 
 @dataclass(slots=True)
 class Record:
-    """Everything that a run found. `target`: the factory; `training`: whether steps of training were timed."""
+    """All results of a run. `target`: the factory. `training`: True if training steps were timed."""
 
     target: str
     training: bool
@@ -134,19 +134,19 @@ class Record:
 
     @property
     def what(self) -> str:
-        """The work that was timed, in words."""
+        """The kind of call that was timed, in words."""
         return "training step (forward, backward, SGD)" if self.training else "inference"
 
     @property
     def setup(self) -> str:
-        """The processor, threads, versions and day, in one line."""
+        """Processor, threads, versions and day in one line."""
         about = self.machine
         versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
         return f"{about['cpu']}, {about['threads']} threads, {about['capability']}; {versions}; {about['day']}"
 
     @property
     def absent(self) -> list[str]:
-        """Packages that are not installed, a line for each runtime that lacks some, with the precisions if it runs in others."""
+        """A line for each runtime that is not installed. If it lacks packages in some precisions only, the line names these."""
         lacking: dict[tuple[str, str], list[str]] = {}
         for group in self.groups:
             for line in group.absent:
@@ -159,7 +159,8 @@ class Record:
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """{"target", "what", "machine", "settings", "results": one dict for each row, "groups": verdicts and notes}: no NaN and no infinity."""
+        """The record as a JSON object: "target", "what", "machine", "settings", "results" (a dict for each row), "groups" (verdicts and notes).
+        NaN and infinity become null."""
         results = [
             _finite({key: value for key, value in each.items() if key not in _NOT_IN_FILES})
             | {"batch": group.batch or group.facts.batch, "precision": precision_title(group.precision)}
@@ -187,25 +188,25 @@ class Record:
 
 
 def milliseconds(value: float) -> str:
-    """Milliseconds with three digits that count, or one after the point."""
+    """Milliseconds as text, for example "0.123", "1.23" or "123.5"."""
     return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
 
 
 def _gap(result: Result, *, is_installed: bool) -> str:
-    """The reason why a runtime that is installed, or one that is not, has no figures; "" if it has some, and for others."""
+    """The reason why a runtime has no figures; "" if it has some, or if it is not as `is_installed` says."""
     gap = str(result.get("gap", ""))
     return gap if gap.startswith(NOT_INSTALLED) != is_installed else ""
 
 
 def _apart(result: Result, ours: Result) -> str:
-    """Distance of medians from each other, and their spreads, in words."""
+    """The difference of two medians, and their spreads, in words."""
     apart = milliseconds(abs(result["median_ms"] - ours["median_ms"]))
     spreads = f"{milliseconds(ours['spread_ms'])} and {milliseconds(result['spread_ms'])}"
     return f"{apart} ms apart, with spreads of {spreads} ms"
 
 
 def _ratio(result: Result, ours: Result) -> str:
-    """The ratio of two medians that differ by more than their spreads; with each half its spread nearer to the other where that tells."""
+    """The ratio of two medians. If the spreads change the ratio noticeably: its bound, each median half its spread nearer to the other."""
     ratio = result["median_ms"] / ours["median_ms"]
     nearer = 0.5 if ratio < 1 else -0.5
     bound = (result["median_ms"] + nearer * result["spread_ms"]) / (ours["median_ms"] - nearer * ours["spread_ms"])

@@ -1,4 +1,4 @@
-"""A record of `hybrid bench` as text: Markdown tables that line up in a terminal."""
+"""A record of `hybrid bench` as text, with aligned Markdown tables."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ HEADER = ("runtime", "median ms", "spread ms", "x eager", "first call s", "peak 
 
 
 def text(record: Record) -> str:
-    """A heading, then for each batch size and precision a table, who is faster, notes, and why runtimes have no figures; what is not installed
-    once, at the end."""
+    """The record as text: for each batch size and precision a table, the verdicts, the notes, and the reasons of runtimes without figures.
+    Runtimes that are not installed are listed once, at the end."""
     return "\n".join(_lines(record))
 
 
@@ -33,7 +33,7 @@ def _lines(record: Record) -> Iterator[str]:
 
 
 def cells(group: Group, result: Result) -> list[str]:
-    """The row of one runtime, under `HEADER`."""
+    """The cells of a runtime's row, in the order of `HEADER`."""
     speedup, error = group.speedup(result), result["rms_error"]
     return [
         title(result["peer"]),
@@ -47,7 +47,7 @@ def cells(group: Group, result: Result) -> list[str]:
 
 
 def markdown(header: Sequence[str], body: Sequence[Sequence[str]], left: int) -> str:
-    """Markdown whose columns line up in a terminal too; the first `left` ones are text, the rest figures."""
+    """A Markdown table with aligned columns: the first `left` columns to the left, the others to the right."""
     widths = [max(3, *map(len, column)) for column in zip(header, *body, strict=True)]
 
     def line(row: Sequence[str]) -> str:

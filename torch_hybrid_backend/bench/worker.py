@@ -1,7 +1,8 @@
-"""Work of a worker's process: one model on one peer, prepared, checked, then timed on demand.
+"""Worker processes: each prepares one model on one peer, checks its results, then times calls on demand.
 
-A process per peer keeps caches, thread pools and allocators of one from helping or hurting another. The parent
-(`bench.process`) sends a message that has `answer(state)`, and gets what that returns: `Prepare` once, then `Round`s, `Account` last.
+Each peer has a process of its own, so that its caches, thread pools and allocators neither help nor hurt another peer. The parent
+(`bench.process`) sends messages: `Prepare` once, then `Round`s, `Account` last. The worker calls `answer(state)` of each message and sends
+back the value that this returns.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 
 from torch_hybrid_backend.bench import peers
-from torch_hybrid_backend.bench.calls import Inputs, of_tensors, tensors
+from torch_hybrid_backend.bench.calls import Inputs, as_tensors_only, tensors
 from torch_hybrid_backend.bench.peers import EAGER, FLOAT32, Peer, Prepared, Setting
 from torch_hybrid_backend.errors import HybridError, failures, ignored
 from torch_hybrid_backend.measuring.measure import sample
@@ -30,14 +31,14 @@ from torch_hybrid_backend.processes import inside
 from torch_hybrid_backend.torch_private import same
 
 _MIB = 1 << 20
-# From here on a result has less to do with eager's than zeros have.
+# A result that is off by as much is no nearer to eager's than zeros are.
 _WORST_RMS_ERROR = 1.0
 _REASON_CHARACTERS = 300
 
 
 class Message(Protocol):
     def answer(self, state: State) -> Any:
-        """Do what the message asks for; the result is sent back."""
+        """Handle the message. The result is sent back."""
 
 
 @dataclass(slots=True)
@@ -46,14 +47,15 @@ class State:
 
     prepared: Prepared = field(default_factory=lambda: Prepared(lambda: None))
     preparing_mib: float = 0.0
-    kept: dict[str, Any] = field(default_factory=dict)  # what other messages than those here keep
+    kept: dict[str, Any] = field(default_factory=dict)  # values of messages that are defined elsewhere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """A model at one batch size, in one precision. `folder`: for files that are thrown away afterwards.
+    """A model at one batch size, in one precision. `folder`: for temporary files.
 
-    `precision_tolerance`: hybrid's setting of this name; None leaves its default. `training`: forward, backward and a step are measured.
+    `precision_tolerance`: hybrid's setting of this name; None: its default. `training`: True to time a training step (forward, backward, SGD)
+    instead of inference.
     """
 
     threads: int
@@ -65,7 +67,7 @@ class Work:
 
     @property
     def key(self) -> str:
-        """The name of what peers compile for this work, for caches that outlive a run; the precision is not part of it."""
+        """The name of this work in caches that outlive a run. The precision is not part of the name."""
         raise NotImplementedError
 
     def build(self) -> tuple[nn.Module, Inputs]:
@@ -73,17 +75,17 @@ class Work:
         raise NotImplementedError
 
     def calibration(self, inputs: Inputs) -> list[Inputs]:
-        """Inputs that ranges of activations are found with: the same for every peer."""
+        """Inputs that calibrate the ranges of activations, the same for every peer."""
         raise NotImplementedError
 
     @property
     def variables(self) -> dict[str, str]:
-        """Variables that the model needs in the environment of its workers."""
+        """Environment variables that the model needs in its workers."""
         return {}
 
     @property
     def reference(self) -> Path:
-        """The file that `Reference` writes."""
+        """The path of the file that `Reference` writes."""
         return self.folder / "reference.pt"
 
 
@@ -94,7 +96,7 @@ def _built(work: Work) -> tuple[nn.Module, Inputs]:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Run the model in eager, as written and in float64, and write both results. Answer: `Facts`."""
+    """Message: run the model in eager, as written and in float64, and write both results to a file. Answer: `Facts`."""
 
     work: Work
 
@@ -111,7 +113,7 @@ class Reference:
             expected = _checked(prepared)
         is_random = not _is_same(expected, _checked(prepared, seed=1), None)
         exact = None
-        with ignored(Exception):  # a model may be written for one dtype: it is compared without, by fixed tolerances
+        with ignored(Exception):  # a model for one dtype only: results are then compared by fixed tolerances
             exact = _checked(eager(model.double(), inputs.floats(torch.float64), setting))
         torch.save({"expected": expected, "exact": exact, "is_random": is_random, "made": made}, self.work.reference)
         return dataclasses.replace(facts, flops=counter.get_total_flops(), is_random=is_random)
@@ -119,8 +121,11 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Facts of a model before it is measured: floating-point operations of one call, the batch size where inputs have one, whether it
-    came in training mode, and whether results follow random numbers, so that nothing can be compared."""
+    """Facts about a model, found before it is timed.
+
+    flops: floating-point operations of one call. batch: the batch size; None if the inputs have none. was_training: True if the factory
+    returned the model in training mode. is_random: True if results depend on random numbers, so that they cannot be compared.
+    """
 
     flops: int
     batch: int | None
@@ -129,28 +134,29 @@ class Facts:
 
 
 def _checked(prepared: Prepared, seed: int = 0) -> list[torch.Tensor]:
-    """The tensors of a call as the first one finds the model, with the same random numbers each time."""
+    """Copies of the output tensors of a call from the initial state of the model, with the same random numbers each time."""
     prepared.reset()
     torch.manual_seed(seed)
     return [value.detach().clone() for value in tensors(prepared.call())]
 
 
 def _sums(model: nn.Module, inputs: Inputs) -> list[float]:
-    """The sum of every tensor of a model and its inputs: they tell whether two processes made the same."""
+    """Sums of the tensors of a model and its inputs, which show if two processes made the same model."""
     made = [*model.state_dict().values(), *inputs.tensors()]
     plain = [value for value in made if type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided]
-    # PyTorch adds up neither quantized tensors nor floats of 8 bits.
+    # PyTorch sums neither quantized tensors nor 8-bit floats.
     summed = [v for v in plain if not (v.is_quantized or v.is_complex() or (v.is_floating_point() and v.itemsize == 1))]
     return [float(value.sum(dtype=torch.float64)) for value in summed]
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The answer to `Prepare`. `error` is empty where the peer may be timed, else why it may not.
+    """The answer to `Prepare`. `error`: the reason why the peer cannot be timed; empty if it can.
 
-    `first_call_s`: seconds from the built model to its first result. `compile_s`: to its second, less two steady calls. `import_s`: of the
-    peer's packages. `max_error`: largest absolute difference from eager as written, over all outputs. `rms_error`: root mean square of the
-    difference over that of eager's, of the floating-point output for which it is largest. None where they cannot be told.
+    `import_s`: seconds to import the peer's packages. `first_call_s`: seconds from the built model to its first result. `compile_s`: seconds to
+    its second result, less two steady calls. Errors are against eager as written, and None if they are not known. `max_error`: the largest
+    absolute difference over all outputs. `rms_error`: the root mean square of the difference, divided by that of eager's output; of several
+    floating-point outputs, the largest.
     """
 
     error: str
@@ -163,7 +169,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """Convert or compile the model for the peer, and check its results. Answer: `Ready`."""
+    """Message: convert or compile the model for the peer, and check its results. Answer: `Ready`."""
 
     work: Work
     peer: Peer
@@ -173,7 +179,7 @@ class Prepare:
         work = self.work
         precision = self.peer.precision or work.precision
         if self.peer.needs(precision):
-            peers.search_folder_apart()
+            peers.add_peers_folder()
         model, inputs = _built(work)
         reference = torch.load(work.reference, weights_only=True)
         if not _are_alike(_sums(model, inputs), reference["made"]):
@@ -182,8 +188,8 @@ class Prepare:
             )
         calibration = work.calibration(inputs) if precision in peers.CALIBRATED else []
         if self.peer.tensors_only:
-            calibration = [of_tensors(model, each)[1] for each in calibration]
-            model, inputs = of_tensors(model, inputs)
+            calibration = [as_tensors_only(model, each)[1] for each in calibration]
+            model, inputs = as_tensors_only(model, inputs)
         setting = Setting(
             work.threads, self.scratch, precision, calibration, work.precision_tolerance, training=work.training
         )
@@ -219,10 +225,10 @@ def _are_alike(a: Sequence[float], b: Sequence[float]) -> bool:
 def compare(
     reference: dict[str, Any], result: list[torch.Tensor], precision: str = FLOAT32, *, together: bool = False
 ) -> tuple[str, float | None, float | None]:
-    """Text that says what is wrong with the result, or ""; how far it is from eager: `max_error` and `rms_error` of `Ready`.
+    """Return what is wrong with a result, or "", with the `max_error` and `rms_error` of `Ready`.
 
-    As written the result must be eager's but for rounding, in another precision only closer to it than zeros are. together: `rms_error` is that
-    of all outputs as one, as for gradients, of which some are zero but for rounding.
+    As written, a result must equal eager's up to rounding. In another precision it must only be nearer to eager's than zeros are.
+    together: compute `rms_error` over all outputs as one tensor; for gradients, of which some are zero up to rounding.
     """
     expected, exact = reference["expected"], reference["exact"]
     if [value.shape for value in expected] != [value.shape for value in result]:
@@ -259,7 +265,7 @@ def _shapes(values: list[torch.Tensor]) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Time calls for `budget_s` seconds. Answer: `Timed`."""
+    """Message: time calls for `budget_s` seconds. Answer: `Timed`."""
 
     budget_s: float
 
@@ -271,7 +277,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Nanoseconds of each call, and how long threads waited for a core meanwhile, as a share of the time (`OtherLoad.share`)."""
+    """Nanoseconds of each call. `waited`: the share of the time for which threads waited for a core (`OtherLoad.share`)."""
 
     nanoseconds: list[int]
     waited: float
@@ -279,7 +285,7 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """Answer: the peer's report, and the process's peak resident memory until it was checked and since, in MiB."""
+    """Message: report. Answer: the peer's own report, and the peak resident memory of the process in MiB, until the check and since then."""
 
     def answer(self, state: State) -> dict[str, object]:
         return {
@@ -290,8 +296,7 @@ class Account:
 
 
 def _peak_mib() -> float:
-    """Highest resident memory of this process (nothing of what it was forked from), since the last `_forget_peak`; 0 where the system does not
-    tell."""
+    """Peak resident memory of this process alone since the last `_forget_peak`, in MiB; 0 if the system does not report it."""
     with ignored(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -312,14 +317,15 @@ def _seconds(call: Callable[[], object]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The answer where there is none: what was raised, in one line, and whether that is a sentence of this package's for the user."""
+    """The answer to a message that raised an error. `why`: the error in one line. `is_explained`: True if the error is a `HybridError`, whose
+    text is a sentence for the user."""
 
     why: str
     is_explained: bool
 
 
 def _in_one_line(error: Exception) -> str:
-    """The first line of an error's text that says something: those that end in a colon announce the next."""
+    """The first line of an error's text, and the next one after each line that ends in a colon."""
     said = ""
     for line in filter(None, map(str.strip, str(error).splitlines())):
         said = f"{said} {line}".lstrip()
@@ -330,7 +336,7 @@ def _in_one_line(error: Exception) -> str:
 
 
 def environment(threads: int, cache: Path) -> dict[str, str]:
-    """Variables that a worker's environment must hold before torch is imported."""
+    """Environment variables of a worker, which must be set before torch is imported."""
     return {
         **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads)),
         "HYBRID_CACHE_DIR": str(cache / "hybrid"),

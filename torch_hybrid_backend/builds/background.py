@@ -39,7 +39,7 @@ _END_S = 5.0  # a cancelled job ends at its next step; the process does not wait
 
 
 class Job:
-    """Work for the build thread. `work` must not raise; it is released when it is done, with everything that it refers to."""
+    """Work for the build thread. `work` must not raise, and is released when it is done, with everything that `work` refers to."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self.work: Callable[[], None] | None = work
@@ -56,7 +56,7 @@ class Job:
         except Cancelled:
             pass
         except BaseException:  # SystemExit from third-party code, say: the thread continues with the next job
-            _log.exception("a build failed outside of what it built")
+            _log.exception("a build raised an error outside of its graph")
 
 
 class BuildThread:

@@ -56,7 +56,7 @@ class Build:
 
     def __init__(self, task: _Task, builds: Builds) -> None:
         self._task = task
-        self._builds = builds  # whose processes end with it
+        self._builds = builds  # keeps the processes alive, which end with `builds`
         self._is_held = True
 
     @property
@@ -66,12 +66,12 @@ class Build:
 
     @property
     def done(self) -> bool:
-        """True if `result` returns, or raises, without waiting."""
+        """True if `result` returns or raises without waiting."""
         return self._task.finished.is_set()
 
     @property
     def progress(self) -> float:
-        """The fraction that is done, as the builder reported."""
+        """The fraction done, as the builder reported."""
         return self._task.progress
 
     def result(self, timeout: float | None = None) -> bytes:
@@ -130,7 +130,8 @@ class Builds:
         """Start a build without waiting. If the key is being built, that build is returned; if the store has its result or failure, a build
         that is done.
 
-        The deadline counts from the start of the child, as builds queue, or from the time when another process was found to build the same key.
+        Builds queue, so the deadline counts from the start of the child. If another process builds the key, the deadline counts from when that
+        is noticed.
         entry: "package.module:function", which the child imports. rebuild: ignore the store's result or failure. Raises CompileError for an
         entry of another form, CacheError for a key that cannot name an entry of the store.
         """
@@ -234,7 +235,7 @@ class _Task:
             try:
                 call()
             except failures(Exception):  # an error of the callback must not keep the other callbacks from being called
-                _log.exception("what was to be called after the build of %s failed", self.key)
+                _log.exception("a callback after the build of %s raised an error", self.key)
 
 
 class _Queue:
@@ -335,7 +336,7 @@ class _Queue:
             task.until = now + task.deadline_s
         if lock is None:
             if not task.has_waited:
-                _log.info("another process builds %s: what comes of it is waited for", task.key)
+                _log.info("another process builds %s: waiting for its result", task.key)
             task.has_waited = True
             if now < task.until:
                 return None
@@ -343,7 +344,7 @@ class _Queue:
                 f"{task.key} was not built within {task.deadline_s:.3g} s by another process, which is still at it"
             )
         try:
-            known = self._known(task)  # another may have been done just before
+            known = self._known(task)  # another process may just have built it
             return self._built(task, thread) if known is None else known
         finally:
             lock.release()
@@ -413,7 +414,7 @@ class _Queue:
             self._store.remove(self._kind, task.key)
             self._store.put(self._kind, task.key, result)
         except failures(CacheError, OSError) as error:
-            _log.info("what was built is not kept: %s", error)
+            _log.info("the result of a build is not kept: %s", error)
 
 
 def _cancelled(task: _Task) -> BuildCancelledError:
@@ -422,7 +423,7 @@ def _cancelled(task: _Task) -> BuildCancelledError:
 
 def _died(task: _Task, child: Child) -> CompilerCrashError:
     words = child.last_words()
-    child.wait(_LAST_S)  # its output has ended, so it is about to end: let it, for the sake of its exit status
+    child.wait(_LAST_S)  # the child closed its output and is about to end: wait for its own exit status
     status = child.end()
     end = End(status, words)
     return CompilerCrashError(f"the process that built {task.key} {end.how}.{end.said}", recurs=end.recurs)

@@ -1,6 +1,6 @@
 """Lock between processes, so that only one of them builds a key, and the others take its result.
 
-    lock = KeyLock.try_acquire(path)      # None: another process has it, or another asker in this one
+    lock = KeyLock.try_acquire(path)      # None: held by another process, or by other code in this process
     ...
     lock.release()
 
@@ -62,11 +62,9 @@ class KeyLock:
         if self._descriptor is None:
             return
         with ignored(OSError):
-            if _is_at(
-                self._descriptor, self._path
-            ):  # otherwise the file was removed, and the one at the path is another's
+            if _is_at(self._descriptor, self._path):  # else the file was removed, and another holder's is at the path
                 self._path.unlink()
-        with ignored(OSError):  # unlocks it for all who have the file open, such as a child that is just being forked
+        with ignored(OSError):  # unlock the file for all who have it open, such as a child that is just being forked
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         self.forget()
         with ignored(OSError):  # the folder is not empty
@@ -80,7 +78,7 @@ class KeyLock:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """True if the path leads to the open file."""
+    """True if the open file is at the path."""
     try:
         there = path.lstat()
     except failures(OSError):
@@ -89,7 +87,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _none_at(path: Path, error: OSError) -> KeyLock:
-    _log.info("there can be no lock at %s (%s): another process may build the same", path, error)
+    _log.info("no lock can be made at %s (%s): another process may build the same key", path, error)
     return KeyLock(path, None)
 
 

@@ -37,9 +37,9 @@ from torch_hybrid_backend.capture.cache.composed_tensors import taking_apart
 from torch_hybrid_backend.capture.decompositions import asked, decomposition_table, whole_upsampling
 from torch_hybrid_backend.capture.fixes.attention_states import without_attention_states
 from torch_hybrid_backend.capture.fixes.dequantized_groups import plain_sizes_of_groups
-from torch_hybrid_backend.capture.fixes.input_updates import write_in_place
+from torch_hybrid_backend.capture.fixes.input_updates import InPlace, write_in_place
 from torch_hybrid_backend.capture.fixes.norm_statistics import correct_statistics
-from torch_hybrid_backend.capture.fixes.output_aliases import separate_aliases
+from torch_hybrid_backend.capture.fixes.output_aliases import Restore, separate_aliases
 from torch_hybrid_backend.capture.fixes.overlap import watch_overlaps
 from torch_hybrid_backend.capture.fixes.strided_reads import read_owners
 from torch_hybrid_backend.capture.fixes.strides import strides_of_eager
@@ -93,10 +93,6 @@ def capture(
         if with_cached is not None:
             return with_cached
 
-    from functorch.compile import default_partition, min_cut_rematerialization_partition
-
-    from torch_hybrid_backend.torch_private import aot_autograd
-
     forward_static: set[str] = set()  # filled by the forward graph's compilation, read by the backward graph's
     without_wrapper: list[CompiledGraph] = []  # the graph, if AOTAutograd's wrapper would do nothing but call it
     backward: list[CompiledGraph] = []
@@ -138,6 +134,39 @@ def capture(
                 backward.append(compile_as("backward", graph_module, inputs))
             return backward[0]
 
+    captured = trace(
+        gm,
+        example_inputs,
+        operators,
+        applies,
+        fw_compiler=partial(compile_as, "forward"),
+        bw_compiler=compile_backward,
+        inference_compiler=partial(compile_as, "inference"),
+    )
+    if without_wrapper:
+        return _called_directly(without_wrapper[0], example_inputs)  # the wrapper took 9 of 42 us with 60 parameters
+    # AOTAutograd copies the mark of the compiled graph onto its wrapper, which takes its inputs one by one. PyTorch's minifier
+    # believes the mark, calls the wrapper with a list, and takes the error for one that does not matter.
+    captured._boxed_call = False  # type: ignore[attr-defined]
+    return watch_overlaps(captured, gm, example_inputs) if applied("the fix watch_overlaps") else captured
+
+
+def trace(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    operators: frozenset[OpOverload],
+    applies: Callable[[str], bool] | None = None,
+    **compilers: Callable[..., CompiledGraph],
+) -> Callable[..., Any]:
+    """Have AOTAutograd make graphs of `gm`, with the fixes that act while it traces, and give them to its `compilers`; return its callable.
+
+    operators: never decomposed. applies: as for `capture`.
+    """
+    from functorch.compile import default_partition, min_cut_rematerialization_partition
+
+    from torch_hybrid_backend.torch_private import aot_autograd
+
+    applied: Callable[[str], bool] = applies or (lambda _: True)
     table = decomposition_table(operators)
 
     def partition(*args: Any, **kwargs: Any) -> Any:
@@ -148,9 +177,7 @@ def capture(
         return made(*args, **kwargs)
 
     backend = aot_autograd(
-        fw_compiler=partial(compile_as, "forward"),
-        bw_compiler=compile_backward,
-        inference_compiler=partial(compile_as, "inference"),
+        **compilers,
         decompositions=table if applies is None else asked(table, applies),
         partition_fn=partition,
         keep_inference_input_mutations=False,
@@ -161,13 +188,8 @@ def capture(
         for fix in (whole_upsampling, plain_sizes_of_groups, strides_of_eager):
             if applied(f"the fix {fix.__name__}"):
                 stack.enter_context(fix())
-        captured: Callable[..., Any] = backend(gm, list(example_inputs))
-    if without_wrapper:
-        return _called_directly(without_wrapper[0], example_inputs)  # the wrapper took 9 of 42 us with 60 parameters
-    # AOTAutograd copies the mark of the compiled graph onto its wrapper, which takes its inputs one by one. PyTorch's minifier
-    # believes the mark, calls the wrapper with a list, and takes the error for one that does not matter.
-    captured._boxed_call = False  # type: ignore[attr-defined]
-    return watch_overlaps(captured, gm, example_inputs) if applied("the fix watch_overlaps") else captured
+        traced: Callable[..., Any] = backend(gm, list(example_inputs))
+    return traced
 
 
 def _boxed(
@@ -182,12 +204,7 @@ def _boxed(
 ) -> CompiledGraph:
     """AOTAutograd's graph, corrected and compiled, as AOTAutograd calls it; `returned` as for `separate_aliases`, `mutated` as for
     `write_in_place`, `applied` says of each fix whether it is applied."""
-    complete_metadata(graph_module)
-    for fix in (correct_statistics, read_owners):
-        if applied(f"the fix {fix.__name__}"):
-            fix(graph_module)
-    in_place = write_in_place(graph_module, mutated) if applied("the fix write_in_place") else None
-    restore = separate_aliases(graph_module, returned) if applied("the fix separate_aliases") else None
+    in_place, restore = correct(graph_module, mutated, returned, applied)
     compiled = compile_graph(CapturedGraph(graph_module, kind, static, writes_inputs))
 
     ordered = any(node.target is torch.ops.higher_order.with_effects for node in graph_module.graph.nodes)
@@ -218,6 +235,26 @@ def _boxed(
 
     boxed._boxed_call = True  # type: ignore[attr-defined]  # tells AOTAutograd not to unpack the list
     return boxed
+
+
+def correct(
+    graph_module: torch.fx.GraphModule,
+    mutated: Sequence[int],
+    returned: range,
+    applied: Callable[[str], bool] = lambda _: True,
+    may_write: Callable[[torch.fx.Node], bool] = lambda _: True,
+) -> tuple[InPlace | None, Restore | None]:
+    """Apply the fixes of AOTAutograd's graphs, in place; return what makes the original outputs: `Restore` first, then `InPlace`.
+
+    mutated, may_write: as for `write_in_place`; returned: as for `separate_aliases`; applied: says of each fix whether it is applied.
+    """
+    complete_metadata(graph_module)
+    for fix in (correct_statistics, read_owners):
+        if applied(f"the fix {fix.__name__}"):
+            fix(graph_module)
+    in_place = write_in_place(graph_module, mutated, may_write) if applied("the fix write_in_place") else None
+    restore = separate_aliases(graph_module, returned) if applied("the fix separate_aliases") else None
+    return in_place, restore
 
 
 def _bits_of_inputs(graph_module: torch.fx.GraphModule) -> dict[int, LazyBits]:

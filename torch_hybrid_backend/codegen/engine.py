@@ -143,6 +143,7 @@ class KernelEngine(EngineBase):
         self._backend = backend
         self._services = services
         self._placement = config.placement
+        self._prefers_kernels = config.prefer_kernels
         self._compiler = _compiler(backend.compiler, config.compile_threads)
         self.name = backend.name
         self.devices = frozenset({backend.device.type})
@@ -281,7 +282,10 @@ class KernelEngine(EngineBase):
         constants = {packed.buffer: packed for packed in region.packed}
         result = []
         for kernel in region.kernels:
-            found = variants(kernel, backend.alternatives(kernel, constants))
+            alternatives = backend.alternatives(kernel, constants)
+            if self._prefers_kernels:
+                alternatives = [each for each in alternatives if not each.calls_operator]
+            found = variants(kernel, alternatives)
             if self._placement == "estimate" or len(found) == 1 or kernel_sizes(kernel):
                 result.append(KernelOptions.of("", found, {}, most=1).closed())  # by estimate
                 continue

@@ -1,9 +1,9 @@
-"""The k-means of numbers: as few values as wanted that stand for many, with the least squared error.
+"""K-means in one dimension: the centres with the least sum of squared distances.
 
-In one dimension clusters are intervals of the sorted values, and prefix sums give the error of any interval at once: the best partition is
-found by dynamic programming (Wang & Song, Ckmeans.1d.dp, R Journal 2011), and its columns by divide and conquer, as the best start of the
-last interval only moves to the right (Wu, Optimal quantization by matrix searching, 1991). Where there are many values, it runs
-over a few thousand groups of neighbours, and Lloyd's iteration over all values finishes.
+In one dimension, clusters are intervals of the sorted values, and prefix sums give the error of any interval. Dynamic programming finds the
+best partition (Wang & Song, Ckmeans.1d.dp, R Journal 2011). Divide and conquer fills each column of its table, because the best start of the
+last interval only moves to the right (Wu, Optimal quantization by matrix searching, 1991). Many values are first gathered in a few thousand
+groups of neighbours; then Lloyd's algorithm refines the result over all values.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
-# Groups of as many values each, which are cut again at so many of the widest gaps: where there are few values, as the large weights, groups are
-# small, and none reaches over the hole that pruning leaves.
+# Many values are divided into _GROUPS groups of equal size, and these again at the _GAPS widest gaps. So groups are small where values are
+# sparse, as large weights are, and no group spans the gap around zero that pruning leaves.
 _GROUPS = 2048
 _GAPS = 1024
-_ROUNDS = 100  # of Lloyd's iteration, which ends after a few
+_ROUNDS = 100  # the most iterations of Lloyd's algorithm, which needs a few
 
 
 def k_means(values: Floats, clusters: int) -> Floats:
-    """At most `clusters` centres, ascending, for `values` (n,), finite and at least one; distinct values that are fewer are the centres."""
+    """Centres of `values` (n,), finite, n at least 1: at most `clusters`, ascending. If no more values are distinct, these are the centres."""
     ordered = np.sort(values)
     gaps = np.diff(ordered)
     distinct = np.flatnonzero(gaps)
     if len(distinct) < clusters:
-        last: Floats = ordered[np.append(distinct, len(ordered) - 1)]  # of each run of equal ones
+        last: Floats = ordered[np.append(distinct, len(ordered) - 1)]  # the last of each run of equal values
         return last
     sums = _Sums(ordered)
     borders = _groups(gaps)
     starts = borders[_partition(sums, borders, clusters)]
     centres = sums.means(starts)
     for _ in range(_ROUNDS):
-        # A value belongs to the nearest centre; one in the middle to the upper.
+        # A value belongs to the nearest centre; halfway between two centres, to the upper.
         moved = np.searchsorted(ordered, (centres[1:] + centres[:-1]) / 2)
-        # Equal values on both sides of a border may leave an interval empty: its centre is no loss.
+        # Equal values on both sides of a border may leave an interval empty, which is dropped.
         moved = np.unique(np.concatenate(([0], moved)))
         moved = moved[moved < len(ordered)]
         if np.array_equal(moved, starts):
@@ -46,12 +46,12 @@ def k_means(values: Floats, clusters: int) -> Floats:
 
 
 def nearest(values: Floats, centres: Floats) -> Integers:
-    """For each value the index of the nearest of the ascending `centres`."""
+    """The index of the nearest centre for each value. `centres` are ascending."""
     return np.searchsorted((centres[1:] + centres[:-1]) / 2, values, side="right")
 
 
 class _Sums:
-    """Sums over intervals of sorted values, less their mean: so the squares lose nothing where values are far from zero."""
+    """Sums over intervals of sorted values. The mean is subtracted first, so that squares stay accurate if values are far from zero."""
 
     def __init__(self, ordered: Floats) -> None:
         self._middle = float(ordered.mean())
@@ -61,20 +61,20 @@ class _Sums:
         self._second = np.concatenate(([0.0], np.cumsum(centred * centred)))
 
     def means(self, starts: Integers) -> Floats:
-        """Means of the intervals that begin at `starts` and end where the next begins, at last with the values."""
+        """Means of the intervals that begin at `starts`. Each ends at the start of the next, the last at the end of the values."""
         ends = np.append(starts[1:], self._count)
         means: Floats = (self._first[ends] - self._first[starts]) / (ends - starts) + self._middle
         return means
 
     def errors(self, starts: Integers, ends: Integers) -> Floats:
-        """Squared distances to the mean, summed, of intervals that are not empty."""
+        """Sums of squared distances to the mean, of intervals that are not empty."""
         sums = self._first[ends] - self._first[starts]
         errors: Floats = self._second[ends] - self._second[starts] - sums * sums / (ends - starts)
         return errors
 
 
 def _groups(gaps: Floats) -> Integers:
-    """Beginnings of groups of neighbours, and the end."""
+    """Starts of the groups of neighbouring values, and the end of the last group."""
     count = len(gaps) + 1
     if count <= _GROUPS + _GAPS:
         return np.arange(count + 1)
@@ -83,11 +83,11 @@ def _groups(gaps: Floats) -> Integers:
 
 
 def _partition(sums: _Sums, borders: Integers, clusters: int) -> Integers:
-    """The groups at which the intervals of the best partition begin; there are `clusters` of them, and more groups than that."""
+    """The first group of each interval of the best partition into `clusters` intervals. There are more groups than clusters."""
     last = len(borders) - 1
     ends = np.arange(1, last + 1)
-    errors = np.concatenate(([0.0], sums.errors(np.zeros_like(ends), borders[ends])))  # by the end: the best so far
-    begins = []  # by the number of intervals, then by the end: where the last one begins
+    errors = np.concatenate(([0.0], sums.errors(np.zeros_like(ends), borders[ends])))  # by end: the least error so far
+    begins = []  # by number of intervals, then by end: the start of the last interval
     for number in range(1, clusters):
         errors, begin = _one_more(sums, borders, errors, number)
         begins.append(begin)
@@ -98,13 +98,14 @@ def _partition(sums: _Sums, borders: Integers, clusters: int) -> Integers:
 
 
 def _one_more(sums: _Sums, borders: Integers, errors: Floats, number: int) -> tuple[Floats, Integers]:
-    """With one interval more than the `number` of `errors`: the error by the end, and where the last interval begins then.
+    """Add an interval to the `number` intervals of `errors`. Returns the least error and the start of the last interval, both by end.
 
-    Ends are taken level by level: first the middle one, then those between the ones taken, each of which has its best start between theirs.
+    Ends are computed level by level: first the middle, then the middles between computed ends. The best start of an end lies between the best
+    starts of its computed neighbours.
     """
     last = len(borders) - 1
     best = np.full(last + 1, np.inf)
-    begin = np.full(last + 2, last - 1)  # by the end, for now as the upper bound of what is not known
+    begin = np.full(last + 2, last - 1)  # by end; at first an upper bound
     begin[: number + 1] = number
     step = 1 << (last - number).bit_length()
     while step > 1:
@@ -114,7 +115,7 @@ def _one_more(sums: _Sums, borders: Integers, errors: Floats, number: int) -> tu
             continue
         low = begin[ends - step]
         high = np.minimum(begin[np.minimum(ends + step, last + 1)], ends - 1)
-        # All candidates of all ends, one after the other.
+        # The candidates of all ends, concatenated.
         lengths = high - low + 1
         offsets = np.concatenate(([0], np.cumsum(lengths)[:-1]))
         candidates = np.arange(lengths.sum()) - np.repeat(offsets - low, lengths)

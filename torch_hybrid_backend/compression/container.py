@@ -1,8 +1,8 @@
-"""Tensors in a small file, bit for bit: docs/compressed_format.md says what lies where.
+"""Lossless files of tensors in the format of docs/compressed_format.md.
 
-Floating-point weights lose their zeros and what is predictable of their exponents; indices of clusters (`shared_weights`) are where it
-gains most. Nothing is unpickled. A file's checksum is looked at before the rest; what one with a right checksum says is believed only as
-far as its size allows, so that no file makes this module use more memory than 1,024 times its size.
+Compression removes zeros and codes the bytes of exponents, which have much in common. Indices of clusters (`shared_weights`) gain most. Nothing
+is unpickled. A file's checksum is verified first. Sizes in the file are then checked against the size of the file: reading takes
+at most 1,024 times as much memory as the file.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from torch_hybrid_backend.arguments import check_module, described
+from torch_hybrid_backend.compression.code_lengths import code_lengths
 from torch_hybrid_backend.compression.shared_weights import restore_form, weight_name
-from torch_hybrid_backend.compression.word_lengths import word_lengths
 from torch_hybrid_backend.errors import ArgumentError, CompressedFileError, HybridError, failures
 from torch_hybrid_backend.runtime.native.ops import huffman_decode, huffman_encode
 
@@ -34,7 +34,7 @@ _MAGIC = b"hybridw\n"
 _VERSION = 1
 _HEAD = struct.Struct("<8sII")
 _CHECKSUM_BYTES = 32  # SHA-256
-# The number of a dtype in a file is its position here: new ones are added at the end.
+# A file holds the position of a dtype in this tuple: append new dtypes at the end.
 _DTYPES = (
     torch.float32,
     torch.float64,
@@ -54,29 +54,30 @@ _DTYPES = (
     torch.uint32,
     torch.uint64,
 )
-# How a tensor is kept.
+# Forms of a tensor.
 _DENSE, _SPARSE, _SAME = range(3)
-# How bytes are kept.
+# Methods of a stream.
 _STORED, _CODED = range(2)
 _MOST_DIMENSIONS = 64
 _MOST_ELEMENTS = 1 << 58
-_LENGTHS_BYTES = 128  # 256 lengths of words, two in a byte
-# A coded stream that is so little smaller is not worth the time to decode it.
+_LENGTHS_BYTES = 128  # 256 code lengths, two in a byte
+# A stream is coded only if it becomes smaller than this share: otherwise decoding is not worth the time.
 _WORTHWHILE = 0.97
 
 
 def save_compressed(what: nn.Module | Mapping[str, torch.Tensor], path: str | os.PathLike[str]) -> None:
-    """Writes a module's `state_dict()`, or any tensors by name, to a file; a file that is there is replaced in one step.
+    """Write a module's `state_dict()`, or any tensors by name, to a file. An existing file is replaced atomically.
 
-    Tensors of any shape, strides and device, of the dtypes of docs/compressed_format.md. Tensors that read the same memory alike (tied
-    weights) are kept once. Raises HybridError for what is no tensor or none of these dtypes, ArgumentError for a folder that does not exist,
-    OSError where the file cannot be written.
+    Tensors may have any shape, strides and device, and the dtypes of docs/compressed_format.md. Tied weights are written once.
+
+    Raises ArgumentError if `path` is a folder, or its folder does not exist; HybridError for a value that is no tensor, or has another dtype;
+    OSError if the file cannot be written.
     """
     path = Path(path)
     if path.is_dir():
         raise ArgumentError(f"cannot write {path}: it is a folder; give the name of a file in it")
     if not path.parent.is_dir():
-        raise ArgumentError(f"cannot write {path}: there is no folder {path.parent}; make it first")
+        raise ArgumentError(f"cannot write {path}: there is no folder {path.parent}; make the folder first")
     if not isinstance(what, nn.Module | Mapping):
         raise ArgumentError(f"save_compressed got {described(what)}; it must be a model or a dict of tensors by name")
     tensors = what.state_dict() if isinstance(what, nn.Module) else what
@@ -87,13 +88,14 @@ def save_compressed(what: nn.Module | Mapping[str, torch.Tensor], path: str | os
 
 
 def load_compressed(path: str | os.PathLike[str], into: nn.Module | None = None) -> dict[str, torch.Tensor]:
-    """The tensors that `save_compressed` wrote, by name, on the CPU.
+    """Read the tensors that `save_compressed` wrote, by name, on the CPU.
 
-    into: a model like the one that was compressed. Its weights are given the compressed form where the saved one's have it, and then all
-    of the file's tensors, which must be those of its `state_dict()`.
+    into: a model like the saved one. Weights that are compressed in the file become compressed in the model; then the model loads the tensors,
+    which must be those of its `state_dict()`.
 
-    Raises CompressedFileError for a file that is damaged or none of ours, OSError where it cannot be read, ArgumentError where it is no file
-    of a model like `into`, which is left as it is, and HybridError where single weights do not fit it, which then is not to be used.
+    Raises CompressedFileError if the file is damaged, or was not written by `save_compressed`; OSError if it cannot be read; ArgumentError if
+    the file is of another model than `into`, which then is unchanged; HybridError if the values of a weight do not fit, after which `into` must
+    not be used.
     """
     if into is not None:
         check_module(into, "load_compressed")
@@ -111,7 +113,7 @@ def load_compressed(path: str | os.PathLike[str], into: nn.Module | None = None)
 def _check_fits(tensors: Mapping[str, torch.Tensor], model: nn.Module, path: str) -> None:
     """Raise ArgumentError unless the tensors are those of `model.state_dict()`, compressed or not."""
     own = model.state_dict()
-    # The parts of a shared weight count as the weight that it stands for.
+    # The table and indices of a shared weight count as one weight.
     in_file, in_model = ({weight_name(name) for name in names} for names in (tensors, own))
     shapes = [
         f"{name!r} is {tuple(tensors[name].shape)} in the file and {tuple(own[name].shape)} in the model"
@@ -119,14 +121,14 @@ def _check_fits(tensors: Mapping[str, torch.Tensor], model: nn.Module, path: str
         if weight_name(name) == name and tensors[name].shape != own[name].shape
     ]
     faults = [
-        f"it lacks {_some(in_model - in_file)}" if in_model - in_file else "",
-        f"it has {_some(in_file - in_model)}, which the model has not" if in_file - in_model else "",
+        f"the file lacks {_some(in_model - in_file)}" if in_model - in_file else "",
+        f"the model lacks {_some(in_file - in_model)}" if in_file - in_model else "",
         min(shapes, default=""),
     ]
     if any(faults):
         raise ArgumentError(
             f"{path} holds the weights of another model than this {type(model).__name__}: {', and '.join(filter(None, faults))}; "
-            "pass a model like the one that was saved, or none to get the tensors alone"
+            "pass a model like the saved one, or no model to get the tensors alone"
         )
 
 
@@ -137,12 +139,12 @@ def _some(names: set[str]) -> str:
 
 
 class _Writer:
-    """The bytes of a file, tensor by tensor."""
+    """Builder of a file's bytes, tensor by tensor."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
         self._count = 0
-        # By the memory that tensors have: which came first. They are held, or another one might get the memory.
+        # Memory of a tensor -> the first tensor that has it, and its number. Held, so that no later tensor gets the same memory.
         self._first: dict[object, tuple[int, torch.Tensor]] = {}
 
     def add(self, name: str, tensor: object) -> None:
@@ -180,7 +182,7 @@ class _Writer:
         self._count += 1
 
     def finished(self) -> list[bytes]:
-        """All of it, in parts, the checksum last."""
+        """The parts of the file, the checksum last."""
         parts = [_HEAD.pack(_MAGIC, _VERSION, self._count), *self._parts]
         checksum = hashlib.sha256()
         for part in parts:
@@ -190,7 +192,7 @@ class _Writer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Stream:
-    """Bytes, and the lengths of the words that they are to be coded by; None where they are to be stored."""
+    """Bytes of a file, and the code lengths to code them with; None to store them. `size`: their size in the file."""
 
     symbols: Bytes
     lengths: Bytes | None
@@ -201,9 +203,9 @@ class _Stream:
         symbols = np.ascontiguousarray(symbols)
         counts = torch.bincount(torch.from_numpy(symbols), minlength=256).numpy()
         shares = counts[counts > 0] / max(len(symbols), 1)
-        # What no code can do better than, before one is made.
+        # The entropy is a lower bound of the coded size, cheaper than the code lengths.
         if _LENGTHS_BYTES - float(shares @ np.log2(shares)) * len(symbols) / 8 < _WORTHWHILE * len(symbols):
-            lengths = np.array(word_lengths(counts.tolist()), dtype=np.uint8)
+            lengths = np.array(code_lengths(counts.tolist()), dtype=np.uint8)
             size = (int(counts @ lengths) + 7) // 8
             if _LENGTHS_BYTES + size < _WORTHWHILE * len(symbols):
                 return _Stream(symbols, lengths, size)
@@ -219,18 +221,18 @@ class _Stream:
 
 
 def _width(dtype: torch.dtype) -> int:
-    """Bytes of an element as files count them: a complex number is two."""
+    """Bytes of an element in files, where a complex number counts as two elements."""
     return dtype.itemsize // (2 if dtype.is_complex else 1)
 
 
 def _elements(tensor: torch.Tensor) -> NDArray[Any]:
-    """A tensor's elements in order, (n,) unsigned, of `_width` bytes; bits as they are."""
+    """The bits of a tensor's elements in order, as unsigned integers (n,) of `_width` bytes."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     return plain.numpy().view(f"<u{_width(tensor.dtype)}")
 
 
 def _smallest(elements: NDArray[Any]) -> tuple[int, list[_Stream]]:
-    """The form that takes less, and its streams."""
+    """The smaller form of the elements, and its streams."""
     dense = _planes(elements)
     nonzero = elements != 0
     if np.count_nonzero(nonzero) * 16 > len(elements) * 15:
@@ -242,13 +244,13 @@ def _smallest(elements: NDArray[Any]) -> tuple[int, list[_Stream]]:
 
 
 def _planes(elements: NDArray[Any]) -> list[_Stream]:
-    """The first bytes of all elements, then the second, and so on: exponents have much in common, low digits nothing."""
+    """Streams of the first bytes of all elements, of the second, and so on. Bytes of exponents have much in common, low bytes nothing."""
     width = elements.dtype.itemsize
     return [_Stream.of(plane) for plane in elements.view(np.uint8).reshape(-1, width).T]
 
 
 def _replace(path: Path, parts: list[bytes]) -> None:
-    """Readers see the old file or all of the new one."""
+    """Replace the file atomically: readers see either the old file or all of the new one."""
     new = path.with_name(f".{uuid.uuid4().hex}.part")
     try:
         with new.open("xb") as file:
@@ -260,7 +262,7 @@ def _replace(path: Path, parts: list[bytes]) -> None:
 
 
 class _Reader:
-    """A file's tensors. What it says of sizes is compared with what is there before memory is asked for."""
+    """Reader of a file's tensors. Sizes in the file are checked against its length before memory is allocated."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = os.fspath(path)
@@ -270,10 +272,10 @@ class _Reader:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         end = len(self._data) - _CHECKSUM_BYTES
         if end < _HEAD.size or self._data[: len(_MAGIC)].tobytes() != _MAGIC:
-            raise self._error("it is none that `save_compressed` wrote")
+            raise self._error("it was not written by `save_compressed`")
         _, version, count = self._unpack(_HEAD.format)
         if version != _VERSION:
-            raise self._error(f"it has version {version} of the format, this package reads version {_VERSION}")
+            raise self._error(f"it has version {version} of the format; this package reads version {_VERSION}")
         if hashlib.sha256(self._data[:end].data).digest() != self._data[end:].tobytes():
             raise self._error("its checksum is wrong: it was damaged or is not complete")
         self._data = self._data[:end]
@@ -287,7 +289,7 @@ class _Reader:
             found.append(self._tensor(found))
             yield name, found[-1]
         if self._at != end:
-            raise self._error("there is more behind its last tensor")
+            raise self._error("it has bytes behind its last tensor")
 
     def _error(self, what: str) -> CompressedFileError:
         return CompressedFileError(f"{self._path} cannot be read as a compressed file: {what}")
@@ -305,20 +307,22 @@ class _Reader:
         try:
             return self._take(self._unpack("<H")[0]).tobytes().decode()
         except UnicodeDecodeError:
-            raise self._error("a name is no UTF-8") from None
+            raise self._error("a name is not UTF-8") from None
 
     def _tensor(self, earlier: list[torch.Tensor]) -> torch.Tensor:
         (form,) = self._unpack("<B")
         if form == _SAME:
             (number,) = self._unpack("<I")
             if number >= len(earlier):
-                raise self._error("a tensor is to be the same as one that does not come before it")
+                raise self._error("a tensor is the same as one that does not come before it")
             return earlier[int(number)]
         if form not in (_DENSE, _SPARSE):
-            raise self._error(f"there is no form {form} of tensors")
+            raise self._error(f"a tensor has the form {form}; it must be {_DENSE}, {_SPARSE} or {_SAME}")
         number, dimensions = self._unpack("<BB")
-        if number >= len(_DTYPES) or dimensions > _MOST_DIMENSIONS:
-            raise self._error(f"there is no dtype {number}, or none has {dimensions} dimensions")
+        if number >= len(_DTYPES):
+            raise self._error(f"there is no dtype {number}")
+        if dimensions > _MOST_DIMENSIONS:
+            raise self._error(f"a tensor has {dimensions} dimensions; it can have {_MOST_DIMENSIONS} at most")
         dtype, sizes = _DTYPES[number], self._unpack(f"<{dimensions}Q")
         if math.prod(max(size, 1) for size in sizes) > _MOST_ELEMENTS:
             raise self._error("a tensor is larger than any memory")
@@ -331,7 +335,7 @@ class _Reader:
             elements = np.zeros(count, dtype=f"<u{width}")
             elements[mask] = _joined(planes)
         if dtype == torch.bool and (elements > 1).any():
-            raise self._error("what should be true or false is neither")
+            raise self._error("a boolean is neither true nor false")
         tensor: torch.Tensor = torch.from_numpy(elements.view(np.uint8)).view(dtype).view(sizes)
         return tensor
 
@@ -341,7 +345,7 @@ class _Reader:
     def _mask(self, count: int) -> NDArray[np.bool_]:
         packed = self._stream((count + 7) // 8)
         if count % 8 and packed[-1] >> count % 8:
-            raise self._error("it says of elements that do not exist that they are not zero")
+            raise self._error("a mask marks elements that do not exist")
         return np.unpackbits(packed, count=count, bitorder="little").view(np.bool_)
 
     def _stream(self, count: int) -> Bytes:
@@ -353,7 +357,7 @@ class _Reader:
         packed = self._take(_LENGTHS_BYTES)
         lengths = np.stack((packed & 15, packed >> 4), axis=1).ravel()
         coded = self._take(size)
-        if count > 8 * size:  # a word has a bit at least
+        if count > 8 * size:  # a code word has at least one bit
             raise self._error(f"{size} bytes cannot stand for {count}")
         symbols = torch.empty(count, dtype=torch.uint8)
         try:
@@ -364,7 +368,7 @@ class _Reader:
 
 
 def _joined(planes: list[Bytes]) -> NDArray[Any]:
-    """The elements whose first bytes, second bytes and so on the planes are."""
+    """The elements of their planes, the inverse of `_planes`."""
     width = len(planes)
     joined = np.empty((len(planes[0]), width), dtype=np.uint8)
     for k, plane in enumerate(planes):

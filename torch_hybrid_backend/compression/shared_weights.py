@@ -1,6 +1,6 @@
-"""Pruned and shared weights: a copy of a model whose weights are few values, each kept as a small number that says which.
+"""Pruned and shared weights: models whose weights have few distinct values, stored as indices into a small table.
 
-Source: Han, Mao, Dally, "Deep Compression", ICLR 2016. Which clusters and which weights to prune: docs/adr/0038-compressed-weights.md.
+Source: Han, Mao, Dally, "Deep Compression", ICLR 2016. docs/adr/0038-compressed-weights.md says how clusters and pruned weights are chosen.
 """
 
 from __future__ import annotations
@@ -27,22 +27,21 @@ from torch_hybrid_backend.errors import ArgumentError, HybridError
 
 Model = TypeVar("Model", bound=nn.Module)
 
-# Indices of so many clusters take four bits; of more, a byte.
-NIBBLE = 16
+FOUR_BIT_CLUSTERS = 16  # indices of more clusters take a byte each
 _MOST_CLUSTERS = 256
-# Smaller ones (and biases, and the scales of norms) are a percent of a model at most, and a table beside them takes its share back.
+# Smaller parameters are at most a percent of a model, with biases and scales of norms. A table would use up much of the gain.
 _SMALLEST = 1024
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 class SharedWeight(nn.Module):
-    """Indices of clusters, as a parametrisation (torch.nn.utils.parametrize) of a weight: from the table of values it makes the weight.
+    """Parametrization of a weight (torch.nn.utils.parametrize): it looks up the weight's elements in a table of values, by indices of clusters.
 
-    indices: uint8, (shape[0], columns), columns = ceil(prod(shape[1:]) / 2), each byte two indices of four bits, the lower bits first,
-    zero behind a row's end; where `clusters` exceeds 16, one index a byte and columns = prod(shape[1:]).
+    indices: uint8, (shape[0], columns). Up to 16 clusters, a byte holds two indices of four bits, the lower bits first: columns =
+    ceil(prod(shape[1:]) / 2), with zero behind the end of an odd row. With more clusters, a byte holds one index: columns = prod(shape[1:]).
 
-    forward: table (clusters,), floating -> weight of `shape` and the table's dtype. The table is the module's parameter: its gradient is
-    the sum over each cluster's weights, by which the paper fine-tunes.
+    forward: table (clusters,), floating -> weight of `shape` and the table's dtype. The table is the parameter of the parametrized module. Its
+    gradient is the sum over each cluster's weights, with which the paper fine-tunes.
     """
 
     indices: torch.Tensor
@@ -51,35 +50,34 @@ class SharedWeight(nn.Module):
         super().__init__()
         self.register_buffer("indices", indices)
         self.shape = shape
-        self.is_packed = clusters <= NIBBLE
+        self.is_packed = clusters <= FOUR_BIT_CLUSTERS
 
     def forward(self, table: torch.Tensor) -> torch.Tensor:
         index = self.indices
         if self.is_packed:
             index = torch.stack((index & 15, index >> 4), dim=-1).flatten(1)[:, : self.shape[1:].numel()]
-        # 30 ms for 2.4 million weights, where `table[index]` took 95.
+        # `table[index]` takes three times as long (95 instead of 30 ms for 2.4 million weights).
         return table.index_select(0, index.to(torch.int32).reshape(-1)).view(self.shape)
 
 
 def compress(
     model: Model, *, sparsity: float | None = None, clusters: int | None = None, exclude: Sequence[str] = ()
 ) -> Model:
-    """A copy of `model` with pruned and shared weights; its class, its methods and what its forward takes and returns stay.
+    """Copy `model` with pruned weights, shared weights, or both. The copy has the same class and methods, and calls take and return the same.
 
-    sparsity: the share of all elements that becomes 0, between 0 and 1: those of the least magnitude, on a scale that all weights share; the
-    largest element of each weight is not among them.
-    Alone it leaves ordinary parameters, of which `save_compressed` makes a smaller file.
-    clusters: each weight gets so many values at most, 2 to 256, by k-means, one of them 0 where elements are pruned. It is kept as a table of
-    these values, a parameter, and four bits for each element, up to 16 clusters (else eight), a buffer (`SharedWeight`).
-    exclude: names of parameters that stay as they are, such as "classifier.weight"; `*` stands for anything (`*.0.*`); the name of a
-    module stands for all below it.
+    sparsity: the share of all elements to set to 0, between 0 and 1: those of the least magnitude, on a scale common to all weights. Each
+    weight keeps its largest element. Without `clusters`, weights stay ordinary parameters, of which `save_compressed` makes a smaller file.
+    clusters: the most values of each weight, 2 to 256, chosen by k-means, with 0 among them if elements are pruned. The values are a table, a
+    parameter. Indices are a buffer, with 4 bits for each element up to 16 clusters, else 8 (`SharedWeight`).
+    exclude: names of parameters that stay unchanged, such as "classifier.weight". `*` matches anything (`*.0.*`). The name of a module stands
+    for all parameters in it.
 
-    Weights are the parameters of float64, float32, bfloat16 or float16, of at least two dimensions and 1,024 elements. Those that a model
-    ties stay tied. Those with a parametrisation of their own, and members of a ParameterList or ParameterDict, stay as they are. The
-    copy does not see later changes of `model`; as with every model, compiled code sees changes of the copy's own tables and indices.
+    Weights are the parameters of float64, float32, bfloat16 or float16 with at least two dimensions and 1,024 elements. Tied weights stay tied.
+    Weights that are parametrized already, and members of a ParameterList or ParameterDict, stay unchanged. Later changes of `model` do not
+    change the copy. Compiled code sees changes of the copy's tables and indices, as of any parameter.
 
-    Raises HybridError for a weight with NaN or infinity and a model without any weight, ArgumentError for numbers out of range, an exclusion
-    that matches nothing, and what is no model.
+    Raises HybridError for a weight with NaN or infinity, and for a model without weights; ArgumentError for numbers out of range, an exclusion
+    that matches nothing, and a `model` that is no module.
     """
     check_module(model, "compress")
     if sparsity is None and clusters is None:
@@ -112,10 +110,9 @@ def compress(
 
 
 def restore_form(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Gives those weights of `model` the form of shared ones that have it in `tensors`, the state of a compressed model of its kind.
+    """Make those weights of `model` shared weights that are shared in `tensors`, the state of a compressed model of the same kind.
 
-    What the tensors hold is not copied. Raises HybridError where indices and table are not those of a weight of the model's size, or hold
-    indices beyond the table.
+    Values are not copied. Raises HybridError if indices and table do not have the sizes of the model's weight, or an index is beyond the table.
     """
     by_name = {place.name: places for places in _places(model).values() for place in places}
     done: set[str] = set()
@@ -136,7 +133,7 @@ def restore_form(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def weight_name(key: str) -> str:
-    """Return the name of the weight whose table or indices a module's state has under `key`; of anything else, the key."""
+    """The name of the weight whose table or indices have this key in a module's state; for any other key, the key itself."""
     found = _SHARED.fullmatch(key)
     return f"{found['module'] or ''}{found['attribute']}" if found else key
 
@@ -148,7 +145,7 @@ def _fits(indices: torch.Tensor, table: torch.Tensor, weight: torch.Tensor) -> b
     if table.dim() != 1 or not 0 < len(table) <= _MOST_CLUSTERS or not table.is_floating_point() or weight.dim() < 2:
         return False
     columns = weight.shape[1:].numel()
-    packed = len(table) <= NIBBLE
+    packed = len(table) <= FOUR_BIT_CLUSTERS
     if indices.dtype != torch.uint8 or indices.shape != (weight.shape[0], (columns + 1) // 2 if packed else columns):
         return False
     every = torch.maximum(indices & 15, indices >> 4) if packed else indices
@@ -157,7 +154,7 @@ def _fits(indices: torch.Tensor, table: torch.Tensor, weight: torch.Tensor) -> b
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Place:
-    """Place of a parameter in a model: its name in the model, its module, and its name there."""
+    """Place of a parameter: its name in the model, its module, and the attribute of the module."""
 
     name: str
     module: nn.Module
@@ -165,19 +162,19 @@ class _Place:
 
 
 def _install(places: Sequence[_Place], shared: SharedWeight, table: torch.Tensor, weight: torch.Tensor) -> None:
-    """Puts a shared weight in the place of `weight`, or in all places of one that is tied."""
+    """Replace `weight` by a shared weight in all its places: a tied weight has several."""
     parameter = nn.Parameter(table.to(weight), weight.requires_grad)
     shared.to(weight.device)
     for place in places:
         if parametrize.is_parametrized(place.module, place.attribute):
-            continue  # a module that has several names
+            continue  # the same module under another name
         setattr(place.module, place.attribute, parameter)
-        # Unsafe: what the parametrisation makes of the table has another shape.
+        # Unsafe: the parametrization returns another shape than the table's.
         parametrize.register_parametrization(place.module, place.attribute, shared, unsafe=True)
 
 
 def _places(model: nn.Module) -> dict[int, list[_Place]]:
-    """All places of each parameter, by its id, but for those whose modules do not read them as attributes of a name."""
+    """All places of each parameter by id. Left out: parametrized weights, and members of a ParameterList or ParameterDict."""
     found: dict[int, list[_Place]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.ParameterList | nn.ParameterDict | parametrize.ParametrizationList):
@@ -189,7 +186,7 @@ def _places(model: nn.Module) -> dict[int, list[_Place]]:
 
 
 def _weights(model: nn.Module, excluded: AbstractSet[str]) -> list[tuple[nn.Parameter, list[_Place]]]:
-    """Weights that are compressed; one that has an excluded name is not."""
+    """The weights to compress with their places. A tied weight is excluded if one of its names is."""
     places = _places(model)
     return [
         (parameter, places[id(parameter)])
@@ -203,7 +200,7 @@ def _weights(model: nn.Module, excluded: AbstractSet[str]) -> list[tuple[nn.Para
 
 
 def _matching(patterns: Sequence[str], names: Sequence[str]) -> AbstractSet[str]:
-    """The names that a pattern stands for, or that lie in a module it stands for. Raises ArgumentError for a pattern without any."""
+    """The names that match a pattern, or lie in a module that does. Raises ArgumentError for a pattern that matches nothing."""
     if isinstance(patterns, str):
         raise ArgumentError(f"exclude={patterns!r}: must be a list or tuple of names")
     matching: set[str] = set()
@@ -223,15 +220,15 @@ def _values(weight: torch.Tensor) -> Floats:
 
 
 def _pruned(weights: Sequence[torch.Tensor], sparsity: float) -> list[NDArray[np.bool_]]:
-    """Masks of the elements of each weight that are pruned: `sparsity` of all, those of the lowest scores.
+    """Masks of the pruned elements of each weight: the share `sparsity` of all elements, those with the lowest scores.
 
-    An element's score is its square over the sum of the squares of its weight that are not smaller (layer-adaptive magnitude-based pruning:
-    Lee et al., ICLR 2021). It puts the magnitudes of layers on one scale, and each weight keeps its largest element.
+    The score of an element is its square, divided by the sum of all squares in its weight that are not smaller (layer-adaptive magnitude-based
+    pruning: Lee et al., ICLR 2021). Scores put the magnitudes of layers on one scale. Each weight keeps its largest element.
     """
     scores = [_scores(_values(weight)) for weight in weights]
     sizes = [len(score) for score in scores]
     every = np.concatenate(scores)
-    # A largest element, of a weight that is not all zero, has exactly the score 1, and no other has more than a half.
+    # The largest element of a weight has exactly the score 1, unless the weight is all zero; any other score is at most a half.
     count = min(round(sparsity * len(every)), len(every) - int(np.count_nonzero(every == 1)))
     pruned = np.zeros(len(every), dtype=np.bool_)
     pruned[np.argpartition(every, count - 1)[:count]] = True
@@ -249,11 +246,11 @@ def _scores(values: Floats) -> NDArray[np.float32]:
 
 
 def _shared(values: Floats, pruned: NDArray[np.bool_] | None, clusters: int) -> tuple[Floats, NDArray[np.uint8]]:
-    """The table (clusters,) and for each value its index there. Where many are zero, zeros stay: as the first of the table."""
+    """The table (clusters,), and the index of each value. If elements are pruned, or many are zero, the first entry of the table is 0."""
     zero = values == 0
     keeps_zero = pruned is not None or np.count_nonzero(zero) * clusters >= len(values)
     zero = zero | pruned if pruned is not None else zero & keeps_zero
-    first = int(keeps_zero)  # the place of the others in the table
+    first = int(keeps_zero)  # the first index of the other values
     rest = values[~zero]
     centres = k_means(rest, clusters - first) if len(rest) else rest
     indices = np.zeros(len(values), dtype=np.uint8)
@@ -264,8 +261,8 @@ def _shared(values: Floats, pruned: NDArray[np.bool_] | None, clusters: int) -> 
 
 
 def _packed(indices: torch.Tensor, clusters: int) -> torch.Tensor:
-    """Indices (rows, columns) of uint8 as `SharedWeight` keeps them."""
-    if clusters > NIBBLE:
+    """Pack uint8 indices (rows, columns) as `SharedWeight` has them."""
+    if clusters > FOUR_BIT_CLUSTERS:
         return indices
     padded = nn.functional.pad(indices, (0, indices.shape[1] % 2))
     return padded[:, ::2] | padded[:, 1::2] << 4

@@ -224,6 +224,12 @@ class Engine(Protocol):
         """True if its kernels read weights packed that the node looks up in a codebook, for products; others are made ahead of calls."""
         ...
 
+    def link(self, libraries: Sequence[str]) -> LinkedLibrary | None:
+        """One library of all kernels of these, which `KernelCall` steps of its programs name; None if the engine cannot link them.
+
+        Raises CompileError where linking fails."""
+        ...
+
     def supports(self, node: torch.fx.Node) -> Verdict:
         """Supported if the engine takes one ATen node, judged by its target, arguments and `meta["val"]`."""
         ...
@@ -249,6 +255,17 @@ class Engine(Protocol):
         compiled region, one that is being built elsewhere, or the exception that stopped it; never raises for a region.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class LinkedLibrary:
+    """A library of many kernels, and the machines that it is for: those with the system and processor of `uname`, and all the features, by the
+    names of /proc/cpuinfo."""
+
+    code: bytes
+    system: str
+    processor: str
+    features: tuple[str, ...]
 
 
 def serves(engine: Engine, device: Device) -> bool:
@@ -320,6 +337,9 @@ class EngineBase(ABC):
 
     def keeps_packed(self, weights: torch.fx.Node) -> bool:
         return False
+
+    def link(self, libraries: Sequence[str]) -> LinkedLibrary | None:
+        return None
 
     @abstractmethod
     def supports(self, node: torch.fx.Node) -> Verdict: ...

@@ -31,7 +31,7 @@ from torch.fx import Node
 from torch_hybrid_backend.arguments import check_model
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.device import Device
-from torch_hybrid_backend.core.engine import CompiledRegion, Engine, PendingRegion
+from torch_hybrid_backend.core.engine import CompiledRegion, Engine, LinkedLibrary, PendingRegion
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Reason, Refused, Verdict
@@ -187,6 +187,9 @@ class _Bisected:
 
     def keeps_packed(self, weights: Node) -> bool:
         return self._engine.keeps_packed(weights)
+
+    def link(self, libraries: Sequence[str]) -> LinkedLibrary | None:
+        return self._engine.link(libraries)
 
     def supports(self, node: Node) -> Verdict:
         verdict = self._engine.supports(node)

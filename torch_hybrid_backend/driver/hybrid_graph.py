@@ -144,6 +144,11 @@ class HybridGraph:
         """Engine of each region, once the first call has chosen."""
         return self._executable().assignment
 
+    @property
+    def executor(self) -> TimedRun | None:
+        """The runner of its plan, once the first call has chosen; None where Python runs the graph segment by segment."""
+        return self._executable().executor
+
     @contextlib.contextmanager
     def timed_by(self, make: Callable[[TimedRun], Run]) -> Iterator[None]:
         """Have what `make` makes of the plan's executor run the graph's calls meanwhile."""

@@ -45,6 +45,11 @@ class EagerGraph:
         self._traced = graph_module
         self._module: torch.fx.GraphModule | None = None  # what runs after the first run
 
+    @property
+    def traced(self) -> torch.fx.GraphModule:
+        """The graph as it was traced."""
+        return self._traced
+
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """The graph's outputs. What an operator raises comes through unchanged."""
         try:

@@ -169,8 +169,9 @@ def choose(
     if region.device.is_host and any(map(_is_large, alive.values())):  # a device's timer waits for whole rounds
         pricing = replace(pricing, timer=_EagerLast(pricing.timer, alive, config.measure_budget_s))
     costs = _price(region, alive, inputs, config, pricing, drop, eager_runs=unable is None)
+    contenders = [cost for cost in costs if cost.engine != EAGER] if config.prefer_kernels and alive else costs
     # Without costs all candidates are equal: none is left, or there is no estimate for the device.
-    winner = cheapest(costs).engine if costs else next(iter(alive), EAGER)
+    winner = cheapest(contenders).engine if contenders else next(iter(alive), EAGER)
     refusals += [_building_refusal(*each) for each in trials.pending.items()]
     refusals += [_lost_refusal(region, engine, winner, costs) for engine in alive if engine != winner]
     compiled_winner = _at_every_size(region, alive, winner, costs)

@@ -1,11 +1,12 @@
-"""A child process that works for this one: its pipes, its end and its last words.
+"""Child processes: start, pipes, end, and error output.
 
     child = Child("package.module", ["one", "two"], what="the builder")     # runs package.module.main(lifeline, "one", "two")
     child.outgoing += frame(b"..."); child.write()
     for answer in child.read() or (): ...
     child.end()
 
-Plain subprocesses: multiprocessing would import the user's script again. What runs inside begins with `inside.begin`. Unix only.
+Children are started by `subprocess`, as multiprocessing would import the user's script again. A child's `main` begins with `inside.begin`.
+Unix only.
 """
 
 from __future__ import annotations
@@ -29,16 +30,13 @@ from torch_hybrid_backend.processes.interpreter import NO_INTERPRETER, interpret
 
 _CHUNK_BYTES = 1 << 16
 _TAIL_CHARACTERS = 2000
-# Signals that a process brings upon itself. SIGKILL, say, comes from a user, or from a machine that is short of memory; SIGSYS from a filter of
-# system calls; SIGBUS from a full disk or a failed one under a file that is mapped.
+# Signals that a process causes by its own fault. Others come from outside: SIGKILL from a user or from the system when memory is short, SIGSYS
+# from a filter of system calls, SIGBUS from a full or failed disk under a mapped file.
 _OWN_FAULTS = frozenset({signal.SIGSEGV, signal.SIGILL, signal.SIGFPE, signal.SIGABRT})
-# With less of these than everything a process may crash in any place: not all libraries look whether they were given memory.
+# Under such a limit a process may crash anywhere, as not all libraries check for failed allocations.
 _MEMORY_LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
-_BESIDE_CALLS = (
-    10  # a nice value: about a tenth of the time that a call's thread gets on a core that both want (sched(7))
-)
-# Imports this very package, wherever it lies, without putting its folder before the standard library for everything else; what the parent's
-# path has beyond an interpreter's usual one comes last.
+_NICE = 10  # about a tenth of the time of a call's thread on a core that both use (sched(7))
+# Imports this package from its own folder, but nothing else from there before the standard library. The parent's further folders come last.
 _BOOTSTRAP = """
 import sys
 root, module, lifeline, count, *more = sys.argv[1:]
@@ -54,7 +52,7 @@ importlib.import_module(module).main(int(lifeline), *arguments)
 
 @contextlib.contextmanager
 def _standard_descriptors_taken() -> Iterator[None]:
-    """Keep descriptors 0 to 2, which a program may have closed, from becoming pipes: what libraries print would go into it."""
+    """Keep pipes from getting descriptors 0 to 2, if the program has closed these: output of libraries would go into the pipes."""
     with contextlib.ExitStack() as taken:
         while (descriptor := os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)) <= 2:
             taken.callback(os.close, descriptor)
@@ -64,14 +62,14 @@ def _standard_descriptors_taken() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """End of a child: its exit status, negative for a signal, and its last words."""
+    """End of a child. `status`: its exit status, negative for a signal. `words`: the end of its error output."""
 
     status: int
     words: str
 
     @property
     def how(self) -> str:
-        """Text for a sentence that begins with the child's name: how the child ended."""
+        """Text that continues a sentence after the child's name, such as "was killed by SIGSEGV"."""
         return (
             f"was killed by {signal.Signals(-self.status).name}"
             if self.status < 0
@@ -80,12 +78,12 @@ class End:
 
     @property
     def said(self) -> str:
-        """End of a message about the child."""
+        """The error output, to append to a message; "" without output."""
         return f"\nIts last words:\n{self.words}" if self.words else ""
 
     @property
     def recurs(self) -> bool:
-        """True if the child itself was at fault: neither the machine was short of something, nor did a limit of this process end it."""
+        """True if the child would end like this again: not from outside, not for lack of memory or disk, and not under a memory limit."""
         if not (self.status > 0 or -self.status in _OWN_FAULTS):
             return False
         is_limited = any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit in _MEMORY_LIMITS)
@@ -93,22 +91,22 @@ class End:
 
 
 class Child:
-    """A child process. Owns the process, its pipes and the file its error output goes to."""
+    """Owner of a child process, its pipes and the file of its error output."""
 
     def __init__(
         self, module: str, arguments: Sequence[str], what: str, environment: Mapping[str, str] | None = None
     ) -> None:
-        """module: whose `main(lifeline, *arguments)` runs inside. what: of messages, "the kernel compiler". environment: what it has besides
-        the parent's. Raises CompileError where it cannot be started."""
+        """Start the child. module: its `main(lifeline, *arguments)` runs in the child. what: the name of the child in messages, "the kernel
+        compiler". environment: variables besides the parent's. Raises CompileError if the child cannot be started."""
         self.outgoing = bytearray()
         self._received = bytearray()
         root = str(Path(__file__).parents[2])
-        # The child's environment is the parent's: it decides nothing here but how many threads libraries start.
-        # HOME, where it has none, is a place that nobody can put anything: compilers ask for one as they are imported, and keep nothing.
+        # The child inherits the environment, with one thread for libraries. Compilers ask for HOME when they are imported, and write nothing
+        # there; without one, HOME is a folder that cannot exist.
         variables = {
             "HOME": "/nonexistent",
             **os.environ,
-            "LC_ALL": "C.UTF-8",  # `tells_of_shortage` reads what it says
+            "LC_ALL": "C.UTF-8",  # English messages, which `tells_of_shortage` reads
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
             **(environment or {}),
@@ -137,7 +135,7 @@ class Child:
                     bufsize=0,
                     start_new_session=True,  # Ctrl-C is the parent's to handle
                 )
-                opened.pop_all()  # from here on `end` closes it
+                opened.pop_all()  # from here on, `end` closes the files
         except failures(OSError) as error:
             raise CompileError(f"{what} cannot be started: {error}", recurs=False) from error
         assert self.process.stdin is not None
@@ -148,7 +146,8 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """Asked without reaping: while it is a zombie its group is surely its own, and `end` can kill what is left of that."""
+        """True if the child runs. A child that ended is not reaped: its process group stays its own, and `end` can kill the rest of the
+        group."""
         if self.process.returncode is not None:
             return False
         try:
@@ -165,15 +164,15 @@ class Child:
         except BlockingIOError:
             return
         except BrokenPipeError:
-            self.outgoing.clear()  # it died: `read` finds the end of its output
+            self.outgoing.clear()  # the child ended: `read` returns None
 
     def close_orders(self) -> None:
-        """Close the child's input: the child reads its end, and gets no more orders."""
+        """Close the child's input: the child reads the end of the file, and gets no more orders."""
         assert self.process.stdin is not None
         self.process.stdin.close()
 
     def read(self) -> list[dict[str, object]] | None:
-        """The answers that have arrived; None if no more can come."""
+        """The answers that have arrived since the last call; None if the child has closed its output."""
         try:
             chunk = os.read(self.stdout, _CHUNK_BYTES)
         except BlockingIOError:
@@ -187,8 +186,8 @@ class Child:
         return answers
 
     def processor_s(self) -> float:
-        """Seconds that a processor has worked for it, and for the children it has waited for; the time that went by where the system does not
-        tell. Only differences mean something."""
+        """Processor time in seconds of the child, and of its own children that it waited for. Only differences have a meaning: if the system
+        does not report processor time, this is a clock."""
         try:
             with open(f"/proc/{self.process.pid}/stat") as file:
                 ticks = file.read().rpartition(")")[2].split()[11:15]  # proc_pid_stat(5): utime, stime, cutime, cstime
@@ -197,9 +196,9 @@ class Child:
             return time.monotonic()
 
     def lower_priority(self) -> None:
-        """Let this process's threads go first from now on, for good: calls run beside it. Nobody but root can undo that."""
-        with ignored(OSError):  # it may have ended
-            os.setpriority(os.PRIO_PROCESS, self.process.pid, _BESIDE_CALLS)
+        """Lower the child's priority below that of this process, which runs calls meanwhile. Only root can raise it again."""
+        with ignored(OSError):  # the child may have ended
+            os.setpriority(os.PRIO_PROCESS, self.process.pid, _NICE)
 
     def wait(self, seconds: float) -> None:
         """Wait for the child's end, for at most this many seconds."""
@@ -208,7 +207,7 @@ class Child:
             time.sleep(0.005)
 
     def end(self) -> int:
-        """Kill the process, if it still runs, and its children. Returns its exit status, negative for a signal."""
+        """Kill the child's process group. Returns the child's exit status, negative for a signal."""
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -227,7 +226,7 @@ class Child:
 
 
 def as_exception(what: str, fields: object) -> CompileError:
-    """An exception that a child described (`inside.described`), with its traceback as a note. `what` it was about begins the message."""
+    """The exception that a child described by `inside.described`, with the child's traceback as a note. `what` begins the message."""
     fields = fields if isinstance(fields, dict) else {}
     kind, message = str(fields.get("type", "")), str(fields.get("message", ""))
     recurs = bool(fields.get("recurs", True))

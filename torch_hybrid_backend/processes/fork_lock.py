@@ -1,7 +1,8 @@
-"""A lock that a forked child finds free.
+"""Lock that is free in a forked child.
 
-Graphs are compiled in a thread of their own (`background`). Where a process forks meanwhile, its child has no such thread, and what that held
-would stay locked for ever. What the lock protects is replaced as a whole, last, so that a child finds one state or the next.
+Graphs are compiled in a thread of their own (`background`). A child that is forked meanwhile has no such thread, so a lock held by the thread
+would never be released there. Code under the lock replaces the protected state as a whole, in its last step: so the child finds either the old
+state or the new one.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from types import TracebackType
 
 
 class ForkLock:
-    """A re-entrant lock, used by `with` only."""
+    """A re-entrant lock, used only by `with`."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()

@@ -1,4 +1,4 @@
-"""Messages between a process and its children: frames of an 8-byte little-endian length and the message's bytes."""
+"""Messages between a process and its children. A frame is an 8-byte little-endian length, then the message."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def frame(payload: bytes) -> bytes:
 
 
 def split_frame(received: bytearray) -> bytes | None:
-    """Remove the first whole message from the received bytes and return it; None if it has not arrived completely."""
+    """Remove the first message from the received bytes and return the message; None if it is not complete yet."""
     if len(received) < _LENGTH.size:
         return None
     end = _LENGTH.size + _LENGTH.unpack_from(received)[0]

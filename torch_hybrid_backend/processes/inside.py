@@ -1,4 +1,4 @@
-"""Inside a child process that `child` started: how it ends with its parent and in time, and how it answers."""
+"""Functions for a child process that `child` started: end with the parent or at a time limit, and answer."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from torch_hybrid_backend.processes.frames import frame
 
 
 def begin(lifeline: int) -> tuple[int, int]:
-    """Make this process end with its parent; the descriptors on which orders come in and answers go out.
+    """Make this process end with its parent. Returns the descriptors of orders, to read, and of answers, to write.
 
-    `lifeline`: the end of a pipe that nobody writes to; the process ends at once when its other end is closed.
+    lifeline: the reading end of a pipe that nobody writes to. The process ends at once when the other end is closed.
     """
     _end_with_parent(lifeline)
     faulthandler.enable()
     _forbid_core_dumps()
-    # The two ends move out of the way: what a compiler or a linker prints must not be taken for an answer.
+    # Orders and answers get other descriptors than 0 and 1, so that output of a compiler or a linker is not read as an answer.
     orders, answers = os.dup(0), os.dup(1)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -35,7 +35,7 @@ def begin(lifeline: int) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """The kernel's default action on SIGALRM ends this process, even while it hangs in C++."""
+    """End this process after `seconds` by SIGALRM, even if it hangs in C++."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.001))
     try:
@@ -45,7 +45,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def described(error: BaseException) -> dict[str, object]:
-    """An exception as the parent is told of it; `child.as_exception` makes one of it again."""
+    """An exception as an answer for the parent, where `child.as_exception` makes an exception of it."""
     return {
         "type": type(error).__name__,
         "message": str(error),
@@ -62,15 +62,15 @@ def answer(descriptor: int, message: dict[str, object]) -> None:
 
 
 def _end_with_parent(lifeline: int) -> None:
-    """Have SIGIO, whose default action ends the process even while it is in C++, tell that the parent has ended.
+    """End this process by SIGIO when the parent ends. SIGIO's default action ends a process even while it runs C++.
 
-    The pipe of the orders would not do: its SIGIO for an order may arrive after the order was read.
+    The pipe of orders cannot serve for this: SIGIO for an order may arrive after the order was read.
     """
     signal.signal(signal.SIGIO, signal.SIG_DFL)
-    # A linker at work ends too: each child is the head of a group.
+    # A running linker ends too, if this process leads its group, as each child does.
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpid() if os.getpgrp() == os.getpid() else os.getpid())
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([lifeline], [], [], 0)[0]:  # it ended before the signal was armed
+    if select.select([lifeline], [], [], 0)[0]:  # the parent ended before the signal was armed
         sys.exit()
 
 

@@ -1,5 +1,5 @@
-"""The Python that child processes run: `sys.executable`, unless a program that is no Python itself, such as a server, tells its own path there,
-or none.
+"""Path of the Python for child processes: `sys.executable`, or another Python like this one if a program that embeds Python, such as a server,
+has its own path there or none.
 """
 
 from __future__ import annotations
@@ -16,31 +16,29 @@ from pathlib import Path
 
 from torch_hybrid_backend.errors import failures
 
-# Nothing else is ever started to see what it is.
+# Programs of other names are never run.
 _NAME = re.compile(r"(python|pypy)[\d.]*[a-z]?(-dbg)?")
-_ASKED = "import sys; print(sys.implementation.cache_tag, sys.abiflags, sys.maxsize)"
-_ANSWER = f"{sys.implementation.cache_tag} {sys.abiflags} {sys.maxsize}"
-_PATIENCE_S = 60.0
+_PROBE = "import sys; print(sys.implementation.cache_tag, sys.abiflags, sys.maxsize)"
+_EXPECTED = f"{sys.implementation.cache_tag} {sys.abiflags} {sys.maxsize}"
+_PROBE_TIMEOUT_S = 60.0
 NO_INTERPRETER = (
-    f"no Python {'.'.join(map(str, sys.version_info[:2]))} is found to start: sys.executable is {sys.executable!r} (a program that embeds "
-    "Python can tell which one to start by multiprocessing.set_executable)"
+    f"there is no Python {'.'.join(map(str, sys.version_info[:2]))} to start: sys.executable is {sys.executable!r} (a program that embeds "
+    "Python can set the path by multiprocessing.set_executable)"
 )
-_NO_PROGRAM = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ENOEXEC)
+_NOT_RUNNABLE = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ENOEXEC)
 
 
 @functools.cache
 def interpreter() -> str | None:
-    """The path of a Python like the one that runs here; None where there is none. Raises OSError where it cannot be told now, as no process can
-    be started."""
+    """The path of a Python of this version and build; None if there is none. Raises OSError if no process can be started to find it."""
     return next(filter(_is_like_this_one, dict.fromkeys(_candidates())), None)
 
 
 def _candidates() -> Iterator[str]:
-    spawned = os.fsdecode(
-        multiprocessing.spawn.get_executable() or ""
-    )  # what `multiprocessing.set_executable` was given, else sys.executable
+    # The path given to `multiprocessing.set_executable`, else sys.executable.
+    spawned = os.fsdecode(multiprocessing.spawn.get_executable() or "")
     executables = [sys.executable or "", spawned, getattr(sys, "_base_executable", None) or ""]
-    # A program that was made by PyInstaller, say, is no interpreter, whatever it is called.
+    # A frozen program, made by PyInstaller for example, is no interpreter, whatever its name.
     is_frozen = getattr(sys, "frozen", False)
     yield from (path for path in executables if path and not (is_frozen and path == sys.executable))
     for prefix in (sys.exec_prefix, sys.prefix, sys.base_exec_prefix, sys.base_prefix):
@@ -49,23 +47,23 @@ def _candidates() -> Iterator[str]:
 
 
 def _is_like_this_one(path: str) -> bool:
-    """True if the program is a Python of this version and build: found out by its file where that runs here, else by running it."""
+    """True if the program is a Python of this version and build: it is the running file, or says so when it is run."""
     if not _NAME.fullmatch(Path(path).name):
         return False
     try:
         if os.path.samefile(path, "/proc/self/exe"):
             return True
-    except failures(OSError):  # it does not exist, or the system has no such name for what runs
+    except failures(OSError):  # the file does not exist, or the system has no /proc/self/exe
         pass
     try:
-        command = [path, "-I", "-S", "-c", _ASKED]
+        command = [path, "-I", "-S", "-c", _PROBE]
         probe = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_PATIENCE_S, check=False
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired:
         return False
     except OSError as error:
-        if error.errno in _NO_PROGRAM:
+        if error.errno in _NOT_RUNNABLE:
             return False
         raise
-    return probe.stdout.strip() == _ANSWER
+    return probe.stdout.strip() == _EXPECTED

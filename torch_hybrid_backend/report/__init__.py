@@ -1,4 +1,4 @@
-"""Plans made readable: as text, as JSON, as a picture in HTML, as graphs for Model Explorer. Reads plans, recomputes nothing.
+"""Reports of plans: as text, as JSON, as a page in HTML, as graphs for Model Explorer. Reports read plans and recompute nothing.
 
 Example: `print(render_text(plans))`, or `Explanation(plans)`, which prints the same.
 """

@@ -1,4 +1,4 @@
-"""Facts on top of a report that is shown to others: the model, its inputs, the machine, the versions, the date."""
+"""Head of a report: the model, its inputs, the machine, the versions, the date."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _INPUTS_SHOWN = 4
 
 
 def about_call(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, str]:
-    """Texts by name, in the order in which they are shown, of the call `model(*args, **kwargs)` here and now."""
+    """Facts about the call `model(*args, **kwargs)` on this machine: texts by name, in the order of the report."""
     name = type(model).__name__ if isinstance(model, torch.nn.Module) else getattr(model, "__name__", "Model")
     threads = counted(torch.get_num_threads(), "thread")
     return {

@@ -18,7 +18,7 @@ from torch_hybrid_backend.report.text import render_text
 
 
 def render_json(plans: Sequence[Plan]) -> str:
-    """The plans as a JSON object `{"plans": [...]}`, stable; `Plan.from_json` reads one element of it."""
+    """The plans as a JSON object `{"plans": [...]}` of stable order. `Plan.from_json` reads an element of the list."""
     return _json({"plans": _plain(plans)})
 
 
@@ -38,7 +38,7 @@ def _breaks_in_words(breaks: Sequence[GraphBreak]) -> str:
 
 
 def _call_in_words(call_us: float, plans: Sequence[Plan]) -> str:
-    """Time of a call of the model, and its part outside of graphs, in words."""
+    """Time of a call of the model, inside and outside of graphs, in words."""
     profiles = [plan.profile for plan in plans if plan.profile is not None and not plan.profile.is_nested]
     inside = sum(profile.call_us for profile in profiles)
     outside = max(0.0, call_us - inside)
@@ -50,12 +50,11 @@ def _call_in_words(call_us: float, plans: Sequence[Plan]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The plans of every graph one call compiled, in the order of compilation. Prints as text.
+    """Plans of the graphs that a call compiled, in the order of compilation. Prints as text.
 
-    `compiled`: of each graph, what its regions were compiled to, by name and in order. `compiling`: how many graphs, which have no plan yet,
-    were being compiled off the call, and run in eager meanwhile. `call_us`: the median microseconds of a call of the model, where it was
-    profiled. `graph_breaks`: where Dynamo leaves the model to Python. `about`: the model, the machine, versions and date, as the page shows
-    them.
+    `compiled`: the compiled regions of each graph, by name and in order. `compiling`: the number of graphs that eager runs while they are
+    compiled in the background; these have no plan yet. `call_us`: the median microseconds of a call of the model, if it was profiled.
+    `graph_breaks`: places where Dynamo leaves the model to Python. `about`: the head of the page (model, machine, versions, date).
     """
 
     plans: tuple[Plan, ...]
@@ -76,26 +75,27 @@ class Explanation:
         )
 
     def updated(self) -> Explanation:
-        """The same as it is now: what was being compiled may have got its plan. `torch_hybrid_backend.wait_for_builds` waits for that."""
+        """The explanation as of now, with the plans of graphs compiled meanwhile. `torch_hybrid_backend.wait_for_builds` waits for these."""
         return self if self.now is None else self.now()
 
     def to_json(self) -> str:
-        """A JSON object: `plans`, `graph_breaks`, and `call_us`, which is null where the model was not profiled."""
+        """A JSON object with `plans`, `graph_breaks`, and `call_us`, which is null if the model was not profiled."""
         breaks = [dataclasses.asdict(found) for found in self.graph_breaks]
         return _json({"plans": _plain(self.plans), "graph_breaks": breaks, "call_us": self.call_us})
 
     def to_html(self) -> str:
-        """A self-contained HTML page: the model as a graph of modules, the time of each, tables."""
+        """A self-contained HTML page: the model as a graph of modules with their times, and tables."""
         return render_html(self.plans, self.about, self.graph_breaks)
 
     def to_model_explorer(self) -> str:
-        """JSON that Model Explorer (`pip install ai-edge-model-explorer`) opens: a file whose name ends with ".json"."""
+        """JSON for Model Explorer (`pip install ai-edge-model-explorer`). The name of the file must end with ".json"."""
         return render_model_explorer(self.plans)
 
     def write_kernels(self, folder: Path) -> list[Path]:
-        """Write the text of every kernel into `folder`, which is made where it is missing: a Triton program as a Python file that runs alone,
-        TVM's as TIR. A kernel that is called more than once is written once. Returns the files, whose names begin with the number of the call:
-        "000_r0_row_softmax_0f3a....py". Raises OSError where they cannot be written.
+        """Write the text of each kernel to a file: a Triton program as a Python file that runs alone, a kernel of TVM as TIR.
+
+        folder: created if it does not exist. Returns the files. A name begins with the number of the kernel's first call:
+        "000_r0_row_softmax_0f3a....py". Raises OSError if a file cannot be written.
         """
         folder.mkdir(parents=True, exist_ok=True)
         written: dict[KernelText, Path] = {}

@@ -1,8 +1,8 @@
-"""Plans as a picture: one self-contained HTML page that loads nothing from elsewhere.
+"""Plans as a self-contained HTML page, which loads nothing.
 
-The page holds the graphs of the plans as JSON (`report/picture.py`) and draws them with the scripts of report/page/: `tree.js` makes boxes of
-modules, `layout.js` places them with dagre, `draw.js` and `flame.js` draw with d3, `details.js` fills the panel, `page.js` handles the user.
-Tables are HTML and can be read without scripts.
+The page holds the graphs of the plans as JSON (`report/picture.py`). Scripts of report/page/ draw them: `tree.js` makes boxes of modules,
+`layout.js` places the boxes with dagre, `draw.js` and `flame.js` draw with d3, `details.js` fills the panel, `page.js` handles events. Tables
+are plain HTML and can be read without scripts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from torch_hybrid_backend.report.times import ceilings_in_words
 
 @dataclass(frozen=True, slots=True)
 class _Number:
-    """A number in words, by which a table shows it, and the number by which it is sorted."""
+    """Cell of a table: the text to show, and the number to sort by."""
 
     words: str
     value: float
@@ -51,7 +51,7 @@ class _Number:
 def render_html(
     plans: Sequence[Plan], about: Mapping[str, str] | None = None, graph_breaks: Sequence[GraphBreak] = ()
 ) -> str:
-    """A page with one graph per plan, of which it shows one at a time. `about`: what stands on top of it, by name; "model" is the title."""
+    """The page, with one graph for each plan, shown one at a time. `about`: the head of the page by name; "model" is the title."""
     facts = dict(about or {})
     parts = {
         "title": escape(facts.pop("model", "Plans")),
@@ -63,7 +63,7 @@ def render_html(
         "several": "" if len(plans) > 1 else "hidden",
         "choices": "".join(f'<option value="{n}">{escape(title(plan))}</option>' for n, plan in enumerate(plans)),
         "tables": "\n".join(_section(number, _tables(plan)) for number, plan in enumerate(plans)),
-        # A text of the user's may hold "</script>".
+        # Texts of the user may contain "</script>".
         "data": json.dumps({"graphs": [picture(plan) for plan in plans]}, separators=(",", ":")).replace(
             "<", "\\u003c"
         ),
@@ -72,13 +72,13 @@ def render_html(
 
 
 def _name(plan: Plan, facts: Mapping[str, str], plans: Sequence[Plan]) -> str:
-    """The name that the page does not say of the plan elsewhere: the only one has the model's inputs, one of several is chosen by its title."""
+    """The plan's title, or only its kind if the page shows the title's other parts elsewhere."""
     return kind_in_words(plan) if "inputs" in facts or len(plans) > 1 else title(plan)
 
 
 @functools.cache
 def _template() -> str:
-    """The page with its style and scripts in it."""
+    """The page with its style and scripts inserted."""
     folder = resources.files("torch_hybrid_backend.report")
 
     def text(name: str) -> str:
@@ -195,7 +195,7 @@ def _with(attempts: Sequence[Attempt]) -> list[str]:
 
 
 def _table(title: str, heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table that folds, and is sorted by a click on a head; "" without rows. Columns in which nothing stands are left out."""
+    """A table that folds, sorted by a click on a head; "" without rows. Empty columns are left out."""
     cells = [tuple(row) for row in rows]
     if not cells:
         return ""

@@ -1,6 +1,6 @@
-"""Plans as graphs for Model Explorer (https://github.com/google-ai-edge/model-explorer), in the JSON that it opens without an adapter.
+"""Plans as graphs for Model Explorer (https://github.com/google-ai-edge/model-explorer), in its own JSON, which needs no adapter.
 
-Modules become its layers. Operators carry engine, time, kernel, refusals and source as attributes, and the colour of their engine.
+Modules become layers of Model Explorer. Operators have attributes (engine, time, kernel, refusals, source) and the colour of their engine.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch_hybrid_backend.core.plan import ModuleCall, Plan
 from torch_hybrid_backend.report.picture import picture
 from torch_hybrid_backend.report.share import title
 
-# Light tints of the colours of the page: labels stay dark.
+# Light tints of the page's colours, for dark labels.
 _COLOURS = ("#c2dcec", "#f9e4bd", "#bfe6dc", "#f2dde9", "#d9edf9", "#f4d6bf")
 _EAGER = "#e2e3e5"
 
 
 def render_model_explorer(plans: Sequence[Plan]) -> str:
-    """A list of graphs, one for each plan."""
+    """JSON of a list of graphs, one for each plan."""
     names = sorted({node.engine for plan in plans for node in plan.nodes} - {EAGER})
     colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)} | {EAGER: _EAGER}
     return json.dumps([_graph(f"{number} {title(plan)}", plan, colours) for number, plan in enumerate(plans, 1)])
@@ -76,7 +76,7 @@ def _times(values: Mapping[str, Any], drawn: Mapping[str, Any]) -> dict[str, str
 
 
 def _namespaces(modules: Sequence[ModuleCall]) -> Mapping[str, str]:
-    """Layers of Model Explorer in which each module's operators lie: "encoder/layers.0/attention"."""
+    """Module path -> the layer of its operators in Model Explorer, for example "encoder/layers.0/attention"."""
     groups: dict[str, str] = {}
     for call in modules:  # a module comes after those that call it
         name = call.path.removeprefix(f"{call.parent}.") if call.parent else call.path

@@ -1,4 +1,4 @@
-"""The time of each operator: from the times of kernels where a plan has them, else its part of what its region costs."""
+"""Time of each operator: from the times of kernels if the plan has them, else a part of its region's cost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch_hybrid_backend.core.engine import EAGER
 from torch_hybrid_backend.core.plan import KernelTime, NodeDecision, Plan, Profile
 
-# Operations that take a processor about as long as a byte from memory. Work is compared, never shown as a time.
+# A processor computes about this many operations in the time of a byte from memory. Work is only compared, never shown as a time.
 _FLOPS_PER_BYTE = 20
 
 
@@ -18,7 +18,7 @@ class OperatorTimes:
     """Microseconds of one call by operator. `other_us`: time that belongs to no operator.
 
     `kind`: "measured" if the times are those of kernels; "estimated" if the cost of each region is divided among its operators by their work;
-    "work" if nothing was timed. The numbers are then work without a unit. `kernels`: the kernels that compute an operator.
+    "work" if nothing was timed, and the numbers are work without a unit. `kernels`: the kernels that compute each operator.
     """
 
     kind: str
@@ -28,7 +28,7 @@ class OperatorTimes:
 
 
 def operator_times(plan: Plan) -> OperatorTimes:
-    """Times that add up to what was timed of a call. The time of a fused kernel counts for the operator in it that has most work."""
+    """Times of operators, which add up to the timed part of a call. The time of a fused kernel counts for its operator with most work."""
     work = _work(plan)
     if plan.profile is not None:
         return _measured(plan, plan.profile, work)
@@ -57,8 +57,8 @@ def _measured(plan: Plan, profile: Profile, work: Mapping[str, float]) -> Operat
     kernels: dict[str, list[KernelTime]] = defaultdict(list)
     other = profile.overhead_us
     for row in profile.kernels:
-        module = row.modules[0] if row.modules else ""  # that of the heaviest operator
-        # Where eager runs the whole call, rows have no region and name operators of Dynamo's graph: the plan's have the same modules.
+        module = row.modules[0] if row.modules else ""  # the module of the heaviest operator
+        # If eager runs the whole call, rows have no region and name operators of Dynamo's graph. The plan's operators have the same modules.
         nodes = [by_name[name] for name in row.nodes if name in by_name] if row.region else by_module[module]
         if not nodes:
             other += row.microseconds
@@ -83,7 +83,7 @@ def _divided(microseconds: float, nodes: Sequence[NodeDecision], work: Mapping[s
 
 
 def _work(plan: Plan) -> dict[str, float]:
-    """Work of each operator: its operations, or the bytes that it reads and writes where these take longer; 0 of views."""
+    """Work of each operator: its operations, or its bytes read and written if these take longer; 0 for views."""
     constants = {given.name for given in plan.inputs if given.is_constant}
     sizes = {given.name: given.spec.typical_bytes for given in plan.inputs if given.spec is not None}
     sizes |= {node.name: sum(spec.typical_bytes for spec in node.outputs) for node in plan.nodes}

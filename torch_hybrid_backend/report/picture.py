@@ -1,4 +1,4 @@
-"""A plan as the page draws it: values that JSON holds, texts in words, nothing that is empty."""
+"""A plan as values of JSON, for the page to draw. Empty values are left out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch_hybrid_backend.report.share import (
 
 
 def picture(plan: Plan) -> Mapping[str, Any]:
-    """The graph of a plan for report/page/: operators in order with their times, inputs, modules, regions, and kernels that were timed."""
+    """The graph of a plan: operators in order with their times, inputs, outputs, modules, regions, and timed kernels."""
     times = operator_times(plan)
     rows = list(plan.profile.kernels) if plan.profile is not None else []
     numbers = {id(row): number for number, row in enumerate(rows)}

@@ -1,4 +1,4 @@
-"""Share of each engine in a plan, in operators and floating-point operations."""
+"""Facts about a plan that all reports share: each engine's share, refusals, and texts in words."""
 
 from __future__ import annotations
 
@@ -20,11 +20,9 @@ _KINDS = {"disturbed": DISTURBED, "cached": "measured earlier"}
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Share of one engine in a plan: operators, and floating-point operations per call with their fraction of all (0
-    to 1).
+    """Share of an engine in a plan: operators, and floating-point operations (flops) of a call.
 
-    `fraction` is None where the plan has no floating-point operations that count (no product, convolution or
-    attention).
+    `fraction`: flops divided by those of the plan; None if the plan has none (no product, convolution or attention).
     """
 
     engine: str
@@ -35,7 +33,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class RefusedOperators:
-    """`count` operators of one kind, from one line of the user's, that an engine refused for one reason."""
+    """Operators of one kind and one source line that an engine refused for one reason. `count`: their number."""
 
     operator: str
     refusal: Refusal
@@ -44,7 +42,7 @@ class RefusedOperators:
 
 
 def shares(plan: Plan) -> tuple[Share, ...]:
-    """The shares of the engines that run something, the largest first: by flops, then by operators."""
+    """Shares of the engines that run operators, the largest first: by flops, then by operators."""
     operators: Counter[str] = Counter()
     flops: Counter[str] = Counter()
     for node in plan.nodes:
@@ -56,13 +54,13 @@ def shares(plan: Plan) -> tuple[Share, ...]:
 
 
 def refused_operators(plan: Plan) -> tuple[RefusedOperators, ...]:
-    """Every refusal of an operator, equal ones counted together, in graph order of the first."""
+    """The refusals of operators in graph order, equal ones counted together."""
     counts = Counter((node.operator, refusal, node.source) for node in plan.nodes for refusal in node.refusals)
     return tuple(RefusedOperators(operator, refusal, source, n) for (operator, refusal, source), n in counts.items())
 
 
 def operator_kinds(plan: Plan) -> tuple[tuple[str, int, int], ...]:
-    """(operator, how many inside regions that an engine runs, how many in eager), the most frequent first."""
+    """(operator, its count in regions of other engines than eager, its count in eager), the most frequent first."""
     inside: Counter[str] = Counter()
     outside: Counter[str] = Counter()
     for node in plan.nodes:
@@ -72,7 +70,7 @@ def operator_kinds(plan: Plan) -> tuple[tuple[str, int, int], ...]:
 
 
 def engine_in_words(decision: RegionDecision) -> str:
-    """The engine, and the device where that is not the host: "tvm", "eager on cuda:1"."""
+    """The engine, and the device unless it is the host: "tvm", "eager on cuda:1"."""
     return decision.engine if decision.device.is_host else f"{decision.engine} on {decision.device}"
 
 
@@ -85,7 +83,7 @@ def costs_in_words(costs: Sequence[Cost]) -> str:
 
 
 def call_in_words(plan: Plan) -> tuple[str, ...]:
-    """Costs of whole calls and who runs them, then the reason if the plan lost. Empty if whole calls were not priced."""
+    """Costs of whole calls with the engine that runs them, then the reason if the plan lost. Empty if whole calls were not priced."""
     if plan.call is None:
         return ()
     lost = (f"not the {r.engine}: {r.code}: {r.why}" for r in plan.call.refusals)
@@ -97,7 +95,7 @@ def call_in_words(plan: Plan) -> tuple[str, ...]:
 
 
 def partitionings_in_words(plan: Plan) -> tuple[str, ...]:
-    """Cost of a call by the order in which engines were offered the operators; empty where there was one order."""
+    """Cost of a call for each partitioning, named by the engines in the order asked; empty if there was one partitioning."""
     if not plan.partitionings:
         return ()
     kinds = {"more than": "given up at "}
@@ -109,7 +107,7 @@ def partitionings_in_words(plan: Plan) -> tuple[str, ...]:
 
 
 def conversion_in_words(plan: Plan) -> tuple[str, ...]:
-    """Outcome for a converted graph, with the error of its outputs against the graph as written; empty for a graph as written."""
+    """Conversion to another precision, with the error of outputs against the graph as written; empty for a graph as written."""
     made = plan.conversion
     if made is None:
         return ()
@@ -143,12 +141,12 @@ def precision_in_words(decision: RegionDecision) -> str:
 
 
 def kernels_in_words(decision: RegionDecision) -> str:
-    """Kernels that the region calls, without the digits that tell kernels of one name apart: "12 matmul_gelu, row_softmax"."""
+    """Kernels of the region, equal names counted together: "12 matmul_gelu, row_softmax"."""
     return _names_in_words(decision.kernels)
 
 
 def cuda_graphs_in_words(plan: Plan) -> tuple[str, ...]:
-    """Launches of each CUDA graph: "one CUDA graph of 3 kernels: 2 row_softmax, map_add"."""
+    """Kernels of each CUDA graph: "one CUDA graph of 3 kernels: 2 row_softmax, map_add"."""
     return tuple(f"one CUDA graph of {counted(len(g), 'kernel')}: {_names_in_words(g)}" for g in plan.cuda_graphs)
 
 
@@ -158,19 +156,19 @@ def _names_in_words(kernels: Sequence[str]) -> str:
 
 
 def without_digits(kernel: str) -> str:
-    """A kernel's name without the digits that tell it apart from others of its name."""
+    """A kernel's name without its hash."""
     return re.sub(r"_[0-9a-f]{16}$", "", kernel)
 
 
 def graph_break_in_words(found: GraphBreak) -> tuple[str, ...]:
-    """The user's line, why it is left to Python, and what to change."""
+    """The source line of a graph break, the reason, and hints for a change."""
     rest = "; the rest of the function runs in Python" if found.is_last else ""
     why = f"{found.reason}: {found.explanation}" if found.explanation else found.reason
     return found.source, f"{why.rstrip('.')}{rest}", *(f"change: {hint}" for hint in found.hints)
 
 
 def regions_title(plan: Plan) -> str:
-    """Heading of the table of regions."""
+    """Title of the table of regions."""
     used = plan.call is None or plan.call.engine == "plan"
     return "regions, each run by one engine" if used else "regions of the plan, which is not used"
 
@@ -192,13 +190,13 @@ def size_in_words(operators: int, flops: int, of_them: str = "") -> str:
 
 
 def summary(plan: Plan) -> str:
-    """The plan in one line: its title, operators, regions and each engine's part."""
+    """The plan in one line: title, operators, regions, and each engine's share."""
     return f"{title(plan)}: {parts_in_words(plan)}"
 
 
 def parts_in_words(plan: Plan, views: str = "") -> str:
-    """Operators, regions and each engine's part: "3 operators, 4.00 MFLOP, 2 regions; tvm runs 2, eager runs 1". `views`: text about operators
-    that compute nothing, after their number; "" leaves them out."""
+    """Operators, regions and each engine's share: "3 operators, 4.00 MFLOP, 2 regions; tvm runs 2, eager runs 1". `views`: text after the
+    number of views; "" leaves views out."""
     parts = []
     for share in shares(plan):
         part = f"{share.engine} runs {share.operators}"
@@ -215,7 +213,7 @@ def kind_in_words(plan: Plan) -> str:
 
 
 def title(plan: Plan) -> str:
-    """Model, shapes and use of the graph, for example "ResNet (inference, 1x3x224x224 float32)"."""
+    """Model, use and input shapes of the graph, for example "ResNet (inference, 1x3x224x224 float32)"."""
     kind = kind_in_words(plan)
     inputs = [value.spec for value in plan.inputs if not value.is_constant and value.spec is not None]
     shapes = [tensor_in_words(spec.shape, spec.dtype) for spec in inputs[:_NAMED_INPUTS]]

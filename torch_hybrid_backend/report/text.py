@@ -31,7 +31,7 @@ NOTHING_COMPILED = (
 
 
 def render_text(plans: Sequence[Plan]) -> str:
-    """Each plan's summary, regions, operators by kind and refusals; ends without a newline."""
+    """The plans as text: summary, regions, operators by kind, and refusals. Ends without a newline."""
     if not plans:
         return NOTHING_COMPILED
     several = len(plans) > 1

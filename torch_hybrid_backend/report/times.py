@@ -1,4 +1,4 @@
-"""Times of a profile as text: the kernels that take most of a call, and the modules."""
+"""Profiles as text: the slowest kernels, and the modules."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch_hybrid_backend.core.units import time_in_words
 from torch_hybrid_backend.report.share import DISTURBED, counted, without_digits
 
 _MOST_ROWS = 10
-_NAMED = 3  # operators of a segment of eager
+_NAMED = 3  # operators named of a segment in eager
 _MOST_MODULES = 12
-_WHOLE_SHARE = 0.9  # a module with so much of the time is shown by its parts
-_SLACK = 0.05  # kernels that add up to more than a call by less are noise
+_WHOLE_SHARE = 0.9  # a module with a larger share of the time is replaced by its parts
+_SLACK = 0.05  # kernels may add up to this much more than a call: noise
 
 _Cells = tuple[str, str, str, str, str]
 
 
 def profile_in_words(plan: Plan) -> Iterable[str]:
-    """The kernels of the plan's profile by time, with what they achieve; then the machine's ceilings and the modules."""
+    """Lines about the plan's profile: the slowest kernels with their rates, the machine's ceilings, and the modules."""
     profile = plan.profile
     if profile is None:
         return
@@ -42,8 +42,8 @@ def profile_in_words(plan: Plan) -> Iterable[str]:
 
 
 def module_shares(profile: Profile) -> list[tuple[str, float]]:
-    """Modules with their share of the call, the largest first; a kernel of several counts for its first. Where one module has nearly all of the
-    time, its parts."""
+    """Modules with their share of the call, the largest first. A kernel of several modules counts for the first. A module with nearly all of
+    the time is replaced by its parts."""
     times: Counter[str] = Counter()
     for kernel in profile.kernels:
         times[kernel.modules[0] if kernel.modules else ""] += kernel.microseconds  # type: ignore[assignment]
@@ -99,7 +99,7 @@ def _row(kernel: KernelTime, profile: Profile, operators: Mapping[str, str]) -> 
 
 
 def _of(rate: float, most: float | None) -> str:
-    """For example "41.5 (31%)"; "" for nothing."""
+    """For example "41.5 (31%)"; "" if the rate is 0."""
     if not rate:
         return ""
     return f"{rate:.1f} ({rate / most:.0%})" if most else f"{rate:.1f}"

@@ -21,6 +21,7 @@ from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.hoisted_inputs import CallInput, FoldedValue, HoistedInputs
 from torch_hybrid_backend.core.lazy_bits import copied
 from torch_hybrid_backend.core.limits import ADDRESS_ALIGNMENT
+from torch_hybrid_backend.core.program import Callback as CallbackStep
 from torch_hybrid_backend.core.program import LaunchGraph, Packing
 from torch_hybrid_backend.core.region import PartitionedGraph
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
@@ -34,6 +35,7 @@ from torch_hybrid_backend.runtime.constants import (
     run_fold,
     without_owning,
 )
+from torch_hybrid_backend.runtime.native.description import PlanDescription
 from torch_hybrid_backend.runtime.native.ops import Binding, Callback, Guard, Plan
 from torch_hybrid_backend.runtime.plan_layout import ConstantSlot, Piece, StaticLayout, StepOrigin, lay_out, same_memory
 from torch_hybrid_backend.sizes.size import Dim
@@ -107,6 +109,28 @@ class BoundConstants:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class PlanOutput:
+    """An output of the graph that the plan computes: the plan's output of that number."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SavedPlan:
+    """A plan with all that its calls need, as data.
+
+    `functions`: what its callbacks call, by number. `inputs`: of the plan, each an input of the call or a tensor that stays the same.
+    `slots`: the constants, by slot. `outputs`: of the graph; what is none of these types is returned as it is.
+    """
+
+    description: PlanDescription
+    functions: Mapping[int, Callback]
+    inputs: tuple[CallInput | torch.Tensor, ...]
+    slots: tuple[torch.Tensor, ...]
+    outputs: tuple[PlanOutput | CallInput | torch.Tensor | object, ...]
+
+
 class Executor:
     """Runs one static graph. Threads may call it at once.
 
@@ -140,9 +164,11 @@ class Executor:
         self._layout = lay_out(frozenset(inputs), constants | folded, pieces, computed, graphs=graphs)
         if self.cuda_graphs:
             log.info("kernels in each CUDA graph of this plan: %s", ", ".join(str(len(g)) for g in self.cuda_graphs))
-        self._plan = Plan(self._layout.description, (*callbacks, *self._layout.functions))
+        self._callbacks = (*callbacks, *self._layout.functions)
+        self._plan = Plan(self._layout.description, self._callbacks)
         self._plan_sources = tuple(sources[name] for name in self._layout.inputs)
-        self._returns = tuple(_return(output, sources, computed) for output in outputs)
+        self._outputs = tuple(_output(output, sources, computed) for output in outputs)
+        self._returns = tuple(map(_return, self._outputs))
         self._returns_plan_outputs = list(outputs) == computed
         returned = [sources[output] for output in outputs if isinstance(output, str) and output in sources]
         # Folded values that callbacks read or the graph returns: each call needs them as tensors.
@@ -198,6 +224,24 @@ class Executor:
             bound = self._constants.refresh(inputs)
         raise HybridError(_KEEP_CHANGING)
 
+    def saved(self, inputs: Sequence[Any]) -> SavedPlan:
+        """The plan as data, with the constants of a call's inputs. Raises as a call does."""
+        with torch.no_grad():
+            folded = run_fold(self._binder.hoisted, self._binder.fold, inputs)
+            slots = self._binder.slot_tensors(inputs, folded)
+
+        def source(of: object) -> object:
+            return folded[of.index] if isinstance(of, FoldedValue) else of
+
+        called = {step.step.function for step in self._layout.steps if isinstance(step.step, CallbackStep)}
+        return SavedPlan(
+            self._layout.description,
+            {number: self._callbacks[number] for number in sorted(called)},
+            tuple(map(source, self._plan_sources)),  # type: ignore[arg-type]
+            tuple(slots),
+            tuple(map(source, self._outputs)),
+        )
+
     def kernel_us(self, inputs: Sequence[Any]) -> list[float]:
         """The microseconds that each step of the pieces' programs takes in one call, in their order, each in a parallel region of its own.
 
@@ -229,22 +273,28 @@ class Executor:
         ]
 
 
-def _return(
+def _output(
     output: object, sources: Mapping[str, CallInput | FoldedValue], computed: Sequence[str]
+) -> PlanOutput | CallInput | FoldedValue | object:
+    """The origin of one of the graph's outputs; a literal as it is."""
+    if not isinstance(output, str):
+        return output
+    return sources[output] if output in sources else PlanOutput(computed.index(output))
+
+
+def _return(
+    output: PlanOutput | CallInput | FoldedValue | object,
 ) -> Callable[[Sequence[Any], Sequence[torch.Tensor], BoundConstants], Any]:
     """Function that takes one of the graph's outputs from the call's inputs, the plan's outputs and the constants."""
-    if not isinstance(output, str):
-        return lambda inputs, outputs, bound: output
-    source = sources.get(output)
-    if isinstance(source, CallInput):
-        position = source.position
-        return lambda inputs, outputs, bound: inputs[position]
-    if isinstance(source, FoldedValue):
-        index = source.index
-        # A copy, as eager would have computed it: the caller may write to it.
-        return lambda inputs, outputs, bound: copied(resolve(bound.extra[index], inputs))
-    number = computed.index(output)
-    return lambda inputs, outputs, bound: outputs[number]
+    match output:
+        case CallInput(position):
+            return lambda inputs, outputs, bound: inputs[position]
+        case FoldedValue(index):
+            # A copy, as eager would have computed it: the caller may write to it.
+            return lambda inputs, outputs, bound: copied(resolve(bound.extra[index], inputs))
+        case PlanOutput(number):
+            return lambda inputs, outputs, bound: outputs[number]
+    return lambda inputs, outputs, bound: output
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -282,19 +332,28 @@ class _Binder:
         owned: dict[int, torch.Tensor] = {}
         borrowed: dict[int, int] = {}
         for number, slot in enumerate(self.slots):
-            sources = [self.sources[name] for name in slot.sources]
-            tensors = [
-                inputs[source.position].detach() if isinstance(source, CallInput) else folded[source.index]
-                for source in sources
-            ]
-            tensor = _slot_tensor(slot, tensors)
-            source = sources[0]
+            source = self.sources[slot.sources[0]]
+            first, tensor = self._slot_tensor(slot, inputs, folded)
             is_parameter = isinstance(source, CallInput) or isinstance(kept[source.index], ViewOfInput)
-            if tensor is tensors[0] and is_parameter:
+            if tensor is first and is_parameter:
                 borrowed[number] = tensor.data_ptr()
             else:
                 owned[number] = tensor
         return BoundConstants(guard, owned, borrowed, {index: kept[index] for index in self.extra})
+
+    def slot_tensors(self, inputs: Sequence[Any], folded: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors that fill the slots."""
+        return [self._slot_tensor(slot, inputs, folded)[1] for slot in self.slots]
+
+    def _slot_tensor(
+        self, slot: ConstantSlot, inputs: Sequence[Any], folded: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first tensor that a slot is made of, and the one that fills it."""
+        tensors = [
+            inputs[source.position].detach() if isinstance(source, CallInput) else folded[source.index]
+            for source in (self.sources[name] for name in slot.sources)
+        ]
+        return tensors[0], _slot_tensor(slot, tensors)
 
 
 def can_address(device: Device, tensor: torch.Tensor) -> bool:

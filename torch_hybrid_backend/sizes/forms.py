@@ -1,4 +1,4 @@
-"""Other forms of a size: sympy's expressions, which it comes from, and text, which it goes to and comes back from."""
+"""Conversions of sizes: from sympy's expressions, to text, and from text."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch_hybrid_backend.sizes.size import Atom, Dim, Size, Symbol, function, p
 
 
 def from_sympy(expression: Any, symbol_of: Callable[[Any], Size]) -> Dim | None:
-    """A sympy expression of torch's symbolic shapes as a size, whose symbols are what `symbol_of` makes of sympy's. None for what has no
-    such form."""
+    """The size for a sympy expression of torch's symbolic shapes; None if no size expresses it. `symbol_of`: the size for a sympy symbol."""
     if expression.is_Integer:
         return int(expression)
     if expression.is_Symbol:
@@ -45,14 +44,14 @@ def from_sympy(expression: Any, symbol_of: Callable[[Any], Size]) -> Dim | None:
 
 
 def parse(text: str) -> Dim:
-    """The inverse of `str` of a size; its symbols get the default hint. Raises ValueError for other texts."""
+    """The size whose `str` is this text, with symbols of the default hint and range. Raises ValueError for other texts."""
     try:
         return _parsed(ast.parse(_FREE_TEXT.sub(lambda m: f"_free({m.group()[1:-1]!r})", text), mode="eval").body)
     except SyntaxError as error:
         raise ValueError(f"{text!r} is no size") from error
 
 
-# A symbol that only an expression's text names ("[u0 + 1]").
+# A symbol named by the text of an expression, such as "[u0 + 1]".
 _FREE_TEXT = re.compile(r"\[[^\[\]]*\]")
 _OPERATORS: Mapping[type[ast.operator], Callable[[Dim, Dim], Dim]] = {
     ast.Add: operator.add,
@@ -81,7 +80,7 @@ def _parsed(node: ast.expr) -> Dim:
 
 
 def render(size: Dim, name: Callable[[Symbol], str]) -> str:
-    """The size as text under other names of its symbols; equal sizes give equal texts."""
+    """Text of a size, with `name` for its symbols. Equal sizes give equal texts."""
     if isinstance(size, int):
         return str(size)
 
@@ -97,7 +96,7 @@ def render(size: Dim, name: Callable[[Symbol], str]) -> str:
 
 
 def linear(size: Dim | None) -> tuple[str, int, int] | None:
-    """(name, factor, offset) of a size `factor * name + offset`."""
+    """(name, factor, offset) if the size is `factor * name + offset` for one symbol; None otherwise."""
     if not isinstance(size, Size):
         return None
     terms = dict(size.terms)

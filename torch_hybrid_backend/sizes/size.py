@@ -1,11 +1,11 @@
 """Size: an integer that is only known at run time, as arithmetic on the symbols of a graph's shapes.
 
-A size is a polynomial over atoms with integer coefficients. An atom is a symbol (`s0`: a dimension of a tensor, or an integer that a program
-is called with), or a quotient, a remainder, a maximum or a minimum of other sizes. What is constant is a plain `int`: a `Size` always depends
-on some symbol. Each symbol has a range: a dimension is never negative, an integer may be any of 64 bits.
+A size is a polynomial over atoms with integer coefficients. An atom is a symbol, or a quotient, remainder, maximum or minimum of two sizes. A
+symbol (`s0`) is a dimension of a tensor, or an integer argument of a program. Constants are plain `int`s: a `Size` always depends on a symbol.
+Each symbol has a range: a dimension is never negative, an integer argument may be any of 64 bits.
 
-Comparisons answer only what holds for every value of the symbols, and raise `UndecidedSizeError` otherwise. `==` compares the polynomials:
-equal means equal at every value, and unequal means not equal at every value.
+A comparison answers if the answer is the same for all values of the symbols, and raises `UndecidedSizeError` otherwise. `==` compares the
+polynomials: equal sizes are equal at all values, and unequal sizes differ at some value.
 
     >>> s = symbol("s0", 7)
     >>> (s * 4 + 8) // 4, (s * 4) % 4, size_hint(s * 12), s + 1 > 0
@@ -20,20 +20,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# The largest dimension, and the most elements, of tensors that kernels address: their indices are int32.
+# The largest dimension, and the most elements, of tensors that kernels address by int32 indices.
 MAX_SIZE = (1 << 31) - 1
-# The largest integer that a program can be called with.
+# The largest integer argument of a program.
 MAX_INTEGER = (1 << 63) - 1
 
 
 class UndecidedSizeError(Exception):
-    """A question about a size whose answer depends on the values of its symbols."""
+    """The answer to a question about a size depends on the values of its symbols."""
 
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """A size symbol. `hint` is a typical value (that of the example inputs), for choices that only cost time; `low` and `high` are its least
-    and its most value, by default a dimension's. They are no part of its identity: a graph has one symbol of a name."""
+    """A size symbol. `hint`: a typical value, that of the example inputs, for choices that only affect speed. `low`, `high`: the least and the
+    largest value, by default those of a dimension. Symbols of the same name are equal: names are unique in a graph."""
 
     name: str
     hint: int = field(default=128, compare=False)
@@ -42,13 +42,13 @@ class Symbol:
 
     @property
     def is_wide(self) -> bool:
-        """True if it takes more than 32 bits: an integer, then, and no dimension."""
+        """True if a value may need more than 32 bits, as that of an integer argument; dimensions fit."""
         return not -MAX_SIZE <= self.low <= self.high <= MAX_SIZE
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """`name` of "floordiv", "mod" (both of the rounding of Python), "max" or "min", of two sizes."""
+    """Function of two sizes. `name`: "floordiv", "mod" (both round as in Python), "max" or "min"."""
 
     name: str
     left: Dim
@@ -67,21 +67,21 @@ _EVALUATE: Mapping[str, Callable[[int, int], int]] = {
 
 
 class Size:
-    """A sum of monomials; see the module. Immutable and hashable."""
+    """A sum of monomials. `terms`: monomial -> coefficient. Immutable and hashable."""
 
     __slots__ = ("_hash", "_text", "terms", "traits")
 
     def __init__(self, terms: Mapping[Monomial, int]) -> None:
-        # In one order, whatever the order of the operations that led here: texts and choices depend on it.
+        # Sorted, so that texts and choices do not depend on the order of operations.
         self.terms = dict(terms) if len(terms) == 1 else dict(sorted(terms.items(), key=lambda item: _order(item[0])))
         self._hash = hash(frozenset(self.terms.items()))
         self._text = ""
-        # What equal sizes may differ in; one graph's s0 is not another's.
+        # Hints and ranges of the symbols. Equal sizes may differ in these, as two graphs may each have an s0.
         self.traits: tuple[int, ...] = tuple(
             trait for monomial in self.terms for atom, _ in monomial for trait in _traits(atom)
         )
 
-    # Arithmetic: results are plain ints where no symbol is left.
+    # Arithmetic: a result is a plain int if no symbol is left.
 
     def __add__(self, other: Dim) -> Dim:
         return _sum(self, other) if isinstance(other, int | Size) else NotImplemented  # type: ignore[no-any-return]
@@ -168,23 +168,23 @@ class Size:
         return Size, (self.terms,)  # hashes of names differ between processes
 
 
-# A number, or an expression in size symbols known only at run time.
+# An int, or a size that is only known at run time.
 Dim = int | Size
 Interval = tuple[int, int]
 
 
 def symbol(name: str, hint: int = 128, low: int = 0, high: int = MAX_SIZE) -> Size:
-    """The size that is one symbol."""
+    """The size that consists of one new symbol."""
     return _atom(Symbol(name, hint, low, high))
 
 
 def as_size(symbol: Symbol) -> Size:
-    """A symbol as the size that it is."""
+    """The size that consists of this symbol."""
     return _atom(symbol)
 
 
 def function(name: str, left: Dim, right: Dim) -> Dim:
-    """floordiv, mod, max or min of two sizes, decided where it can be."""
+    """floordiv, mod, max or min of two sizes, simplified if possible."""
     if isinstance(left, int) and isinstance(right, int):
         return _EVALUATE[name](left, right)
     if name == "floordiv":
@@ -199,22 +199,22 @@ def function(name: str, left: Dim, right: Dim) -> Dim:
 
 
 def evaluate(size: Dim, values: Mapping[str, int]) -> int:
-    """The value of a size, given its symbols' by name."""
+    """The value of a size. `values`: symbol name -> value. Divisions by 0 give 0."""
     return _evaluate(size, lambda s: values[s.name])
 
 
 def size_hint(size: Dim) -> int:
-    """A likely value: what it was for the example inputs. For choices that cost time, never for right or wrong."""
+    """A typical value of a size, that for the example inputs. Use this value for choices that affect speed, never results."""
     return _evaluate(size, lambda s: s.hint)
 
 
 def known_int(size: Dim) -> int:
-    """The size where it is a number; raises UndecidedSizeError where it is only known at run time."""
+    """The size as an int. Raises UndecidedSizeError if the size is only known at run time."""
     return size if isinstance(size, int) else int(size)
 
 
 def symbols(sizes: Iterable[Dim]) -> list[Symbol]:
-    """The symbols that sizes depend on, each once, in the order in which they are met."""
+    """The symbols that sizes depend on, each once, in order of first use."""
     found: dict[Symbol, None] = {}
     for size in sizes:
         for atom in _atoms(size):
@@ -224,7 +224,7 @@ def symbols(sizes: Iterable[Dim]) -> list[Symbol]:
 
 
 def interval(size: Dim) -> Interval:
-    """Numbers that the size is never below and never above, as far as its form and its symbols' ranges tell."""
+    """Lower and upper bound of a size, from its form and the ranges of its symbols. The bounds may be wider than the values."""
     if isinstance(size, int):
         return size, size
     found: Interval = _interval(size)
@@ -232,12 +232,12 @@ def interval(size: Dim) -> Interval:
 
 
 def lower_bound(size: Dim) -> int:
-    """A number the size is never below; see `interval`."""
+    """Lower bound of a size; see `interval`."""
     return interval(size)[0]
 
 
 def magnitude(size: Dim) -> Dim:
-    """Bound of the absolute value of every number that occurs on the way to the value of a size."""
+    """Upper bound of the absolute values of a size and of all intermediate results when it is computed."""
     if isinstance(size, int):
         return abs(size)
     monomials = [
@@ -247,17 +247,17 @@ def magnitude(size: Dim) -> Dim:
 
 
 def known_less(a: Dim, b: Dim) -> bool:
-    """True if a < b is known to hold, whatever the symbols' values."""
+    """True if a < b is known to hold for all values of the symbols."""
     return a < b if isinstance(a, int) and isinstance(b, int) else lower_bound(b - a) >= 1
 
 
 def known_at_most(a: Dim, b: Dim) -> bool:
-    """True if a <= b is known to hold, whatever the symbols' values."""
+    """True if a <= b is known to hold for all values of the symbols."""
     return a <= b if isinstance(a, int) and isinstance(b, int) else lower_bound(b - a) >= 0
 
 
 def product(sizes: Iterable[Dim]) -> Dim:
-    """The product of sizes, 1 of none."""
+    """The product of sizes; 1 if there are none."""
     total: Dim = 1
     for size in sizes:
         total = total * size
@@ -269,35 +269,35 @@ def ceil_div(a: Dim, b: Dim) -> Dim:
     return (a + b - 1) // b
 
 
-def _remembered(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` of sizes, computed once for equal arguments of equal traits: schedules ask the same few questions thousands of times."""
+def _cached(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Cache a function of sizes, by the sizes and their traits: schedules ask the same few questions thousands of times."""
     cached = functools.lru_cache(maxsize=1 << 14)(lambda traits, *sizes: fn(*sizes))
     return lambda *sizes: cached(tuple(size.traits if isinstance(size, Size) else () for size in sizes), *sizes)
 
 
 def divide(size: Dim, divisor: Dim) -> tuple[Dim, Dim]:
-    """(quotient, rest) with `size == quotient * divisor + rest`, the terms that `divisor` divides in the quotient."""
+    """(quotient, rest) with `size == quotient * divisor + rest`. The quotient has the terms that `divisor` divides."""
     if isinstance(size, int) and isinstance(divisor, int):
         return divmod(size, divisor)
     found: tuple[Dim, Dim] = _divide(size, divisor)
     return found
 
 
-@_remembered
+@_cached
 def _divide(size: Dim, divisor: Dim) -> tuple[Dim, Dim]:
     if isinstance(divisor, int):
         quotient = {m: c // divisor for m, c in _terms(size) if m and c % divisor == 0}
         rest = {m: c for m, c in _terms(size) if m and c % divisor}
         constant = dict(_terms(size)).get((), 0)
         quotient[()], rest[()] = constant // divisor, constant % divisor
-        return _made(quotient), _made(rest)
+        return _from_terms(quotient), _from_terms(rest)
     if len(divisor.terms) == 1:
         (by, factor), *_ = divisor.terms.items()
         parts = [(m, c, _quotient(m, by)) for m, c in _terms(size)]
         taken = {q: c // factor for _, c, q in parts if q is not None and c % factor == 0}
         left = {m: c for m, c, q in parts if q is None or c % factor}
-        return _made(taken), _made(left)
-    # Several terms: all or nothing, term by term of the divisor's first.
+        return _from_terms(taken), _from_terms(left)
+    # Several terms: polynomial long division by the leading term. If a rest is left, nothing is divided.
     (lead, factor), *_ = divisor.terms.items()
     whole: Dim = 0
     rest_of: Dim = size
@@ -308,32 +308,32 @@ def _divide(size: Dim, divisor: Dim) -> tuple[Dim, Dim]:
         )
         if found is None:
             break
-        step = _made({found[1]: found[0]})
+        step = _from_terms({found[1]: found[0]})
         whole, rest_of = whole + step, rest_of - step * divisor
         if isinstance(rest_of, int):
             break
     return (whole, 0) if rest_of == 0 else (0, size)
 
 
-@_remembered
+@_cached
 def _sum(a: Size, b: Dim) -> Dim:
     total = dict(a.terms)
     for monomial, coefficient in _terms(b):
         total[monomial] = total.get(monomial, 0) + coefficient
-    return _made(total)
+    return _from_terms(total)
 
 
-@_remembered
+@_cached
 def _times(a: Size, b: Dim) -> Dim:
     total: dict[Monomial, int] = {}
     for left, x in a.terms.items():
         for right, y in _terms(b):
             monomial = _product(left, right)
             total[monomial] = total.get(monomial, 0) + x * y
-    return _made(total)
+    return _from_terms(total)
 
 
-@_remembered
+@_cached
 def _interval(size: Size) -> Interval:
     low = high = 0
     for monomial, coefficient in size.terms.items():
@@ -350,7 +350,7 @@ def _terms(size: Dim) -> Iterable[tuple[Monomial, int]]:
     return size.terms.items() if isinstance(size, Size) else [((), size)]
 
 
-def _made(terms: Mapping[Monomial, int]) -> Dim:
+def _from_terms(terms: Mapping[Monomial, int]) -> Dim:
     left = {m: c for m, c in terms.items() if c}
     if not left:
         return 0
@@ -380,9 +380,9 @@ def _quotient(monomial: Monomial, by: Monomial) -> Monomial | None:
 
 
 def _compare(a: Dim, b: Dim, *, strict: bool) -> bool:
-    """a < b (or a <= b) where that holds, or fails, for all values of the symbols."""
+    """a < b, or a <= b if not `strict`. Raises UndecidedSizeError if the answer depends on the values of the symbols."""
     if not isinstance(a, int | Size) or not isinstance(b, int | Size):
-        raise TypeError(f"a size is compared with a {type(b if isinstance(a, Size) else a).__name__}")
+        raise TypeError(f"a size cannot be compared with a {type(b if isinstance(a, Size) else a).__name__}")
     difference, opposite = b - a, a - b
     if lower_bound(difference) >= (1 if strict else 0):
         return True
@@ -404,7 +404,7 @@ def _atom_interval(atom: Atom) -> Interval:
     if atom.name in ("max", "min"):
         choose = _EVALUATE[atom.name]
         return choose(left[0], right[0]), choose(left[1], right[1])
-    # A division by 0 counts as 0 (`evaluate`).
+    # Divisions by 0 give 0, as in `evaluate`.
     if atom.name == "floordiv":
         return (0 if left[0] >= 0 and right[0] >= 0 else -max(map(abs, left))), max(map(abs, left))
     return min(right[0] + 1, 0), max(right[1] - 1, 0)
@@ -425,7 +425,7 @@ def _evaluate_atom(atom: Atom, value: Callable[[Symbol], int]) -> int:
         return value(atom)
     left, right = _evaluate(atom.left, value), _evaluate(atom.right, value)
     if right == 0 and atom.name in ("floordiv", "mod"):
-        return 0  # a division by an empty dimension is reached by no element
+        return 0  # no element's index divides by an empty dimension
     return _EVALUATE[atom.name](left, right)
 
 

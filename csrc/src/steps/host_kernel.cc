@@ -41,8 +41,9 @@ void HostKernel::Fail(int status) const {
 std::unique_ptr<Step> MakeHostKernel(const Json& description, PlanParts& plan) {
   std::vector<size_t> values = plan.Addressed(description["arguments"].AsInts(), "a kernel");
   const std::string& symbol = description["symbol"].AsString();
-  return std::make_unique<HostKernel>(FindKernel(description["library"].AsString(), symbol), symbol,
-                                      std::move(values), description["sizes"].AsInts(), plan);
+  LoadedKernel kernel = FindKernel(plan.library_path(description["library"].AsString()), symbol);
+  return std::make_unique<HostKernel>(std::move(kernel), symbol, std::move(values),
+                                      description["sizes"].AsInts(), plan);
 }
 
 }  // namespace torch_hybrid_backend

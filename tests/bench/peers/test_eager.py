@@ -1,4 +1,4 @@
-"""The precision that the eager peer computes in."""
+"""Precisions of the eager peer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torch_hybrid_backend.partition.deviation import relative_error
 def test_a_precision_is_what_runs(
     precision: str, executed: dict[str, int] | None, tolerance: float, tmp_path: Path
 ) -> None:
-    """Results are off float32's by no less than rounding, and by no more than such weights cost; what ran is reported."""
+    """Errors against float32 show that the precision was used, and are no larger than it costs. The peer reports the converted layers."""
     model, inputs = three_layers(), rows()
     expected = inputs.call(model)["logits"]
     prepared = prepare(model, inputs, Setting(1, tmp_path, precision))
@@ -37,6 +37,6 @@ def test_a_precision_is_what_runs(
 
 
 def test_what_it_lacks_is_refused(tmp_path: Path) -> None:
-    """Never computed in another precision without a word."""
+    """A precision that the peer lacks raises LacksError: nothing is computed in another precision."""
     with pytest.raises(LacksError, match="it has no int8 of its own; its times as written are shown"):
         prepare(three_layers(), rows(), Setting(1, tmp_path, "int8"))

@@ -1,4 +1,4 @@
-"""The settings of this package as a peer."""
+"""This package as a peer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch_hybrid_backend.partition.deviation import relative_error
 )
 @torch.no_grad()
 def test_a_precision_is_what_runs(precision: str, executed: dict[str, int], tolerance: float, tmp_path: Path) -> None:
-    """Also where arguments are given by name; what was converted is reported, beside the plan's coverage."""
+    """Each precision is used, also if arguments are given by name. The peer reports the converted operators and the plan's coverage."""
     model, inputs = three_layers(), rows()
     expected = inputs.call(model)["logits"]
     calibration = [rows(seed) for seed in range(1, 5)]

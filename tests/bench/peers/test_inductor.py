@@ -1,4 +1,4 @@
-"""PyTorch's own compiler beside eager, where it is installed."""
+"""Inductor beside eager."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch_hybrid_backend.bench.peers.inductor import prepare
 
 
 def test_a_model_with_named_arguments_and_outputs(tmp_path: Path) -> None:
-    """Its results are eager's but for rounding, and it is timed."""
+    """Results equal eager's up to rounding, and the peer is timed."""
     result = measured("inductor", tmp_path)
     assert "gap" not in result, result
     assert result["rms_error"] < 1e-5
@@ -20,6 +20,6 @@ def test_a_model_with_named_arguments_and_outputs(tmp_path: Path) -> None:
 
 
 def test_what_it_lacks_is_refused(tmp_path: Path) -> None:
-    """Never computed in another precision without a word."""
+    """A precision that the peer lacks raises LacksError: nothing is computed in another precision."""
     with pytest.raises(LacksError, match="see inductor, freezing"):
         prepare(three_layers(), rows(), Setting(1, tmp_path, "int8"))

@@ -1,14 +1,17 @@
-"""PyTorch's own compiler with weights as constants beside eager, where it is installed."""
+"""Inductor with freezing beside eager."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.bench.work_for_tests import measured
 
 
+@pytest.mark.full
 def test_a_model_with_named_arguments_and_outputs(tmp_path: Path) -> None:
-    """Its results are eager's but for rounding, and it is timed."""
+    """Results equal eager's up to rounding, and the peer is timed."""
     result = measured("inductor_freezing", tmp_path)
     assert "gap" not in result, result
     assert result["rms_error"] < 1e-5

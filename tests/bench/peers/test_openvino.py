@@ -8,7 +8,7 @@ from tests.bench.work_for_tests import measured
 
 
 def test_a_model_with_named_arguments_and_outputs(tmp_path: Path) -> None:
-    """Its results are eager's but for rounding, and it is timed."""
+    """Results equal eager's up to rounding, and the peer is timed."""
     result = measured("openvino", tmp_path)
     assert "gap" not in result, result
     assert result["rms_error"] < 1e-5
@@ -16,6 +16,6 @@ def test_a_model_with_named_arguments_and_outputs(tmp_path: Path) -> None:
 
 
 def test_a_quantized_model(tmp_path: Path) -> None:
-    """NNCF's, calibrated on other inputs."""
+    """NNCF's quantizer, calibrated on other inputs, stays near eager."""
     result = measured("openvino", tmp_path, "int8")
     assert 1e-4 < result["rms_error"] < 0.1

@@ -1,4 +1,4 @@
-"""The settings of PyTorch's compilers as peers."""
+"""Models in reduced precision for PyTorch's compilers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch_hybrid_backend.partition.deviation import relative_error
 
 @torch.no_grad()
 def test_half_precision_is_autocast() -> None:
-    """Around the call, so that the compiler traces it."""
+    """Autocast surrounds the call, so the compiler traces under it."""
     call = prepared(three_layers(), rows(), Setting(1, Path(), "bf16"), lambda model: model).call
     assert call()["logits"].dtype == torch.bfloat16
 
 
 @torch.no_grad()
 def test_a_quantized_graph_takes_arguments_by_name() -> None:
-    """torchao's, where it is installed."""
+    """A PT2E graph of torchao takes arguments by name."""
     if why := by_name()["inductor"].missing("int8"):
         pytest.skip(why)
     inputs = rows()

@@ -1,4 +1,4 @@
-"""Steps of training."""
+"""Training steps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _same(model: nn.Module) -> nn.Module:
 
 
 def test_a_step_gives_loss_and_gradients_and_can_be_taken_back() -> None:
-    """Those of plain autograd, also where no gradient is recorded around; `reset` restores parameters and running statistics."""
+    """Loss and gradients equal those of plain autograd, also under no_grad. `reset` restores parameters and running statistics."""
     torch.manual_seed(0)
     model, x = _WithLoss(), torch.randn(4, 3)
     expected = model(x).loss
@@ -50,14 +50,14 @@ def test_a_step_gives_loss_and_gradients_and_can_be_taken_back() -> None:
 
 
 def test_outputs_without_a_loss_have_a_gradient_that_is_not_zero() -> None:
-    """The sum behind a softmax would be a constant."""
+    """The loss of a softmax is no constant, as a plain sum would be."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Softmax(-1))
     _, weight, _ = prepared(model, Inputs((torch.randn(2, 3),)), _SETTING, _same).call()
     assert weight.abs().max() > 1e-3
 
 
 def test_a_model_that_cannot_be_trained_is_refused() -> None:
-    """With the reason."""
+    """A model without anything to train raises an error with the reason."""
     with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
         prepared(nn.ReLU(), Inputs((torch.ones(2),)), _SETTING, _same)
     constant = nn.Linear(2, 2)
@@ -67,7 +67,7 @@ def test_a_model_that_cannot_be_trained_is_refused() -> None:
 
 
 def test_hybrid_trains_as_eager_does(tmp_path: Path) -> None:
-    """Loss and gradients are compared before steps are timed."""
+    """Loss and gradients are compared with eager's before steps are timed."""
     result = measured("hybrid", tmp_path, training=True)
     assert result["rms_error"] < 1e-4
     assert result["median_ms"] > 0

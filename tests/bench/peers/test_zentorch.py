@@ -8,7 +8,7 @@ from tests.bench.work_for_tests import measured
 
 
 def test_a_model_with_named_arguments_and_outputs(tmp_path: Path) -> None:
-    """Its results are eager's but for rounding, and it is timed."""
+    """Results equal eager's up to rounding, and the peer is timed."""
     result = measured("zentorch", tmp_path)
     assert "gap" not in result, result
     assert result["rms_error"] < 1e-5

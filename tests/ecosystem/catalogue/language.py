@@ -352,7 +352,6 @@ _MIXTURES = (
         "transformers/mixtral",
         _model("MixtralForCausalLM", "MixtralConfig", **_DECODER, num_local_experts=4, use_cache=False),
         _tokens(2, 32),
-        quick=True,
     ),
     Case(
         "transformers/qwen3_moe",

@@ -1,4 +1,5 @@
-"""Tests marked `tensorrt` need TensorRT: `make test-tensorrt` has it in an environment apart. Elsewhere they skip, and say what is missing."""
+"""Skip tests marked `tensorrt` where TensorRT is missing, and say what is missing. `make test-tensorrt` runs them in an environment of their
+own."""
 
 from __future__ import annotations
 

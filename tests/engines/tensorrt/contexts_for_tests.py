@@ -1,4 +1,4 @@
-"""An engine whose contexts record what they are told, and streams that are none: there is no GPU to run engines on."""
+"""A fake engine whose contexts record their calls, and fake streams: there is no GPU to run engines on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.engines.tensorrt.build import BuildRequest, Layout, SerializedEngine, make_constants
-from torch_hybrid_backend.engines.tensorrt.log import Heard
+from torch_hybrid_backend.engines.tensorrt.log import LogMessages
 from torch_hybrid_backend.graph.graph_json import graph_from_text
 from torch_hybrid_backend.sizes.size import evaluate
 
@@ -60,7 +60,7 @@ class FakeContext:
         self._engine = engine
 
     def tensor(self, name: str, layout: Layout, shape: tuple[int, ...] | None = None) -> torch.Tensor:
-        """The tensor at an address that it was told; `shape`: as it lies in memory, where the layout's own is not all known."""
+        """The tensor at the address of `name`. `shape`: sizes in memory order, if the layout's own are dynamic."""
         return _at(self.addresses[name], shape or tuple(int(layout.spec.shape[d]) for d in layout.order), layout)  # type: ignore[call-overload]
 
     def _told(self, method: str, *told: object) -> bool:
@@ -87,7 +87,7 @@ class FakeContext:
 
 
 class FakeEngine:
-    """Records; `compute` is called with the context in each run, `during` before it."""
+    """A fake engine that records. `compute`: called with the context in each run; `during`: called before."""
 
     def __init__(
         self,
@@ -103,11 +103,11 @@ class FakeEngine:
         self.is_capturable = True
         self.kernels = b""  # what its calls compiled
         self.takes_kernels = True
-        self.heard_now = Heard()  # what TensorRT says in calls
+        self.messages = LogMessages()  # what TensorRT says in calls
         self._log = log
 
-    def heard(self) -> contextlib.AbstractContextManager[Heard]:
-        return contextlib.nullcontext(self.heard_now)
+    def collect_log(self) -> contextlib.AbstractContextManager[LogMessages]:
+        return contextlib.nullcontext(self.messages)
 
     def context(self) -> FakeContext:
         self.contexts.append(FakeContext(self, self._log))
@@ -128,13 +128,12 @@ class FakeEngine:
 def computing(
     region: Region, change: Callable[[torch.Tensor], torch.Tensor] = lambda result: result
 ) -> Callable[[FakeContext], None]:
-    """Compute what an engine of the region would, by PyTorch's operators, on the memory at the addresses that the context was told. `change`:
-    what becomes of its results."""
+    """Compute a region by PyTorch's operators, on the memory at the addresses that the context was told. `change`: applied to each result."""
     return _computing(BuildRequest.of(region, {}), region.graph_module, change)
 
 
 def computing_request(data: bytes) -> Callable[[FakeContext], None]:
-    """Compute what the engine that a request asks for would, likewise: with its constants, whatever the weights are now."""
+    """Compute a request's region likewise, with the request's constants, whatever the weights are now."""
     request = BuildRequest.from_bytes(data)
     graph = graph_from_text(request.graph, FakeTensorMode())
     make_constants(graph, request)

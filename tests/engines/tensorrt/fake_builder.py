@@ -1,7 +1,7 @@
-"""A builder without TensorRT, and without torch, so that its process starts at once: the engine's bytes are the request itself.
+"""A builder without TensorRT and without torch, so that its process starts quickly: the engine's bytes are the request itself.
 
-Where the environment names a folder, each build leaves a file there as it begins, and waits for one called "go". Told to stop, it does so at
-once; where there is a file called "stubborn", only when that is gone.
+If the environment names a folder, each build writes a file there when it begins, and waits for a file called "go". A cancelled build ends at
+once, or, if there is a file called "stubborn", when that file is removed.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The network of a TensorRT engine computed by PyTorch's operators on the host: there is no GPU to run engines on.
+"""The network of a TensorRT engine, computed by PyTorch's operators on the host: there is no GPU to run engines on.
 
-    network = network_of(region)                # as converters made it, before TensorRT's builder; a strongly typed one
+    network = network_of(region)                # as converters made it, before TensorRT's builder; strongly typed
     network.run([x, w])                         # the region's outputs for its tensors, of any sizes
-    network.check({"s0": 5})                    # beside the region's graph in eager, with random tensors of such sizes
+    network.check({"s0": 5})                    # against the region's graph in eager, with random tensors of such sizes
 
-It follows TensorRT's documentation of each layer and is strict: operands of two types, slices out of bounds and shapes that do not fit raise.
-It knows the layers that models of the zoo have, and raises NotImplementedError for others.
+The layers follow TensorRT's documentation strictly: operands of two dtypes, slices out of bounds and unsuitable shapes raise. Layers that no
+model of the zoo has raise NotImplementedError.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch_hybrid_backend.sizes.size import evaluate
 
 
 class Network:
-    """A network that was built, with the request that it was built for."""
+    """A network that was built for a request."""
 
     def __init__(self, request: BuildRequest, interpreter: Any) -> None:
         self.request = request
@@ -40,7 +40,7 @@ class Network:
         }
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """`tensors`: those of the region's inputs that are inputs of the engine, in its order."""
+        """Compute the outputs. `tensors`: the region's inputs that are inputs of the engine, in its order."""
         layouts = [self.request.inputs[position] for position in self.request.engine_inputs]
         values: dict[str, torch.Tensor] = {}
         for number, (tensor, layout) in enumerate(zip(tensors, layouts, strict=True)):
@@ -55,8 +55,8 @@ class Network:
         return results
 
     def check(self, sizes: Mapping[str, int], *, below: int = 2) -> None:
-        """With random tensors of these sizes, by the names of their symbols: whole numbers are equal, others nearly. Whole numbers that enter
-        are from 0 to `below`."""
+        """Compare with eager on random tensors. `sizes`: symbol name -> size. Integers must be equal, floats nearly. Integer inputs are from 0
+        to `below`."""
         assert all(size <= self.request.ranges[name].most for name, size in sizes.items()), self.request.ranges
         graph = graph_from_text(self.request.graph, FakeTensorMode())
         make_constants(graph, self.request)
@@ -76,7 +76,7 @@ class Network:
             torch.testing.assert_close(one, other)
 
     def _value(self, wanted: Any, values: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Depth first, without recursion: networks are deep."""
+        """Compute a value depth first, without recursion, as networks are deep."""
         left = [wanted]
         while left:
             tensor = left[-1]
@@ -104,7 +104,7 @@ def _random(spec: TensorSpec, sizes: Mapping[str, int], below: int, generator: t
 
 
 def network_of(region: Region) -> Network:
-    """The network of a region, whose engine is built, too."""
+    """The network of a region; the engine is built too."""
     from torch_hybrid_backend.engines.tensorrt import adapter
 
     seen: list[Any] = []
@@ -119,7 +119,7 @@ def network_of(region: Region) -> Network:
 
 
 def _check(tensor: Any, value: torch.Tensor) -> None:
-    """Check that a value has the type and the sizes that TensorRT says."""
+    """Check that a value has the dtype and sizes that TensorRT reports."""
     assert value.dtype is _dtype(tensor.dtype), (tensor.name, value.dtype, tensor.dtype)
     told = _dims(tensor.shape)
     if told is not None:  # else TensorRT knows no rank
@@ -167,7 +167,7 @@ def _shuffle(layer: Any, x: torch.Tensor, shape: torch.Tensor | None = None) -> 
 
 
 def _dims(dims: Any) -> list[int] | None:
-    """None for those that are not set, which TensorRT-RTX 1.5 says by dimensions that cannot be read, and 1.6 by none."""
+    """Sizes; None if they are not set. TensorRT-RTX 1.5 then has dimensions that cannot be read, 1.6 has None."""
     try:
         return None if dims is None else list(dims)
     except ValueError:

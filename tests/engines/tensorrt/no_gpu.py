@@ -1,7 +1,6 @@
-"""Answers to torch_tensorrt's questions to torch.cuda as it is imported, answered where there is no GPU: engines can be built without one, not
-run.
+"""Answers to torch_tensorrt's questions to torch.cuda at import, for a machine without a GPU: engines can be built there, not run.
 
-Importing it answers. `build` is the builder for processes that build in tests.
+Importing this module installs the answers. `build` is the builder for build processes of tests.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ if not torch.cuda.is_available():
 
 
 def build(request: bytes, going_on: Callable[[float], bool]) -> bytes:
-    """The product's."""
+    """Build as `engines.tensorrt.build.build` does."""
     from torch_hybrid_backend.engines.tensorrt.build import build as real
 
     return real(request, going_on)

@@ -1,11 +1,11 @@
-"""PyTorch's table of operators (`op_db`) beside the TensorRT engine: what it takes, what it refuses and why, and what its builder makes of it.
+"""PyTorch's table of operators (`op_db`) on the TensorRT engine: what the engine takes, what it refuses and why, and what its builder makes.
 
     python -m tests.engines.tensorrt.operators docs/tensorrt_operators.md --out DIR
     python -m tests.engines.tensorrt.operators PAGE --out DIR --ops 'add|mul' --kinds float32
 
-Samples are captured as the backend captures them for a GPU, of which there need be none. One of those that the engine takes is built, an engine
-for each region. Nothing is run. Samples are tried in worker processes: one that kills its own, or hangs, counts as crashed. An interrupted run
-goes on from the journal in DIR.
+Samples are captured as the backend captures them for a GPU; no GPU is needed. For one of the samples that the engine takes, an engine is built
+for each region. Nothing is run. Samples are tried in worker processes; a sample whose worker dies or hangs counts as crashed. An interrupted
+run continues from the journal in DIR.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ The worst that becomes of an operator's samples, by dtype; operators to which th
 
 
 def judged(task: Task) -> Iterator[Record]:
-    """A record for each sample of a task: what became of it, and by ATen operator "" or the refusal, (code, sentence). The smallest of those
-    that are taken is built as well where the task's kind is."""
+    """Records of a task, one for each sample: the outcome, and ATen operator -> "" or the refusal, (code, sentence). For kinds that are built,
+    the smallest sample that is taken is built as well."""
     from tests.operators import opinfos
 
     samples = opinfos.samples(task)
@@ -124,7 +124,7 @@ def judged(task: Task) -> Iterator[Record]:
 
 
 def captured(sample: Any, *, is_dynamic: bool) -> list[torch.fx.GraphModule]:
-    """The graphs of a sample on a GPU. A torch without CUDA cannot trace some operators there: those are captured for the CPU."""
+    """The graphs of a sample on a GPU. If a torch without CUDA cannot trace an operator there, the sample is captured for the CPU."""
     try:
         return _captured(sample, "cuda", is_dynamic)
     except Exception:
@@ -155,7 +155,7 @@ def _captured(sample: Any, device: str, is_dynamic: bool) -> list[torch.fx.Graph
 
 
 def _faked(tensor: torch.Tensor, number: int, mode: Any, device: str, batch: int) -> torch.Tensor:
-    """A tensor without data; its first dimension is symbolic where it is `batch` and not 1."""
+    """A tensor without data. Its first dimension is symbolic if that is `batch` and not 1."""
     from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
@@ -197,7 +197,7 @@ def _outcome(graphs: Sequence[torch.fx.GraphModule]) -> tuple[list[Any], Record]
 
 
 def _computes(node: torch.fx.Node) -> bool:
-    """True if it is an operator that yields tensors: no view, no item, no size."""
+    """True if an operator yields tensors, and is no view, item or size."""
     from torch_hybrid_backend.graph.schema import is_item, is_view
 
     results = tree_leaves(node.meta.get("val"))
@@ -212,7 +212,7 @@ def _elements(sample: Any) -> int:
 
 
 def _failure(cuts: Sequence[Any]) -> str:
-    """The reason why an engine of these graphs cannot be built; "" where all can."""
+    """The reason why an engine of these graphs cannot be built; "" if all can."""
     from tests.engines.tensorrt.regions_for_tests import built, engine
     from torch_hybrid_backend.errors import CompileError
 
@@ -230,7 +230,7 @@ def _failure(cuts: Sequence[Any]) -> str:
 
 
 def _work() -> None:
-    """Work off tasks in a worker: for each line with a task one line with its records."""
+    """Run a worker: read a task from each line, and write its records as one line."""
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -287,7 +287,7 @@ def _run_chunk(tasks: Sequence[Task], journal: Journal) -> None:
 
 
 def _answer(process: subprocess.Popen[str]) -> list[Record] | None:
-    """A worker's answer to a task; None where it died, or was silent and is killed."""
+    """A worker's answer to a task; None if the worker died, or was silent and was killed."""
     assert process.stdout is not None
     late = threading.Timer(_SILENCE_S, process.kill)
     late.start()
@@ -304,7 +304,7 @@ def _answer(process: subprocess.Popen[str]) -> list[Record] | None:
 
 
 def page(journal: Mapping[Task, Sequence[Record]], versions: str, how: str = "") -> str:
-    """The page for the records of tasks. `how`: with which arguments it was made."""
+    """The page for the records of tasks. `how`: the arguments with which the page was made."""
     kinds = [kind for kind in KINDS if any(task.kind == kind for task in journal)]
     found = {task: records for task, records in journal.items() if records}
     refusals, taken = _aten(found)
@@ -338,7 +338,7 @@ def _summary(kind: str, found: Mapping[Task, Sequence[Record]]) -> str:
 
 
 def _aten(found: Mapping[Task, Sequence[Record]]) -> tuple[list[str], list[str]]:
-    """Rows of the ATen operators that are refused, the most met first, and those that are always taken."""
+    """Rows of ATen operators that are refused, most frequent first, and of those that are always taken."""
     subjects: dict[tuple[str, str], set[str]] = collections.defaultdict(set)
     kinds: dict[tuple[str, str], set[str]] = collections.defaultdict(set)
     whys: dict[tuple[str, str], str] = {}
@@ -362,7 +362,7 @@ def _aten(found: Mapping[Task, Sequence[Record]]) -> tuple[list[str], list[str]]
 
 
 def _by_outcome(found: Mapping[Task, Sequence[Record]], kinds: Sequence[str]) -> list[str]:
-    """Rows of the operators to whose samples the same happens, by kind: the worst of them."""
+    """Rows of operators by kind and by the worst outcome of their samples."""
     worst: dict[str, dict[str, str]] = collections.defaultdict(dict)
     for task, records in found.items():
         worst[task.subject][task.kind] = max((record["status"] for record in records), key=STATUSES.index)

@@ -1,4 +1,4 @@
-"""Functions as regions of the TensorRT engine, which serves the CPU here: what it builds is not run."""
+"""Functions as regions of the TensorRT engine, which serves the CPU here. Its engines are not run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ VERDICTS = Verdicts(Store.temporary(), "")  # for all tests of one process: judg
 
 
 def engine(given: Services | Path | None = None, **options: Any) -> TensorRTEngine:
-    """The engine for the CPU, which builds without a GPU and takes the machine for always the same."""
+    """The engine for the CPU, which builds without a GPU and has a constant key for the machine."""
     config = options.pop("config", Config())
     options = {"entry": BUILD, "machine": lambda device: "a GPU and its driver", "verdicts": VERDICTS, **options}
     made = TensorRTEngine(config, given if isinstance(given, Services) else services(given), **options)
@@ -43,13 +43,13 @@ def engine(given: Services | Path | None = None, **options: Any) -> TensorRTEngi
 
 
 def has_golden_release() -> bool:
-    """True if golden files are of the release that is installed."""
+    """True if the installed release is that of the golden files."""
     found = installation()
     return isinstance(found, Installation) and found.release == GOLDEN_RELEASE
 
 
 def region(function: Callable[..., Any], *inputs: torch.Tensor, dynamic: bool = False) -> Region:
-    """The one region that the engine takes of a function; `dynamic`: all sizes of the inputs but 1 are symbols."""
+    """The single region of a function. `dynamic`: all sizes of inputs except 1 are symbols."""
     mode = "symbolic" if dynamic else "fake"
     graph = make_fx(function, tracing_mode=mode, _allow_non_fake_inputs=True)(*inputs)
     graph.graph.eliminate_dead_code()
@@ -59,6 +59,6 @@ def region(function: Callable[..., Any], *inputs: torch.Tensor, dynamic: bool = 
 
 
 def built(made: Region, *, tf32: bool = False, constants: dict[int, torch.Tensor] | None = None) -> SerializedEngine:
-    """Its engine, built in this process."""
+    """The region's engine, built in this process."""
     request = BuildRequest.of(made, ranges_of(made), tf32=tf32, constants=constants)
     return SerializedEngine.from_bytes(build(request.to_bytes(), lambda done: True))

@@ -1,8 +1,8 @@
-"""The tests of TensorRT as a page: they need an environment of their own, so what they found there is committed.
+"""Results of the tests of TensorRT as a page. These tests need an environment of their own, so their results are committed.
 
-    python -m tests.engines.tensorrt.result          # in that environment: runs them all and writes RESULT.md, as `make test-tensorrt` does
+    python -m tests.engines.tensorrt.result          # in that environment: runs all tests and writes RESULT.md, as `make test-tensorrt` does
 
-`make test` reads the page (`test_result.py`): it fails where tests failed, and skips visibly where the sources have changed since.
+`make test` reads the page (`test_result.py`). It fails if tests failed, and skips visibly if the sources have changed since.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Tests: {passed} passed, {failed} failed, {skipped} skipped, in {seconds:.0f} s
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The contents of a page. `sources`: SHA-256 of what was tested."""
+    """Contents of a page. `sources`: SHA-256 of the tested sources."""
 
     sources: str
     day: str
@@ -59,7 +59,7 @@ class Result:
 
     @staticmethod
     def read(text: str) -> Result:
-        """Raises ValueError for a text that is no such page."""
+        """Read a page. Raises ValueError for other texts."""
         said = dict(re.findall(r"^(Sources|Date|Versions|Tests): (.*)$", text, re.MULTILINE))
         counts = {what: int(number) for number, what in re.findall(r"(\d+) (passed|failed)", said.get("Tests", ""))}
         if len(said) != 4 or len(counts) != 2:
@@ -68,7 +68,7 @@ class Result:
 
 
 def sources_now() -> str:
-    """SHA-256 of the sources as they are: of the path and content of each Python file and each golden one, whatever its line ends."""
+    """SHA-256 of the current sources: path and content of each Python file and golden file, whatever the line ends."""
     digest = hashlib.sha256()
     for folder in SOURCES:
         for path in sorted(each for each in (ROOT / folder).rglob("*") if each.suffix in (".py", ".txt")):
@@ -77,7 +77,7 @@ def sources_now() -> str:
 
 
 class _Outcomes:
-    """A pytest plugin: what became of each test."""
+    """A pytest plugin that records the outcome of each test."""
 
     def __init__(self) -> None:
         self.of: dict[str, str] = {}
@@ -89,7 +89,7 @@ class _Outcomes:
 
 
 def page(outcomes: dict[str, str], versions: str, sources: str, seconds: float, day: str) -> str:
-    """The page for what became of each test, by its name as pytest gives it."""
+    """The page for outcomes of tests, by pytest's names."""
     counts = collections.Counter(outcomes.values())
     passed: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for name, outcome in outcomes.items():
@@ -114,7 +114,7 @@ def page(outcomes: dict[str, str], versions: str, sources: str, seconds: float, 
 
 
 def main() -> int:
-    """Run the tests and write the page. Returns pytest's status; without TensorRT nothing is written."""
+    """Run the tests and write the page. Returns pytest's status. Without TensorRT nothing is written."""
     from torch_hybrid_backend.core.verdict import Refused
     from torch_hybrid_backend.engines.tensorrt.installed import installation
 

@@ -1,9 +1,8 @@
-"""The time that a process takes for TensorRT before its first call: how long a model's graphs take to be cut into regions, and regions to get
-engines.
+"""Measure the time before a process's first call that TensorRT takes: to cut a model's graphs into regions, and to get the regions' engines.
 
-    python -m tests.engines.tensorrt.start FOLDER gpt2        # twice: the second process finds what the first left in the store in FOLDER
+    python -m tests.engines.tensorrt.start FOLDER gpt2        # twice: the second process finds what the first one kept in FOLDER
 
-Prints seconds, and whether torch_tensorrt was imported, as JSON. There is no GPU: engines are built and not loaded.
+Prints seconds, and true if torch_tensorrt was imported, as JSON. There is no GPU: engines are built and not loaded.
 """
 
 from __future__ import annotations

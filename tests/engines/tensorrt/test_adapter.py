@@ -1,4 +1,4 @@
-"""Parts between this package and TensorRT: settings, lowering, the registry, networks that are exact, and logs."""
+"""The adapter to torch_tensorrt: settings, lowering, the registry, exact networks, and logs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ F = torch.nn.functional
 
 
 def lowered(function, *specs: TensorSpec) -> tuple[torch.fx.GraphModule, Fakes]:
-    """A function in the operators that there are converters for, on tensors of these specs."""
+    """A function lowered to operators that have converters, on tensors of these specs."""
     fakes = Fakes()
     inputs = [fakes.tensor(spec) for spec in specs]
     graph = make_fx(function, tracing_mode="fake")(*(torch.ones([int(n) for n in map(_hint, s.shape)]) for s in specs))
@@ -56,7 +56,8 @@ def spec(*shape: object) -> TensorSpec:
 
 
 def test_settings_that_change_results() -> None:
-    """Whatever a release's defaults are: types as written, masks as given, doubles refused, TF32 as asked. Names that it lacks are left out."""
+    """Whatever a release's defaults are: dtypes as written, masks as given, no doubles, TF32 as requested. Settings that the release lacks are
+    left out."""
     for tf32 in (False, True):
         settings = adapter._settings(tf32)
         assert settings.disable_tf32 is not tf32
@@ -71,7 +72,7 @@ def test_settings_that_change_results() -> None:
 
 
 def test_a_users_settings_stay_and_do_not_count() -> None:
-    """The registry's are one for the process, and torch_tensorrt may be compiling for the user in another thread."""
+    """The registry's settings are global to the process, and torch_tensorrt may be compiling for the user in another thread."""
     graph, _ = lowered(lambda x: F.gelu(x).split(2, 1)[0], spec(2, 4))
     nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
     assert operator.getitem in {node.target for node in nodes}
@@ -88,7 +89,7 @@ def test_a_users_settings_stay_and_do_not_count() -> None:
 
 
 def test_converters_of_the_users_do_not_count() -> None:
-    """Converters of the user's are not there in the process that builds, nor in a later one that finds the verdict."""
+    """The build process has no converters of the user's, nor may a later process that reads the verdict."""
     graph = make_fx(torch.special.bessel_j0, tracing_mode="fake")(torch.ones(3))
     (node,) = (node for node in graph.graph.nodes if node.op == "call_function")
     adapter.DYNAMO_ATEN_CONVERTERS[node.target] = [adapter.ConverterSupport(lambda *given: None)]
@@ -99,10 +100,10 @@ def test_converters_of_the_users_do_not_count() -> None:
 
 
 def test_lowering_keeps_sizes_open_or_says_what_it_took_for_granted() -> None:
-    """A size is read of an input in the graph; one that lowering decided by its example is refused."""
+    """Sizes are read from inputs in the graph. A graph for which lowering decided something by the example of a size is refused."""
     n = symbol("n", 6)
     graph, fakes = lowered(lambda x: F.gelu(x).sum(1), spec(n, 4))
-    assert not fakes.assumed()
+    assert not fakes.assumptions()
     values = [node.meta["val"] for node in graph.graph.nodes if node.op == "call_function"]
     assert all(not isinstance(value.shape[0], int) for value in values)
     with pytest.raises(CompileError, match="holds only for sizes with"):
@@ -110,7 +111,7 @@ def test_lowering_keeps_sizes_open_or_says_what_it_took_for_granted() -> None:
 
 
 def test_whole_numbers_that_would_be_cut_are_found_in_the_network() -> None:
-    """Whatever the operators' table says: a network that cuts 64 bits to 32 for anything but an index has no engine."""
+    """A network that cuts int64 to int32 for anything but an index has no engine, whatever the table of operators says."""
     builder = adapter.trt.Builder(TRT_LOGGER)
     network = builder.create_network(0)
     numbers = network.add_input("numbers", adapter.trt.int64, (4,))
@@ -119,7 +120,7 @@ def test_whole_numbers_that_would_be_cut_are_found_in_the_network() -> None:
     network.add_gather(table, cut, 0)
     adapter._check_exact(network)
     network.add_elementwise(cut, cut, adapter.trt.ElementWiseOperation.SUM)
-    with pytest.raises(CompileError, match="cuts whole numbers to 32 bits"):
+    with pytest.raises(CompileError, match="cuts int64 to int32"):
         adapter._check_exact(network)
 
 
@@ -142,25 +143,25 @@ assert before == (warnings.showwarning, logging.getLogger().handlers), (before, 
 
 @pytest.mark.parametrize("captures", [False, True])
 def test_nothing_of_the_users_logging_or_warnings_is_changed(captures: bool) -> None:
-    """torch_tensorrt logs through the root logger, which gives that a handler, and hands warnings over to logging."""
+    """torch_tensorrt logs through the root logger, which adds a handler, and redirects warnings to logging. Both are undone."""
     program = _CHANGES_NOTHING.format(captures=captures)
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300, cwd=Path(__file__).parents[3])
 
 
 def test_tensorrts_log_is_ours(caplog: pytest.LogCaptureFixture) -> None:
-    """At a level that disturbs nobody: what an error means for the user is in the refusal."""
-    with caplog.at_level(logging.DEBUG), adapter.their_log.heard(fully=True) as heard:
+    """At most INFO: the refusal says what an error means for the user."""
+    with caplog.at_level(logging.DEBUG), adapter.tensorrt_log.collect(fully=True) as messages:
         builder = adapter.trt.Builder(TRT_LOGGER)
         network = builder.create_network(0)
         assert builder.build_serialized_network(network, builder.create_builder_config()) is None
-    assert heard.errors
+    assert messages.errors
     assert {record.name for record in caplog.records} == {"torch_hybrid_backend.engines.tensorrt.log"}
     assert all(record.levelno <= logging.INFO for record in caplog.records)
     assert adapter.versions().count(".") >= 4
 
 
 def test_threads_that_lower_beside_each_other_change_nothing() -> None:
-    """The first to come is the first to go: warnings, handlers and torch_tensorrt's folding are as they were."""
+    """The thread that enters first leaves first. Warnings, handlers and torch_tensorrt's folding are then as before."""
     folder = adapter.constant_folding._TorchTensorRTConstantFolder
     before = folder.is_impure, list(warnings.filters), list(logging.getLogger().handlers)
     for change in (adapter._silent, adapter._quantizers_kept):

@@ -1,4 +1,4 @@
-"""The benchmark's probe: a real engine is built; running it is a fake's, for want of a GPU."""
+"""The benchmark's probe: a real engine is built; a fake runs, as there is no GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.tensorrt
 
 
 def test_the_probe_builds_runs_compares_and_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what it is told by TensorRT, or a wrong result, is what keeps it from running."""
+    """A message of TensorRT, or a wrong result, is the reason why the probe fails."""
     monkeypatch.setenv("HYBRID_CACHE_DIR", str(tmp_path))
     x, w = torch.ones(256, 512), torch.ones(512, 128)
     built = region(lambda x, w: torch.relu(x @ w) + 1, x, w)

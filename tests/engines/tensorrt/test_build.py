@@ -1,4 +1,4 @@
-"""Engines from regions: what is asked of the builder, what it makes, and what becomes of both as bytes. Built, never run: there is no GPU."""
+"""Engines from regions: the request, what the builder makes, and both as bytes. Engines are built, never run: there is no GPU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def block_inputs(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
 
 
 def test_dense_memory_of_any_order() -> None:
-    """Engines read and write it as it lies; what is not dense has no order, and is copied."""
+    """Engines read and write dense memory in any order of dimensions. Tensors with gaps have no order, and are copied."""
 
     def spec(tensor: torch.Tensor) -> TensorSpec:
         return TensorSpec.of(tensor)
@@ -59,7 +59,7 @@ def test_dense_memory_of_any_order() -> None:
 
 
 def test_ranges_of_sizes() -> None:
-    """A value that follows from a size's symbols has its least and most value where these have theirs, also one that falls."""
+    """The bounds of a size follow from the ranges of its symbols, also where the size falls as a symbol grows."""
     n, ranges = symbol("n"), {"n": Range(2, 8, 64)}
     assert [extreme(n * 3 + 1, ranges, which) for which in ("least", "typical", "most")] == [7, 25, 193]
     assert [extreme(100 - n, ranges, which) for which in ("least", "typical", "most")] == [36, 92, 98]
@@ -86,7 +86,7 @@ def _requests() -> list[BuildRequest]:
 
 @pytest.mark.parametrize("request_of", _requests(), ids=["inputs", "constants"])
 def test_requests_survive_bytes(request_of: BuildRequest) -> None:
-    """Whatever they hold; constants are no inputs of the engine. Other bytes, and any that are cut short, are refused."""
+    """Requests are equal after a round trip; constants are no inputs of the engine. Truncated and foreign bytes are refused."""
     data = request_of.to_bytes()
     read = BuildRequest.from_bytes(data)
     assert read.to_bytes() == data
@@ -101,7 +101,7 @@ def test_requests_survive_bytes(request_of: BuildRequest) -> None:
 
 
 def test_engines_survive_bytes_and_nothing_else_does() -> None:
-    """A cache's entry that is cut short, longer or foreign is told from an engine."""
+    """Truncated, longer or foreign entries of a cache are refused."""
     engine = SerializedEngine(b"plan" * 100, ("input0",), ("output0", "output1"), ("gemm: a",), "tensorrt 1")
     data = engine.to_bytes()
     assert SerializedEngine.from_bytes(data) == engine
@@ -120,7 +120,7 @@ def test_engines_survive_bytes_and_nothing_else_does() -> None:
 @pytest.mark.tensorrt
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_a_block_in_every_type_is_fused(dtype: torch.dtype) -> None:
-    """gelu goes into the first product; all the normalisation into one kernel. Of ten operators four layers at most are left."""
+    """gelu is fused into the first product, and the normalisation is one kernel. Ten operators make four layers at most."""
     engine = built(region(block, *block_inputs(dtype)))
     assert engine.inputs == tuple(f"input{i}" for i in range(5))
     assert engine.outputs == ("output0",)
@@ -131,7 +131,7 @@ def test_a_block_in_every_type_is_fused(dtype: torch.dtype) -> None:
 
 @pytest.mark.tensorrt
 def test_weights_as_inputs_or_constants() -> None:
-    """Weights as constants are in the engine, and in its name; the layer that spreads a bias is gone then."""
+    """Weights as constants are part of the engine and of its key. The layer that broadcasts a bias is gone then."""
     inputs = block_inputs()
     made = region(block, *inputs)
     by_name = dict(zip(("x_1", "a_1", "b_1", "c_1", "d_1"), inputs, strict=True))
@@ -146,7 +146,7 @@ def test_weights_as_inputs_or_constants() -> None:
 @pytest.mark.tensorrt
 @pytest.mark.parametrize("dtype", FLOATS[:2], ids=str)
 def test_sizes_known_only_at_run_time(dtype: torch.dtype) -> None:
-    """An engine serves a range of each; sizes that PyTorch reads of shapes are computed in the engine."""
+    """An engine serves a range of each size. Sizes that PyTorch reads from shapes are computed in the engine."""
 
     def pooled(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return F.gelu(x).reshape(x.shape[0], -1).mean(1), x.transpose(1, 2).contiguous()
@@ -186,7 +186,7 @@ def test_sizes_known_only_at_run_time(dtype: torch.dtype) -> None:
     ],
 )
 def test_forms_at_the_border(function: Callable[..., Any], inputs: list[torch.Tensor]) -> None:
-    """Outputs that are equal, indices of 64 bits, truth values, memory of another order: each region has its engine."""
+    """Equal outputs, int64 indices, bools, and memory of another order: each region has its engine."""
     made = region(function, *inputs)
     engine = built(made)
     assert len(engine.inputs) == len(made.inputs)
@@ -195,7 +195,7 @@ def test_forms_at_the_border(function: Callable[..., Any], inputs: list[torch.Te
 
 @pytest.mark.tensorrt
 def test_builds_are_cancelled() -> None:
-    """Whenever they are told to: before the first layer, and while TensorRT is at work."""
+    """Builds stop before the first layer, and while TensorRT works."""
     made = region(block, *block_inputs())
     request = BuildRequest.of(made, {}).to_bytes()
     with pytest.raises(CompileError, match="cancelled"):
@@ -214,7 +214,7 @@ def test_builds_are_cancelled() -> None:
 
 @pytest.mark.tensorrt
 def test_requests_that_no_engine_can_be_built_of() -> None:
-    """Requests that no engine can be built of end in CompileError, whatever is wrong with them."""
+    """Requests for which no engine can be built raise CompileError, whatever is wrong with them."""
     made = region(lambda x: x.relu(), torch.ones(3))
     good = BuildRequest.of(made, {})
     for graph in (b"", b"{}", good.graph.replace(b"aten.relu.default", b"aten.nosuch.default"), good.graph[:-9]):

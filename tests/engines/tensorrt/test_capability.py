@@ -1,4 +1,4 @@
-"""Operators that TensorRT takes, judged by what torch_tensorrt's lowering makes of them, and why not."""
+"""Operators that TensorRT takes, by their forms after torch_tensorrt's lowering, and reasons for the others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ I = torch.ones(3, dtype=torch.int64)  # noqa: E741
 
 
 def verdicts(function: Callable[..., Any], *inputs: torch.Tensor, dynamic: bool = False) -> dict[str, Verdict]:
-    """By operator, of the function's graph."""
+    """Verdicts on the operators of a function's graph, by operator."""
     graph = make_fx(function, tracing_mode="symbolic" if dynamic else "fake")(*inputs)
     graph.graph.eliminate_dead_code()
     nodes = [node for node in graph.graph.nodes if node.op == "call_function" and not is_item(node)]
@@ -34,7 +34,7 @@ def verdicts(function: Callable[..., Any], *inputs: torch.Tensor, dynamic: bool 
 
 
 def last(function: Callable[..., Any], *inputs: torch.Tensor, dynamic: bool = False) -> Verdict:
-    """The answer about the last operator of the function's graph."""
+    """The verdict on the last operator of a function's graph."""
     return list(verdicts(function, *inputs, dynamic=dynamic).values())[-1]
 
 
@@ -56,7 +56,7 @@ def last(function: Callable[..., Any], *inputs: torch.Tensor, dynamic: bool = Fa
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_operators_are_judged_by_their_lowered_form(function: Callable[..., Any], dtype: torch.dtype) -> None:
-    """The registry has neither silu nor transpose nor pooling with indices: their lowered forms are there."""
+    """The registry has no silu, transpose or pooling with indices, but has their lowered forms."""
     assert all(verdicts(function, X.to(dtype)).values())
 
 
@@ -85,7 +85,7 @@ def test_operators_are_judged_by_their_lowered_form(function: Callable[..., Any]
     ],
 )
 def test_refusals_have_codes(function: Callable[..., Any], inputs: list[torch.Tensor], code: Reason, says: str) -> None:
-    """Each tells the operator, also the one that it becomes, and what is wrong with it: which validator refuses, of a converter."""
+    """Each refusal names the operator, the lowered operator, and what is wrong; a converter's refusal names the validator."""
     verdict = last(function, *inputs)
     assert isinstance(verdict, Refused)
     assert verdict.code is code
@@ -93,14 +93,14 @@ def test_refusals_have_codes(function: Callable[..., Any], inputs: list[torch.Te
 
 
 def test_sizes_that_depend_on_data_are_refused() -> None:
-    """Before torch_tensorrt is asked: it would take nonzero, and tell the size of the result afterwards."""
+    """Refused before torch_tensorrt is asked, which would accept nonzero and tell the size of the result afterwards."""
     verdict = last(lambda x: x.nonzero(), X, dynamic=True)
     assert isinstance(verdict, Refused)
     assert verdict.code is Reason.DATA_DEPENDENT
 
 
 def test_sizes_known_only_at_run_time() -> None:
-    """Converters that take none are told from those that there are not."""
+    """Converters that take no dynamic sizes are distinguished from operators without a converter."""
     assert verdicts(lambda x: F.gelu(x.reshape(x.shape[0], -1)), X, dynamic=True)["aten.gelu.default"]
     from torch_hybrid_backend.engines.tensorrt.adapter import Converters
 
@@ -115,7 +115,7 @@ def test_sizes_known_only_at_run_time() -> None:
 
 
 def test_whole_numbers_of_64_bits_stay_what_they_are() -> None:
-    """Indices, positions, what is only moved, and the arithmetic that TensorRT has for them; the rest would be cut or rounded otherwise."""
+    """Indices, positions, moved values, and arithmetic that TensorRT has in int64 are exact. Other operators would cut or round differently."""
     assert all(verdicts(lambda i, w: F.embedding(i, w).relu(), I % 2, torch.ones(4, 5)).values())
     for exact in (
         lambda i: i.reshape(1, 3),
@@ -134,7 +134,7 @@ def test_whole_numbers_of_64_bits_stay_what_they_are() -> None:
 
 
 def test_attention_of_a_gpu_is_decomposed_with_its_mask() -> None:
-    """Left to its defaults, torch_tensorrt takes any bias of efficient attention for a causal mask."""
+    """By default, torch_tensorrt takes any bias of efficient attention for a causal mask."""
     from torch_hybrid_backend.engines.tensorrt import adapter
     from torch_hybrid_backend.engines.tensorrt.fakes import Fakes
 
@@ -155,7 +155,7 @@ def test_attention_of_a_gpu_is_decomposed_with_its_mask() -> None:
 
 
 def test_sizes_are_told_by_any_input_of_a_region() -> None:
-    """An operator that has a size among its arguments is taken, though no tensor that it reads has it as a dimension."""
+    """An operator with a size among its arguments is taken, even if none of its inputs has a dimension of this size."""
     of_sizes: list[Callable[..., Any]] = [
         lambda x: torch.arange(x.shape[0]),
         lambda x: x.reshape(-1)[: x.shape[0]],
@@ -168,7 +168,7 @@ def test_sizes_are_told_by_any_input_of_a_region() -> None:
 
 
 def test_what_is_known_of_sizes_counts() -> None:
-    """A slice up to a size is taken where the size is known to be no more than there is."""
+    """A slice up to a size is taken if the size is known not to exceed the dimension."""
     x = next(iter(make_fx(lambda x: x + 1, tracing_mode="symbolic")(torch.ones(5)).graph.nodes)).meta["val"]
     graph = torch.fx.Graph()
     table, size = graph.placeholder("table"), graph.placeholder("size")
@@ -186,7 +186,7 @@ def test_what_is_known_of_sizes_counts() -> None:
 
 
 def test_judging_leaves_the_users_sizes_alone() -> None:
-    """Lowering decides by an example of a size, which is no guard of the user's graph."""
+    """Decisions of lowering by the example of a size do not become guards of the user's graph."""
     graph = make_fx(lambda x: F.gelu(x).reshape(x.shape[0], -1), tracing_mode="symbolic")(X)
     x = next(node for node in graph.graph.nodes if node.op == "placeholder").meta["val"]
     environment = x.fake_mode.shape_env

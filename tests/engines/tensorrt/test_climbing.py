@@ -1,5 +1,5 @@
-"""The course of a region whose results are too far from eager's: one accumulation precision after another, built off the call, with contexts
-that compute inexactly."""
+"""Precision fallback of a region whose results are too far from eager's: the next accumulation precision is built off the call. Contexts
+compute inexactly."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Process:
         self.graph = HybridGraph(captured, session, config, self.plans.append)
 
     def settled(self) -> RegionDecision:
-        """Call until nothing is built any more; each result is eager's. The last decision."""
+        """Call until no build is left; each result is eager's. Returns the last decision."""
         for _ in range(8):
             (result,) = self.graph(list(self.inputs))
             torch.testing.assert_close(result, function(*self.inputs), rtol=2e-3, atol=1e-3)
@@ -82,9 +82,9 @@ def errors(caplog: pytest.LogCaptureFixture) -> Sequence[str]:
     return [each.getMessage() for each in ours if each.levelname == "WARNING"]
 
 
-def test_rung_after_rung_until_one_is_near_enough(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Eager serves meanwhile, nobody is warned, and the report shows each error. A second process builds the last engine from the
-    cache alone, and loads no other."""
+def test_one_precision_after_another_until_one_is_accurate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Eager serves meanwhile, nobody is warned, and the report shows each error. A second process loads only the last engine, from the
+    cache."""
     first = Process(tmp_path, FACTORS)
     decision = first.settled()
     assert first.built == list(AccumulationPrecision)
@@ -114,8 +114,8 @@ def test_rung_after_rung_until_one_is_near_enough(tmp_path: Path, caplog: pytest
     assert not errors(caplog)
 
 
-def test_the_first_rung_that_is_near_enough_stays(tmp_path: Path) -> None:
-    """Nothing more is built. Results that are no numbers are a reason too: a sum of half types that overflows where eager's does not."""
+def test_the_first_accurate_precision_stays(tmp_path: Path) -> None:
+    """No further engine is built. NaN is a reason too: a sum of half types may overflow where eager's does not."""
     process = Process(
         tmp_path,
         {**FACTORS, AccumulationPrecision.AS_WRITTEN: float("inf"), AccumulationPrecision.FP32_ACCUMULATION: 1.0},
@@ -127,8 +127,8 @@ def test_the_first_rung_that_is_near_enough_stays(tmp_path: Path) -> None:
 
 
 def test_demotion_is_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Demotion is the end where no precision is near enough: that region alone goes to another engine, with one warning that names all errors.
-    Another process builds and runs nothing of it."""
+    """Only a region for which no precision is accurate enough goes to another engine, with one warning that names all errors. Another process
+    builds and runs none of its engines."""
     process = Process(tmp_path, dict.fromkeys(AccumulationPrecision, 1.05))
     decision = process.settled()
     assert decision.engine == "eager"
@@ -146,7 +146,7 @@ def test_demotion_is_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
 
 
 def test_a_run_that_fails_demotes_its_region(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """In a later call: it is right all the same, later ones too, and one warning says what happened."""
+    """A later call raises nothing and is right, as are the calls after it. One warning says what happened."""
     loaded: list[FakeEngine] = []
     process = Process(tmp_path, dict.fromkeys(AccumulationPrecision, 1.0))
     original = FakeEngine.__init__

@@ -1,5 +1,5 @@
-"""Weights as constants of engines: when they are, what a change does, and what they may take. Engines are fake, and compute with the constants
-that they were built with: a stale one gives a wrong result. Builds are in processes, as ever."""
+"""Weights as constants of engines: when they are used, what a change of weights does, and their budget. Engines are fake and compute with the
+constants they were built with, so a stale engine gives a wrong result. Builds run in processes, as always."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from torch_hybrid_backend.runtime.constants import refresh
 
 
 class _Engine(TensorRTEngine):
-    """For the CPU, and for every operator but `sin`: nothing asks TensorRT."""
+    """An engine for the CPU that takes every operator but `sin`, without asking TensorRT."""
 
     devices = frozenset({"cpu"})
 
@@ -53,7 +53,7 @@ class _Engine(TensorRTEngine):
 
 
 class _Timer:
-    """Tells of each call what the engine that ran in it said, and of others 1000 us."""
+    """A timer that returns the time the engine of a call reported, and 1000 us for other calls."""
 
     def __init__(self) -> None:
         self.spent_us = 0.0
@@ -73,8 +73,8 @@ class _Timer:
 
 
 class Bench:
-    """Engines that take 100 us a region with weights as inputs, and `constants_us` with constants. `ran`: of each run how many constants its
-    engine has."""
+    """Engines that take 100 us for a region with weights as inputs, and `constants_us` with constants. `ran`: number of constants of the
+    engine, for each run."""
 
     def __init__(self, folder: Path, percent: int = 100, **settings: object) -> None:
         (folder / "store").mkdir(mode=0o700, exist_ok=True)
@@ -122,7 +122,7 @@ class Bench:
         return HybridGraph(captured, session, self.config, self.plans.append)
 
     def settle(self, call: Callable[[], object]) -> None:
-        """Call until all that is built is put to work."""
+        """Call until all engines are built and in use."""
         for _ in range(4):
             assert wait_for_builds(60)
             call()
@@ -148,7 +148,7 @@ class Layer:
 
     @staticmethod
     def settled(bench: Bench) -> Layer:
-        """A graph whose engines have been chosen among all that is built for it."""
+        """A graph whose engines were chosen after all builds."""
         made = Layer(bench)
         bench.settle(made.check)
         return made
@@ -158,7 +158,7 @@ class Layer:
         torch.testing.assert_close(found, layer(self.x, self.weight, self.bias)[0])
 
     def constants(self) -> int:
-        """The number of constants of the engine that runs a call now."""
+        """Number of constants of the engine that runs a call now."""
         self.check()
         return self.bench.ran[-1]
 
@@ -178,7 +178,7 @@ def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @contextlib.contextmanager
 def busy_builder() -> Iterator[None]:
-    """A build thread that does nothing until the end."""
+    """A build thread that is blocked until the end of the test."""
     begun, may_end = threading.Event(), threading.Event()
     build_thread().submit(Job(lambda: (begun.set(), may_end.wait(60), None)[-1]))
     assert begun.wait(60)
@@ -193,8 +193,8 @@ def begun(gate: Path) -> int:
 
 
 def test_constants_take_over_where_they_are_faster(bench: Callable[..., Bench]) -> None:
-    """Built off the call, timed against weights as inputs by the engine's timer, and put to work on a later call; the plan says so. The next
-    process has them from its first call on, and builds nothing."""
+    """The engine is built off the call, timed against weights as inputs, and used in a later call; the plan says so. The next process uses
+    constants from its first call, and builds nothing."""
     one = bench()
     made = Layer(one)
     made.check()
@@ -215,7 +215,7 @@ def test_constants_take_over_where_they_are_faster(bench: Callable[..., Bench]) 
 
 
 def test_entries_that_are_cut_short_are_built_anew(bench: Callable[..., Bench]) -> None:
-    """Those of engines with constants too."""
+    """Kernels of engines with constants are kept too."""
     one = bench()
     made = Layer.settled(one)
     store, whole = one.services.store, dict[str, bytes]()
@@ -239,13 +239,13 @@ def test_entries_that_are_cut_short_are_built_anew(bench: Callable[..., Bench]) 
 def test_a_build_that_is_under_way_is_waited_for_once(
     bench: Callable[..., Bench], gate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever asks for it again meanwhile gets the same; it is told once for each."""
+    """Another request meanwhile gets the same build, and is told about it once."""
     monkeypatch.setenv(fake_builder.FOLDER, str(gate))
     one = bench()
     started: list[str] = []
 
     class Maker:
-        def wanted(self, weights: Sequence[torch.Tensor]) -> tuple[str, bytes]:
+        def key_and_request(self, weights: Sequence[torch.Tensor]) -> tuple[str, bytes]:
             return f"{float(weights[0]):g}", b""
 
         def start(self, key: str, request: bytes) -> Build:
@@ -270,7 +270,7 @@ def test_a_build_that_is_under_way_is_waited_for_once(
 def test_inputs_stay_where_constants_gain_two_percent_at_most(
     bench: Callable[..., Bench], taken_us: float, constants: int
 ) -> None:
-    """100 us with inputs; an engine that lost is let go."""
+    """100 us with inputs. An engine that is not faster is released."""
     one = bench()
     one.constants_us = lambda request: taken_us
     made = Layer(one)
@@ -283,7 +283,8 @@ def test_inputs_stay_where_constants_gain_two_percent_at_most(
 
 
 def test_what_may_not_be_doubled_is_not_even_built(bench: Callable[..., Bench]) -> None:
-    """By default a graph's engines may hold one twentieth of its weights twice: a graph of one region has none, and nothing of it is loaded."""
+    """By default, constants may take one twentieth of a graph's weights. A graph of one region has none, and no engine with constants is
+    loaded."""
     one = bench(Config().tensorrt_constants_percent)
     made = Layer(one)
     one.settle(made.check)
@@ -297,7 +298,8 @@ def test_what_may_not_be_doubled_is_not_even_built(bench: Callable[..., Bench]) 
 def test_a_change_is_seen_by_the_next_call_and_followed(
     bench: Callable[..., Bench], gate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At once the weights are inputs; an engine with the new ones takes over when it is built. A change back finds the engine that is there."""
+    """The next call takes weights as inputs. An engine with the new weights takes over when it is built. If the weights change back, the loaded
+    engine is used again."""
     one = bench()
     made = Layer.settled(one)
     assert made.constants() == 2
@@ -341,7 +343,7 @@ def test_a_change_that_nobody_counts_needs_refresh_at_most(bench: Callable[..., 
 def test_a_change_while_another_is_built(
     bench: Callable[..., Bench], gate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The build that is under way is of no use then, and is stopped; what serves in the end is the engine of the last values."""
+    """The current build is stopped, as it is of no use. In the end, the engine of the last values serves."""
     one = bench()
     made = Layer.settled(one)
     monkeypatch.setenv(fake_builder.FOLDER, str(gate))
@@ -360,7 +362,7 @@ def test_a_change_while_another_is_built(
 def test_a_change_back_while_another_is_built(
     bench: Callable[..., Bench], gate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine at hand serves again, and nothing takes its place."""
+    """The loaded engine is used again, and is not replaced."""
     one = bench()
     made = Layer.settled(one)
     monkeypatch.setenv(fake_builder.FOLDER, str(gate))
@@ -380,7 +382,7 @@ def test_a_change_back_while_another_is_built(
 def test_weights_that_keep_changing_are_inputs(
     bench: Callable[..., Bench], gate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No engine would ever be ready for them: after a few nothing is built any more."""
+    """No engine would ever be ready in time: after a few changes no more are built."""
     one = bench()
     made = Layer.settled(one)
     monkeypatch.setenv(fake_builder.FOLDER, str(gate))
@@ -420,8 +422,8 @@ def test_a_build_that_ends_late_does_not_stop_another_of_the_same_values(
 
 
 def test_weights_that_are_packed_in_every_call_are_inputs(bench: Callable[..., Bench]) -> None:
-    """Weights that are packed in every call are inputs, as those of a device that count no changes are: looking at them each time would be of
-    no use."""
+    """Weights that are packed in every call stay inputs, as weights on a device without version counters: comparing them each time would be
+    useless."""
     one = bench()
     made = Layer.settled(one)
     for _ in range(20):
@@ -433,7 +435,8 @@ def test_weights_that_are_packed_in_every_call_are_inputs(bench: Callable[..., B
 
 
 def test_calls_of_two_threads_see_every_change(bench: Callable[..., Bench]) -> None:
-    """Each compares its own results, while a third changes the weights between their calls, and engines are built and swapped meanwhile."""
+    """Each thread compares its own results, while a third thread changes the weights between their calls. Engines are built and swapped
+    meanwhile."""
     one = bench()
     made = Layer.settled(one)
     turns, stop = threading.Barrier(3), threading.Event()
@@ -469,7 +472,7 @@ def test_calls_of_two_threads_see_every_change(bench: Callable[..., Bench]) -> N
 
 
 def test_one_graph_of_two_sets_of_weights(bench: Callable[..., Bench]) -> None:
-    """Two instances of a module: each is run with its own, whichever the engine has."""
+    """Two instances of a module run with their own weights, whichever weights the engine has."""
     one = bench()
     made = Layer.settled(one)
     first, second = (made.weight, made.bias), (torch.randn(8, 16), torch.randn(8))
@@ -486,7 +489,7 @@ def test_one_graph_of_two_sets_of_weights(bench: Callable[..., Bench]) -> None:
 
 
 def test_regions_that_gain_least_per_byte_give_their_constants_up(bench: Callable[..., Bench]) -> None:
-    """Regions that gain least give up: of three the budget holds two, and the one that lost lets its engine go."""
+    """The budget holds constants of two regions out of three. The region that gains least loses its engine."""
 
     def three(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tensor]:
         return ((((x @ a).relu().sin() @ b).relu().sin() @ c).relu(),)
@@ -510,7 +513,7 @@ def test_regions_that_gain_least_per_byte_give_their_constants_up(bench: Callabl
 
 
 def test_a_budget_is_shared_by_gain_per_byte() -> None:
-    """Whoever asks first; what is dropped asks for nothing."""
+    """The order of requests does not matter, and a dropped form takes nothing."""
 
     class Form:
         def __init__(self, size_bytes: int) -> None:
@@ -537,7 +540,7 @@ def test_a_budget_is_shared_by_gain_per_byte() -> None:
 
 
 def test_weights_of_training_graphs_and_of_none_are_no_constants(bench: Callable[..., Bench]) -> None:
-    """There every step changes them."""
+    """In training, every step changes the weights."""
     one = bench()
     x, weight, bias = torch.randn(4, 16), torch.randn(8, 16), torch.randn(8)
     graph = one.graph(layer, x, weight, bias, weights=(1, 2), kind="forward")
@@ -555,7 +558,7 @@ def test_weights_of_training_graphs_and_of_none_are_no_constants(bench: Callable
 
 
 def test_what_cannot_be_built_or_loaded_stays_as_it_is(bench: Callable[..., Bench]) -> None:
-    """With inputs the region is as good as before: no warning, nothing raised."""
+    """With inputs the region works as before: no warning, nothing raised."""
     one = bench()
     load = one.load
 
@@ -572,7 +575,7 @@ def test_what_cannot_be_built_or_loaded_stays_as_it_is(bench: Callable[..., Benc
 
 
 def test_constants_that_compute_something_else_are_given_up(bench: Callable[..., Bench]) -> None:
-    """The check against eager is one of the engine with constants; the form with inputs stays TensorRT's."""
+    """The accuracy check tests the engine with constants; the form with inputs stays on TensorRT."""
     one = bench()
     one.off_by = 1.0
     made = Layer(one)
@@ -583,7 +586,7 @@ def test_constants_that_compute_something_else_are_given_up(bench: Callable[...,
 
 
 def test_a_later_engine_that_needs_more_working_memory_is_not_put_to_work(bench: Callable[..., Bench]) -> None:
-    """The plan has laid out so much and no more."""
+    """The plan has laid out working memory of that size."""
     one = bench()
     made = Layer.settled(one)
     one.scratch_bytes = lambda request: 1000
@@ -593,7 +596,7 @@ def test_a_later_engine_that_needs_more_working_memory_is_not_put_to_work(bench:
 
 
 def test_what_is_captured_reads_the_weights_of_its_replay(bench: Callable[..., Bench]) -> None:
-    """A CUDA graph that holds constants would be replayed with old ones."""
+    """A CUDA graph with constants would replay old weights."""
     one = bench()
     made = Layer.settled(one)
     one.streams.capturing = True
@@ -605,7 +608,7 @@ def test_what_is_captured_reads_the_weights_of_its_replay(bench: Callable[..., B
 def test_a_dropped_graph_leaves_no_build_and_no_weights(
     bench: Callable[..., Bench], gate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A dropped graph's builds and weights are for nobody, and end."""
+    """A dropped graph's builds end, and its weights are freed."""
     one = bench()
     made = Layer.settled(one)
     monkeypatch.setenv(fake_builder.FOLDER, str(gate))
@@ -620,7 +623,7 @@ def test_a_dropped_graph_leaves_no_build_and_no_weights(
 
 
 def test_marks_are_on_the_host_whatever_the_default_device() -> None:
-    """A call reads them there: from a GPU it would wait for the device."""
+    """A call reads the mark on the host; from a GPU, it would wait for the device."""
     form = ConstantForm("r0", 8, _NoMaker())
     with torch.device("meta"):
         mark = form.pack()
@@ -629,9 +632,9 @@ def test_marks_are_on_the_host_whatever_the_default_device() -> None:
 
 
 class _NoMaker:
-    """Makes nothing."""
+    """A maker that makes nothing."""
 
-    def wanted(self, weights: Sequence[torch.Tensor]) -> tuple[str, bytes]:
+    def key_and_request(self, weights: Sequence[torch.Tensor]) -> tuple[str, bytes]:
         raise CompileError("nothing is wanted")
 
     def start(self, key: str, request: bytes) -> Build:

@@ -1,4 +1,4 @@
-"""Our own converters: which nodes are theirs, and what stands in the networks that they make."""
+"""This package's own converters: their nodes, and the networks that they make."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FP8 = torch.float8_e4m3fn
 
 
 def test_they_are_asked_about_values_of_8_bits_alone() -> None:
-    """Casts between wide types are torch_tensorrt's; its registry, which is the process's, stays as it is."""
+    """Casts between wide dtypes are torch_tensorrt's. Its registry, which is global to the process, is not changed."""
     from torch_hybrid_backend.engines.tensorrt.adapter import DYNAMO_ATEN_CONVERTERS, converters_of
     from torch_hybrid_backend.engines.tensorrt.converters import converter_of
 
@@ -43,7 +43,7 @@ def test_they_are_asked_about_values_of_8_bits_alone() -> None:
 
 
 def test_copies_of_inputs_counts_and_gathers_are_ours_where_sizes_are_unknown() -> None:
-    """Elsewhere torch_tensorrt has converters that are right."""
+    """For other inputs torch_tensorrt's converters are right."""
     from torch_hybrid_backend.engines.tensorrt.converters import converter_of
 
     def function(x: torch.Tensor) -> Any:
@@ -58,7 +58,7 @@ def test_copies_of_inputs_counts_and_gathers_are_ours_where_sizes_are_unknown() 
 
 @builds_bytes
 def test_layers_have_the_types_that_the_graph_says() -> None:
-    """Values of 8 bits leave engines and enter them; channels are dequantized to half types; many scales, of which each is its own."""
+    """8-bit values enter and leave engines, channels are dequantized to half types, and many scales stay apart."""
 
     def function(x: torch.Tensor, w: torch.Tensor, s: torch.Tensor) -> Any:
         narrow = [Q.quantize_per_tensor(x, 0.01 * (i + 1), 0, -128, 127, torch.int8) for i in range(3)]

@@ -1,4 +1,4 @@
-"""Our part of lowering computes what the operators do, in operators that there are converters for."""
+"""This package's decompositions compute what the operators do, in operators that have converters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.engines.tensorrt.networks_for_tests import network_of
 from tests.engines.tensorrt.regions_for_tests import built, region
 from torch_hybrid_backend.core.device import CPU
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
-from torch_hybrid_backend.engines.tensorrt.decompositions import DECOMPOSITIONS, name_resizes
+from torch_hybrid_backend.engines.tensorrt.decompositions import DECOMPOSITIONS, use_vec_overloads
 from torch_hybrid_backend.engines.tensorrt.fakes import Fakes
 from torch_hybrid_backend.sizes.size import symbol
 
@@ -41,7 +41,7 @@ def targets(graph: torch.fx.GraphModule) -> set[object]:
 @pytest.mark.parametrize("x", [BIG, BIG > 2, BIG[:, :1], BIG.to(torch.int32)], ids=["int64", "bool", "one", "int32"])
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_running_sums_of_whole_numbers_are_exact(x: torch.Tensor, dim: int) -> None:
-    """In 64 bits, along any dimension, in operators that move, add and subtract."""
+    """Sums in int64, along any dimension, by operators that move, add and subtract."""
     graph = decomposed(lambda x: x.cumsum(dim), x)
     assert torch.equal(graph(x), x.cumsum(dim))
     assert targets(graph) <= EXACT
@@ -49,11 +49,11 @@ def test_running_sums_of_whole_numbers_are_exact(x: torch.Tensor, dim: int) -> N
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_running_sums_along_a_size_known_only_at_run_time(dim: int) -> None:
-    """The same, by one graph for all lengths up to the most that the size can be; of no more steps than that needs."""
+    """A single graph serves all lengths up to the upper bound of the size, with no more steps than that needs."""
     fakes = Fakes({"s": 5, "t": 5}, {"s": 64, "t": 64})
     given = fakes.tensor(TensorSpec((symbol("s"), symbol("t")), "int64", (symbol("t"), 1), CPU))
     graph = fakes.traced(lambda x: x.cumsum(dim), [given], DECOMPOSITIONS)
-    assert not fakes.assumed()
+    assert not fakes.assumptions()
     assert targets(graph) <= EXACT | {aten.sym_size.int}
     assert len(graph.graph.find_nodes(op="call_function", target=aten.cat.default)) == 6
     for length in (1, 2, 3, 7, 8, 9, 33, 63, 64):
@@ -74,11 +74,11 @@ COUNTS: list[Callable[[Any], torch.Tensor]] = [
 
 @pytest.mark.parametrize("function", COUNTS)
 def test_counted_numbers_are_of_64_bits(function: Callable[[Any], torch.Tensor]) -> None:
-    """A size tells how many numbers are counted: from 0, by 1, and then what is asked for."""
+    """Every arange over a size is computed from arange(0, count)."""
     fakes = Fakes({"s": 5})
     given = fakes.tensor(TensorSpec((symbol("s"),), "float32", (1,), CPU))
     graph = fakes.traced(lambda x: function(x.shape[0]), [given], DECOMPOSITIONS)
-    assert not fakes.assumed()
+    assert not fakes.assumptions()
     for node in graph.graph.find_nodes(op="call_function", target=aten.arange.start_step):
         assert (node.args[0], *node.args[2:]) in ((0,), (0, 1))
         assert node.meta["val"].dtype is torch.int64
@@ -90,7 +90,7 @@ def test_counted_numbers_are_of_64_bits(function: Callable[[Any], torch.Tensor])
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_places_from_the_end_are_counted_from_the_beginning(dynamic: bool) -> None:
-    """TensorRT defines no index below 0."""
+    """TensorRT defines no negative indices."""
     fakes = Fakes({"s": 5})
     size = symbol("s") if dynamic else 5
     graph = fakes.traced(
@@ -104,7 +104,7 @@ def test_places_from_the_end_are_counted_from_the_beginning(dynamic: bool) -> No
 
 
 def test_indices_below_0_are_counted_from_the_beginning() -> None:
-    """Those that only data tell, in each dimension by its own size; masks are left alone."""
+    """Negative indices that only data tell, in each dimension by its own size. Masks are not changed."""
     fakes = Fakes({"s": 5})
     x = fakes.tensor(TensorSpec((symbol("s"), 3, 4), "float32", (12, 4, 1), CPU))
     i = fakes.tensor(TensorSpec((2,), "int64", (1,), CPU))
@@ -124,7 +124,7 @@ def test_indices_below_0_are_counted_from_the_beginning() -> None:
 
 
 def test_kept_dimensions_are_added_and_not_expanded() -> None:
-    """Dimensions are kept for sizes known only at run time, too, as norms keep them."""
+    """Dimensions are kept for sizes known only at run time too, as norms keep them."""
     fakes = Fakes({"s": 5})
     x = fakes.tensor(TensorSpec((symbol("s"), 4), "float32", (4, 1), CPU))
 
@@ -140,7 +140,7 @@ def test_kept_dimensions_are_added_and_not_expanded() -> None:
 
 
 def test_other_running_sums_stay_what_they_are() -> None:
-    """Running sums of floats, into another type, and of a tensor without dimensions."""
+    """cumsum of floats, into another dtype, and of a scalar tensor."""
     for function, x in (
         (lambda x: x.cumsum(0), torch.ones(3)),
         (lambda x: x.cumsum(0, dtype=torch.int32), BIG),
@@ -153,7 +153,7 @@ RESIZES = [("linear", (2, 3, 8)), ("bilinear", (2, 3, 8, 6)), ("bicubic", (2, 3,
 
 
 def resized(x: torch.Tensor, mode: str, corners: bool, **how: Any) -> tuple[torch.fx.GraphModule, bool]:
-    """The graph of a resizing, and whether it is called by the overload that converters know."""
+    """The graph of a resize operator, and true if the operator was replaced by its .vec overload."""
     graph = torch.fx.symbolic_trace(torch.nn.Identity())
     operator = getattr(aten, f"upsample_{mode}{x.dim() - 2}d")
     (placeholder,) = graph.graph.find_nodes(op="placeholder")
@@ -163,7 +163,7 @@ def resized(x: torch.Tensor, mode: str, corners: bool, **how: Any) -> tuple[torc
         call = graph.graph.call_function(operator.default, (placeholder, sizes, corners, *factors))
     placeholder.meta["val"], call.meta["val"] = x, operator.default(x, sizes, corners, *factors)
     graph.graph.output_node().args = (call,)
-    name_resizes(graph)
+    use_vec_overloads(graph)
     return graph, operator.vec in targets(graph)
 
 
@@ -172,7 +172,7 @@ def resized(x: torch.Tensor, mode: str, corners: bool, **how: Any) -> tuple[torc
 def test_resizes_by_sizes_are_called_by_the_overload_that_converters_know(
     mode: str, shape: tuple[int, ...], corners: bool
 ) -> None:
-    """With factors that say no more than the sizes, or without; the result is the same."""
+    """With factors that equal the ratios of sizes, or without factors; the result is the same."""
     x = torch.rand(shape)
     sizes = [2 * n for n in shape[2:]]
     for factors in ((), [2.0] * len(sizes), [None] * len(sizes)):
@@ -183,7 +183,7 @@ def test_resizes_by_sizes_are_called_by_the_overload_that_converters_know(
 
 
 def test_resizes_by_other_factors_stay_what_they_are() -> None:
-    """Eager reads at places that the factor tells, not the sizes."""
+    """Eager interpolates by the factor, not by the sizes."""
     _, is_renamed = resized(torch.rand(2, 3, 8, 8), "bilinear", False, sizes=[10, 10], factors=[1.3, 1.3])
     assert not is_renamed
 
@@ -205,13 +205,13 @@ def test_resizes_by_other_factors_stay_what_they_are() -> None:
     ],
 )
 def test_they_are_taken_and_built(function: Callable[..., Any], x: torch.Tensor) -> None:
-    """A region has all operators; a network that cuts whole numbers to 32 bits has no engine."""
+    """All operators are in one region; a network that cuts int64 to int32 has no engine."""
     assert built(region(function, x)).layers
 
 
 @pytest.mark.tensorrt
 def test_a_resize_by_other_factors_is_left_to_others() -> None:
-    """TensorRT would read elsewhere."""
+    """TensorRT would read at other positions."""
     made = region(
         lambda x: (F.interpolate(x, scale_factor=1.3, mode="bilinear", recompute_scale_factor=False), x + 1),
         torch.ones(2, 3, 8, 8),
@@ -239,7 +239,7 @@ X = torch.ones(5, 7)
     ],
 )
 def test_networks_of_any_length_compute_what_the_graph_does(function: Callable[..., Any], x: torch.Tensor) -> None:
-    """Networks compute what the graph does, compared layer by layer with eager, at lengths from 1 on."""
+    """Networks compute what the graph computes, compared layer by layer with eager, at lengths from 1 on."""
     network = network_of(region(function, x, dynamic=True))
     first, second = network.request.ranges
     for rows, columns in ((1, 1), (1, 8), (2, 2), (3, 4), (5, 7), (9, 2), (13, 16)):

@@ -1,4 +1,4 @@
-"""The engine: regions to engines in processes that build, their keys, the cache, ranges, and the step that runs them."""
+"""The engine: builds in processes, keys, the cache, ranges, and the step that runs an engine."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def streams(device: object) -> FakeStreams:
 
 
 def loading(*regions: Region, log: list[bytes] | None = None) -> Callable[..., FakeEngine]:
-    """Loads a fake engine for each of the regions in turn, and keeps the bytes."""
+    """A loader that returns a fake engine for each region, and keeps the bytes."""
     left = list(regions)
 
     def load(plan: bytes, device: object) -> FakeEngine:
@@ -62,7 +62,7 @@ def loading(*regions: Region, log: list[bytes] | None = None) -> Callable[..., F
 
 
 def compiled_by(made: TensorRTEngine, *regions: Region, limit_s: float = 120.0) -> list[CompiledRegion | Exception]:
-    """The engine's results for the regions when all is built."""
+    """The engine's results for the regions after all builds."""
     results: list[CompiledRegion | Exception] = []
     for each in made.compile(regions, Deadline(limit_s)):
         if isinstance(each, PendingRegion):
@@ -83,7 +83,7 @@ def key(made: Region, machine: str = "a GPU", **options: Any) -> str:
 
 
 def test_a_region_is_built_in_a_process_and_run_by_a_step(tmp_path: Path) -> None:
-    """Its result is eager's, in memory that the plan laid out; the layers are there to read; what is built is kept."""
+    """The result is eager's, in memory laid out by the plan. The layers are readable, and the engine is kept."""
     x, w = torch.randn(2, 3, 8), torch.randn(5, 8)
     made = region(lambda x, w: (F.linear(x, w).relu().transpose(1, 2), x.transpose(0, 1) * 2), x, w)
     plans: list[bytes] = []
@@ -108,7 +108,7 @@ def test_a_region_is_built_in_a_process_and_run_by_a_step(tmp_path: Path) -> Non
 
 
 def test_entries_that_are_cut_short_or_foreign_are_built_anew(tmp_path: Path) -> None:
-    """Whatever stands under the key, the engine that is loaded is whole."""
+    """Whatever the store has under the key, the loaded engine is complete."""
     made = region(lambda x: x.relu() + 1, torch.ones(4, 4))
     plans: list[bytes] = []
 
@@ -134,7 +134,7 @@ def test_entries_that_are_cut_short_or_foreign_are_built_anew(tmp_path: Path) ->
 
 
 def test_an_engine_that_does_not_load_is_refused_and_built_once_more(tmp_path: Path) -> None:
-    """An engine of another TensorRT, say: the region's error says what TensorRT said."""
+    """An engine of another TensorRT, for instance: the region's error has TensorRT's message."""
     tried: list[bytes] = []
 
     def load(plan: bytes, device: object) -> FakeEngine:
@@ -150,14 +150,14 @@ def test_an_engine_that_does_not_load_is_refused_and_built_once_more(tmp_path: P
 
 
 def test_builds_end_with_the_deadline(tmp_path: Path) -> None:
-    """Builds that are not done by the deadline are given up: the other region's error is its own."""
+    """Builds that are not done by the deadline are given up. Each region has an error of its own."""
     regions = [region(lambda x: x.relu(), torch.ones(4, 4)), region(lambda x: x.exp(), torch.ones(4, 4))]
     errors = compiled_by(engine(tmp_path, load=loading(*regions), streams=streams), *regions, limit_s=0.2)
     assert all(isinstance(error, DeadlineError) for error in errors), errors
 
 
 def test_keys_hold_arguments_wires_and_everything_around() -> None:
-    """torch_tensorrt's own cache would take some of these for one another."""
+    """torch_tensorrt's own cache would confuse some of these."""
     x, y = torch.ones(4, 4), torch.ones(4, 4)
     functions: list[Callable[..., Any]] = [
         lambda x, y: x - y * 2,
@@ -184,7 +184,7 @@ def test_keys_hold_arguments_wires_and_everything_around() -> None:
 
 
 def test_regions_that_differ_in_one_argument_or_wire_have_different_engines() -> None:
-    """Not by their keys alone."""
+    """The built engines differ, not only their keys."""
     from tests.engines.tensorrt.regions_for_tests import built
 
     x, y = torch.ones(4, 4), torch.ones(4, 4)
@@ -201,8 +201,8 @@ def test_regions_that_differ_in_one_argument_or_wire_have_different_engines() ->
 
 
 def test_weights_as_constants_are_another_engine(tmp_path: Path) -> None:
-    """The first `refine` has it built by TensorRT, the next finds it: with one input, fewer layers, and the weights in its bytes. Other weights
-    are another engine; a second process finds the first."""
+    """The first `refine` has TensorRT build the engine, the next finds it: one input, fewer layers, and the weights in its bytes. Other weights
+    make another engine; a second process finds the first one."""
     x, w, b = (
         torch.randn(2, 512, 4, 4),
         torch.randn(64, 512, 3, 3),
@@ -278,7 +278,7 @@ def test_tf32_only_where_every_operator_may(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_regions_it_cannot_serve_are_refused_before_anything_is_built() -> None:
-    """Numbers that are tensors on the host, and sizes that no input tells."""
+    """Numbers that are tensors on the host, and sizes that are no dimension of an input, are refused."""
     made = region(lambda x: x.relu(), torch.ones(3))
     assert engine().accepts(made)
     on_gpu = dataclasses.replace(made, device=Device("cuda", 0))
@@ -288,7 +288,7 @@ def test_regions_it_cannot_serve_are_refused_before_anything_is_built() -> None:
 
 
 def test_the_session_has_it_where_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine is no part of the default, and without a GPU it says so; nobody who did not ask is warned."""
+    """The engine is disabled by default, and says so without a GPU. Users who did not enable it are not warned."""
     made = dict(session.ENGINES)["tensorrt"](Config(), services())
     assert not made.available()
     named = dict(session.ENGINES)["tensorrt"](dataclasses.replace(Config(), engines=("tensorrt",)), services())

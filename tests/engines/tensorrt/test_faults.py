@@ -1,4 +1,4 @@
-"""Faults of converters: what they fail for is refused, with the reason, and what stands in for it builds."""
+"""Faults of converters: operators that fail are refused with a reason, and their replacements build."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def refusals(function: Callable[..., Any], *inputs: torch.Tensor, mode: str = "f
 def test_what_converters_fail_for_is_refused(
     function: Callable[..., Any], inputs: tuple[torch.Tensor, ...], says: str
 ) -> None:
-    """With a code and the operator's name."""
+    """Refusals have a code and the operator's name."""
     found = refusals(function, *inputs)
     assert found
     assert all(code == Reason.ARGUMENT and says in why for code, why in found)
@@ -66,12 +66,12 @@ def test_what_converters_fail_for_is_refused(
     ],
 )
 def test_what_is_near_is_taken_and_builds(function: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> None:
-    """Numbers in pointwise operators, products of truth values, transposed convolutions with weights as inputs."""
+    """Scalars in pointwise operators, products of bools, and transposed convolutions with weights as inputs build."""
     assert built(region(function, *inputs)).plan
 
 
 def test_sizes_of_32_bits_are_exact() -> None:
-    """A slice ends at a size, which the converter casts to 32 bits: that cuts nothing. A release that does not take it says so."""
+    """A slice ends at a size, whose cast to int32 is exact. Releases that do not take such a slice refuse it."""
 
     def halves(x: torch.Tensor) -> torch.Tensor:
         return F.glu(x, 0)

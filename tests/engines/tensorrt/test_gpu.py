@@ -1,6 +1,6 @@
-"""Engines of TensorRT's on a GPU give eager's results, in the ways that they are called there. None of this has run yet, for want of a GPU.
+"""Engines of TensorRT on a GPU give eager's results, in all ways of calling them. These tests have not run yet, as there was no GPU.
 
-What is asserted of the choice of engines is that TensorRT runs the regions: chosen by estimate, so that no test depends on a time.
+Tests assert that TensorRT runs the regions, which the estimate chose: so no test depends on a time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 
 class Block(nn.Module):
-    """A layer of a transformer: rows of `_WIDTH` numbers, of any number of samples and rows."""
+    """A layer of a transformer: rows of `_WIDTH` numbers, any number of samples and rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Block(nn.Module):
 
 
 class Images(nn.Module):
-    """Convolutions and what goes with them."""
+    """Convolutions with normalisation, activation and pooling."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Images(nn.Module):
 
 
 class Subject:
-    """A model as it is, in float64, and compiled for TensorRT alone, with a cache of its own. What fails in TensorRT raises."""
+    """A model in eager, in float64, and compiled for TensorRT only, with its own cache. Errors of TensorRT are raised."""
 
     def __init__(self, model: nn.Module, folder: Path, *, dynamic: bool = False, **settings: Any) -> None:
         self.model = model.eval().to(_DEVICE)
@@ -90,18 +90,18 @@ class Subject:
         return result
 
     def settle(self, x: torch.Tensor) -> None:
-        """Call until what is built is put to work."""
+        """Call until all engines are built and in use."""
         for _ in range(4):
             self(x)
             assert wait_for_builds(_BUILD_S)
 
     @property
     def engines(self) -> set[str]:
-        """Those of the plan that was made last."""
+        """Engines of the newest plan."""
         return {region.engine for region in self.plans[-1].regions}
 
     def check(self, x: torch.Tensor, result: torch.Tensor | None = None) -> None:
-        """A call's result, or `result`, is as near to that of float64 as eager's is, or as the dtype allows."""
+        """Check that a call's result, or `result`, is as near to float64 as eager's, or as the dtype allows."""
         got = self(x) if result is None else result
         with torch.no_grad():
             eager, exact = self.model(x), copy.deepcopy(self.model).double()(x.double())
@@ -117,7 +117,7 @@ def _randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """The folder of a cache; sessions that use it end with the test."""
+    """The folder of a cache, whose sessions end with the test."""
     made = tmp_path / "cache"
     made.mkdir(mode=0o700)
     torch.manual_seed(0)
@@ -128,7 +128,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize("dtype", _TOLERANCES)
 @pytest.mark.parametrize(("make", "shape"), [(Block, (2, 33, _WIDTH)), (Images, (2, 3, 32, 32))])
 def test_results(make: Callable[[], nn.Module], shape: tuple[int, ...], dtype: torch.dtype, folder: Path) -> None:
-    """Eager's until the engine is built, and from then on TensorRT's; also of inputs that lie elsewhere."""
+    """Eager computes results until the engine is built, then TensorRT does; inputs at other addresses too."""
     subject = Subject(make().to(dtype), folder)
     subject.check(_randn(*shape, dtype=dtype))
     subject.settle(_randn(*shape, dtype=dtype))
@@ -138,7 +138,7 @@ def test_results(make: Callable[[], nn.Module], shape: tuple[int, ...], dtype: t
 
 
 def test_sizes_known_at_run_time(folder: Path) -> None:
-    """An engine serves a range of sizes; PyTorch's operators serve what lies beyond."""
+    """The engine serves a range of sizes; PyTorch's operators serve the others."""
     subject = Subject(Block(), folder, dynamic=True)
     subject.settle(_randn(2, 30, _WIDTH))
     for rows in (30, 31, 2, 64, 32 * MAX_GROWTH, 32 * MAX_GROWTH + 5, 30):
@@ -148,7 +148,7 @@ def test_sizes_known_at_run_time(folder: Path) -> None:
 
 @pytest.mark.parametrize("placement", ["estimate", "measure"])
 def test_weights_that_change_between_calls(placement: str, folder: Path) -> None:
-    """Weights are inputs of the engine or, where that was measured to be faster, its constants: the next call has the new values."""
+    """The next call has the new weights, which are inputs of the engine or, if measured to be faster, its constants."""
     subject = Subject(Block(), folder, placement=placement, tensorrt_constants_percent=100)
     x = _randn(2, 33, _WIDTH)
     subject.settle(x)
@@ -163,7 +163,7 @@ def test_weights_that_change_between_calls(placement: str, folder: Path) -> None
 
 
 def test_threads_with_streams_of_their_own(folder: Path) -> None:
-    """Threads run one engine at once, each in a context of its own, and share no working memory."""
+    """Threads run one engine at once, each with its own context, and share no working memory."""
     subject = Subject(Block(), folder)
     inputs = [_randn(4, 64, _WIDTH, seed=seed) for seed in range(2)]
     subject.settle(inputs[0])
@@ -195,7 +195,7 @@ def test_threads_with_streams_of_their_own(folder: Path) -> None:
 
 
 def test_a_call_is_captured_into_a_cuda_graph_or_refused(folder: Path) -> None:
-    """A replay reads its inputs and weights of that time. TensorRT-RTX, which may still have to compile, refuses; calls go on as before."""
+    """A replay reads the current inputs and weights. TensorRT-RTX refuses if it may still have to compile; later calls work."""
     subject = Subject(Block(), folder)
     x = _randn(2, 33, _WIDTH)
     subject.settle(x)
@@ -223,7 +223,7 @@ def test_a_call_is_captured_into_a_cuda_graph_or_refused(folder: Path) -> None:
 
 
 def test_the_default_stream_is_kept_in_order(folder: Path) -> None:
-    """Work that was enqueued before a call is done before it, and what comes after it later, without anybody waiting on the host."""
+    """Work enqueued before a call is done before the call, and later work after it. The host never waits."""
     subject = Subject(Block(), folder)
     x = _randn(2, 33, _WIDTH)
     subject.settle(x)
@@ -245,7 +245,7 @@ def test_the_default_stream_is_kept_in_order(folder: Path) -> None:
 
 
 def test_peak_memory_is_below_a_tenth_more_than_eagers(folder: Path) -> None:
-    """The peak of PyTorch's allocator is measured, which holds weights and working memory too; while engines are chosen and in later calls."""
+    """The peak of PyTorch's allocator, which holds weights and working memory too, while engines are chosen and in later calls."""
     layers = [layer for _ in range(6) for layer in (nn.Linear(4096, 4096), nn.ReLU())]
     subject = Subject(nn.Sequential(*layers), folder, placement="measure")
     x = _randn(512, 4096)
@@ -266,7 +266,7 @@ def test_peak_memory_is_below_a_tenth_more_than_eagers(folder: Path) -> None:
 
 
 def test_a_warm_start_builds_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another session that finds the engine in the cache runs it in its first call."""
+    """Another session finds the engine in the cache, and runs it in its first call."""
     first, x = Subject(Block(), folder), _randn(2, 33, _WIDTH)
     first.settle(x)
     assert first.engines == {"tensorrt"}

@@ -1,4 +1,4 @@
-"""Messages about TensorRT where it is not imported: each way of being installed wrongly is one sentence that says what to install."""
+"""Messages about the installation of TensorRT: each fault is one sentence that says what to install. Nothing is imported."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NEEDS = ["torch<2.14.0,>=2.13.0", "tensorrt_rtx<1.6.0.0,>=1.5.0.114", "dllist",
 
 @pytest.fixture
 def installs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Make the installation one of these distributions, by version, whose library is there or not."""
+    """Install these distributions, by version, with or without the shared library."""
 
     def install(versions: Mapping[str, str], *, has_library: bool = True, has_module: bool = True) -> None:
         def version(name: str) -> str:
@@ -59,7 +59,7 @@ def _why() -> str:
 
 
 def test_a_whole_installation(installs) -> None:
-    """Distribution, TensorRT's flavour and both versions; the distribution of one version of CUDA stands for TensorRT's own."""
+    """The text names the distribution, TensorRT and both versions. The distribution for a CUDA version stands for TensorRT's own."""
     installs(_RTX)
     found = installation()
     assert found == Installation(installed.FLAVOURS[1], "2.13.0", "1.5.0.114")
@@ -91,7 +91,7 @@ def test_a_whole_installation(installs) -> None:
     ],
 )
 def test_what_is_missing_or_does_not_fit(installs, change: dict[str, str], says: str) -> None:
-    """A part that is missing, or does not fit, is one sentence, with what to install; what an extra needs is not missed."""
+    """A missing or unsuitable part is one sentence, with what to install. Requirements of extras do not count."""
     installs({name: version for name, version in {**_RTX, **change}.items() if version})
     assert says in _why()
     assert described() == (("GPU", "none"),)  # what is wrong is told already
@@ -101,7 +101,7 @@ def test_what_is_missing_or_does_not_fit(installs, change: dict[str, str], says:
 
 
 def test_a_stub_without_libraries(installs) -> None:
-    """TensorRT's distributions on PyPI may be stubs: the bindings are there, what they load is not."""
+    """TensorRT's distributions on PyPI may be stubs: the bindings are installed, the library is not."""
     installs(_RTX, has_library=False)
     assert "without its library libtensorrt_rtx" in _why()
     installs(_RTX, has_module=False)
@@ -110,7 +110,7 @@ def test_a_stub_without_libraries(installs) -> None:
 
 
 def test_nothing_of_it_is_imported() -> None:
-    """Neither by asking what is installed, nor by compiling for the CPU, also where the engine is named."""
+    """Neither the query of the installation nor compiling for the CPU imports TensorRT, even if the engine is named."""
     program = """
 import sys, torch
 from torch_hybrid_backend.engines.tensorrt.installed import described
@@ -126,7 +126,7 @@ assert not wrong, wrong
 
 
 def _doctor(folder: Path) -> list[str]:
-    """The output of `hybrid doctor` about this engine, as a user runs it."""
+    """The lines of `hybrid doctor` about this engine, as a user sees them."""
     settings = {name: value for name, value in os.environ.items() if not name.startswith("HYBRID_")}
     told = subprocess.run(
         [sys.executable, "-m", "torch_hybrid_backend.cli", "doctor"],
@@ -150,7 +150,7 @@ def _gpus() -> list[str]:
 
 @pytest.mark.tensorrt
 def test_doctor_tells_what_is_installed(tmp_path: Path) -> None:
-    """Both versions that engines depend on; and without a GPU that this is what is missing, not TensorRT."""
+    """`hybrid doctor` shows both versions that engines depend on. Without a GPU, it says that the GPU is missing, not TensorRT."""
     state, version, *gpus = _doctor(tmp_path)
     can_run = "tensorrt can run" if torch.cuda.is_available() else f"tensorrt cannot run: {NO_GPU.why}"
     assert state == can_run
@@ -161,7 +161,7 @@ def test_doctor_tells_what_is_installed(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not isinstance(installation(), Refused), reason="TensorRT is installed")
 def test_doctor_tells_what_to_install(tmp_path: Path) -> None:
-    """The doctor tells once what to install, where TensorRT is missing or not whole."""
+    """The doctor says once what to install if TensorRT is missing or incomplete."""
     state, *gpus = _doctor(tmp_path)
     assert state == f"tensorrt cannot run: {_why()}"
     assert "pip install" in state

@@ -1,4 +1,4 @@
-"""Products of what a graph quantizes: rewritten they compute the same, and TensorRT's builder makes products of integers of them."""
+"""Products of quantized values: rewritten, they compute the same, and TensorRT's builder makes integer products of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.fake_devices import FakeDevices
 from torch_hybrid_backend import quantize
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.engines.tensorrt.build import BuildRequest
-from torch_hybrid_backend.engines.tensorrt.integer_products import spell_out
+from torch_hybrid_backend.engines.tensorrt.integer_products import factor_out_scales
 from torch_hybrid_backend.engines.tensorrt.quantization import zero_points
 from torch_hybrid_backend.graph import quantization as quantized
 from torch_hybrid_backend.partition.regions import partition_graph
@@ -28,7 +28,7 @@ FP8 = torch.float8_e4m3fn
 
 
 def weight(w: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-    """A weight as `hoist` leaves a weight in a graph: integers and scales are inputs, zero points a fill."""
+    """A weight in the form that `hoist` leaves in a graph: integers and scales are inputs, zero points a fill."""
     zeros = torch.full([w.shape[0]], 0, dtype=torch.int64)
     dequantized: torch.Tensor = Q.dequantize_per_channel(w, s, zeros, 0, -127, 127, torch.int8)
     return dequantized
@@ -92,7 +92,7 @@ CONVOLUTION = (
 
 
 def lowered(function: Callable[..., torch.Tensor], given: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
-    """Views as torch_tensorrt's lowering leaves views."""
+    """Replace views as torch_tensorrt's lowering does."""
     table = {
         aten.t.default: lambda x: x.permute(1, 0),
         aten.transpose.int: lambda x, a, b: x.permute([{a: b, b: a}.get(d - x.dim(), d) for d in range(x.dim())]),
@@ -102,11 +102,11 @@ def lowered(function: Callable[..., torch.Tensor], given: Sequence[torch.Tensor]
 
 @pytest.mark.parametrize("name", [*CASES, "convolution"])
 def test_scales_leave_products(name: str) -> None:
-    """Run by PyTorch, the graph gives what it gave, but for fewer roundings; each product reads integers as they are."""
+    """Run by PyTorch, the rewritten graph gives the same results up to fewer roundings. Each product reads integers."""
     function, given = {**CASES, "convolution": CONVOLUTION}[name]
     graph = lowered(function, given)
     expected = graph(*given)
-    spell_out(graph)
+    factor_out_scales(graph)
     graph.graph.lint()
     result = graph(*given)
     assert result.dtype == expected.dtype
@@ -127,10 +127,10 @@ def test_scales_leave_products(name: str) -> None:
 
 
 def test_products_of_integers_are_exact() -> None:
-    """Those that float32 holds are bit-equal to sums in int64, times the scales."""
+    """Sums that float32 represents are bit-equal to sums in int64, times the scales."""
     function, given = CASES["rows"]
     graph = lowered(function, given)
-    spell_out(graph)
+    factor_out_scales(graph)
     (product,) = (node for node in graph.graph.nodes if node.target is aten.mm.default)
     graph.graph.output_node().args = ((product,),)
     graph.recompile()
@@ -146,10 +146,10 @@ def _integers(op: Any, *args: Any, **options: Any) -> Any:
 
 
 def test_weights_alone_keep_their_scales() -> None:
-    """The other operand is no integer: the builder dequantizes within the product."""
+    """The other operand is not quantized: the builder dequantizes within the product."""
     function, given = (lambda x, w, s, b: F.linear(x, weight(w, s), b)), inputs(8)
     graph = lowered(function, given)
-    spell_out(graph)
+    factor_out_scales(graph)
     (dequantizer,) = (node for node in graph.graph.nodes if "dequantize" in str(node.target))
     assert "per_channel" in str(dequantizer.target)
     assert torch.equal(graph(*given), function(*given))
@@ -159,7 +159,7 @@ def test_weights_alone_keep_their_scales() -> None:
 @builds_bytes
 @pytest.mark.parametrize("name", CASES)
 def test_the_builder_makes_products_of_integers(name: str) -> None:
-    """Layer by layer: what quantizes writes values of 8 bits, products read them, and the rest of the region is fused around."""
+    """Layer by layer: quantizers write 8-bit values, products read them, and all other operators are fused into neighbours."""
     made = region(CASES[name][0], *CASES[name][1])
     layers = built(made).layers
     short = "FP8" if name == "float8" else "Int8"
@@ -174,7 +174,7 @@ def test_the_builder_makes_products_of_integers(name: str) -> None:
 @builds_bytes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_weights_alone_are_dequantized_within_the_product(dtype: torch.dtype) -> None:
-    """Weights alone come as they are, one byte each."""
+    """Weight-only quantized weights enter as they are, one byte each."""
     layers = built(region(lambda x, w, s, b: F.linear(x, weight(w, s).to(x.dtype), b), *inputs(8, dtype=dtype))).layers
     (product,) = (layer for layer in layers if "Fc" in layer)
     assert product.startswith("runtime_fusion")
@@ -184,7 +184,7 @@ def test_weights_alone_are_dequantized_within_the_product(dtype: torch.dtype) ->
 @pytest.mark.tensorrt
 @builds_bytes
 def test_sizes_known_only_at_run_time() -> None:
-    """Rows are scaled however many there are."""
+    """Rows are scaled, whatever their number."""
     made = region(lambda x, w, s: F.linear(rows(x), weight(w, s)), *inputs(8)[:3], dynamic=True)
     assert any("(Int8, Int8; " in layer for layer in built(made).layers)
 
@@ -192,7 +192,7 @@ def test_sizes_known_only_at_run_time() -> None:
 @pytest.mark.tensorrt
 @builds_bytes
 def test_zero_points_of_another_region_are_known() -> None:
-    """A fill that several regions share is an input of some: they were taken as it is zeros, and the request says so."""
+    """A fill of zero points that several regions share is an input of some of them. The request holds it as zeros."""
     x, w, s, _ = inputs(8)
     made = region(lambda x, w, s: F.linear(x, weight(w, s)), x, w, s)
     graph = made.graph_module.graph
@@ -211,7 +211,7 @@ def test_zero_points_of_another_region_are_known() -> None:
 @pytest.mark.tensorrt
 @builds_bytes
 def test_weights_as_constants_stay_bytes() -> None:
-    """Weights as constants are not folded to floats by torch_tensorrt."""
+    """torch_tensorrt does not fold constant weights to floats."""
     given = inputs(8)
     made = region(linear(fixed), *given)
     by_name = dict(zip(("x_1", "w_1", "s_1", "b_1"), given, strict=True))
@@ -236,7 +236,8 @@ class Block(torch.nn.Module):
 @builds_bytes
 @pytest.mark.parametrize("calibration", ["naive", "none"])
 def test_a_model_of_quantize_is_one_region(calibration: str) -> None:
-    """Captured for a GPU that is not there: its linear layers are products of int8, whose weights are live; all else is fused around them."""
+    """Captured for a GPU that does not exist: linear layers become int8 products with live weights; all other operators are fused around
+    them."""
     x = torch.randn(4, 16, 64)
     quantized = quantize(Block().eval(), [x], calibration=calibration)
     devices = FakeDevices()

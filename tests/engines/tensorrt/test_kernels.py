@@ -1,4 +1,4 @@
-"""Kernels that TensorRT-RTX compiles in calls lie in our cache, under the engine's key; calls that compile nothing pay nothing for it."""
+"""Kernels that TensorRT-RTX compiles in calls are kept under the engine's key. Calls that compile nothing cost nothing more."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from tests.engines.tensorrt.contexts_for_tests import FakeEngine, FakeStream, FakeStreams, computing
 from tests.engines.tensorrt.regions_for_tests import engine, region
 from torch_hybrid_backend.engines.tensorrt.kernels import KIND, KeptKernels
-from torch_hybrid_backend.engines.tensorrt.runtime import MAX_TOLD, EngineRunner
+from torch_hybrid_backend.engines.tensorrt.runtime import MAX_SHAPES, EngineRunner
 from torch_hybrid_backend.storage.store import Store
 
 
@@ -34,7 +34,7 @@ def run_of(made: FakeEngine, kept: KeptKernels) -> EngineRunner:
 
 
 def test_what_the_first_run_of_shapes_compiled_is_kept(tmp_path: Path) -> None:
-    """Calls of shapes that were met before ask for nothing and write nothing; another process starts with what was kept."""
+    """Calls with known shapes read and write no kernels. Another process starts with the kept kernels."""
     store = Store(tmp_path)
     made = FakeEngine()
     asked: list[int] = []
@@ -53,17 +53,17 @@ def test_what_the_first_run_of_shapes_compiled_is_kept(tmp_path: Path) -> None:
 
 
 def test_of_many_shapes_not_all_are_kept(tmp_path: Path) -> None:
-    """Writing is bounded, whatever a program calls with."""
+    """The number of writes is bounded, whatever shapes a program uses."""
     made, store = FakeEngine(), Store(tmp_path)
     run = run_of(made, KeptKernels(store, "engine"))
-    for rows in range(1, MAX_TOLD + 10):
+    for rows in range(1, MAX_SHAPES + 10):
         run([torch.ones(rows, 3), torch.empty(rows, 3)])
     kept = store.get(KIND, "engine") or b""
-    assert kept.count(b";") == MAX_TOLD
+    assert kept.count(b";") == MAX_SHAPES
 
 
 def test_corrupt_and_foreign_kernels_are_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Kernels that the store finds corrupt, and what TensorRT does not take: the engine starts without, and its own are kept instead."""
+    """The engine starts without kernels that the store finds corrupt or TensorRT rejects, and its own replace them."""
     store = Store(tmp_path)
     path = store.put(KIND, "engine", b"whole")
     path.write_bytes(b"who")
@@ -85,14 +85,14 @@ def test_corrupt_and_foreign_kernels_are_dropped(tmp_path: Path, caplog: pytest.
 
 
 def test_engines_without_kernels_of_their_own_keep_nothing(tmp_path: Path) -> None:
-    """TensorRT's hold machine code from the beginning."""
+    """TensorRT's engines contain machine code from the beginning."""
     store = Store(tmp_path)
     KeptKernels(store, "engine").keep(FakeEngine())
     assert store.get(KIND, "engine") is None
 
 
 class _EnteredStreams(FakeStreams):
-    """Know whether their device is the current one."""
+    """Streams that know if their device is current."""
 
     is_inside = False
 
@@ -105,7 +105,7 @@ class _EnteredStreams(FakeStreams):
 
 @pytest.mark.tensorrt
 def test_a_regions_kernels_lie_beside_its_engine(tmp_path: Path) -> None:
-    """Under the same key; the second process has them before its first call, handed over with their device as the current one."""
+    """Another process loads the kernels under the same key before its first call, with their device as the current one."""
     from tests.engines.tensorrt.test_engine import compiled_by
 
     x = torch.ones(4, 4)
@@ -137,7 +137,7 @@ def test_a_regions_kernels_lie_beside_its_engine(tmp_path: Path) -> None:
 
 @pytest.mark.tensorrt
 def test_tensorrt_has_what_is_used_of_it() -> None:
-    """No GPU is here to make contexts on: at least the names are those of the release that is installed."""
+    """There is no GPU to make contexts on: at least the names exist in the installed release."""
     from torch_hybrid_backend.engines.tensorrt.loaded import trt
 
     assert hasattr(trt.ExecutionContextAllocationStrategy, "USER_MANAGED")

@@ -1,4 +1,4 @@
-"""Changes of the process's state that threads make beside one another."""
+"""Changes of process-wide state by several threads at once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from torch_hybrid_backend.engines.tensorrt.overlap import Overlapping
+from torch_hybrid_backend.engines.tensorrt.overlap import SharedContext
 
 
 class State:
@@ -24,9 +24,9 @@ class State:
 
 
 def test_the_last_to_go_restores_the_state() -> None:
-    """A comes, B comes, A goes: it is changed still. B goes: it is as it was."""
+    """A enters, B enters, A leaves: the state is still changed. B leaves: the state is restored."""
     state = State()
-    change = Overlapping(state.changed)
+    change = SharedContext(state.changed)
     seen = []
     with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
         for thread, step in ((first, change.__enter__), (second, change.__enter__), (first, None), (second, None)):
@@ -39,9 +39,9 @@ def test_the_last_to_go_restores_the_state() -> None:
 
 
 def test_a_forked_child_has_none_of_the_threads_that_were_inside() -> None:
-    """Nobody would restore the state there."""
+    """No thread of the child would restore the state."""
     state = State()
-    change = Overlapping(state.changed)
+    change = SharedContext(state.changed)
     with ThreadPoolExecutor(1) as other:
         other.submit(change.__enter__).result(10)
         child = os.fork()

@@ -1,4 +1,4 @@
-"""Models of the table, captured for a GPU that is not there and cut into regions of TensorRT's and of eager's; some are built, whole."""
+"""Models of the zoo, captured for a GPU that does not exist, and cut into regions of TensorRT and of eager. Some regions are built."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Residual(nn.Module):
 
 
 class Positions(nn.Module):
-    """Whole numbers of 64 bits are computed with: that much stays outside."""
+    """Models compute with int64 values: that many operators stay outside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def partition(name: str) -> Partition:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_regions_and_refusals_of_models(name: str, golden: Golden) -> None:
-    """The regions and refusals of models; and every region has its engine."""
+    """Regions and refusals of models; every region has its engine."""
     cut = partition(name)
     lines = []
     for segment in cut.graph.segments:

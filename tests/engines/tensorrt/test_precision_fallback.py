@@ -1,5 +1,5 @@
-"""Accumulation precisions: which of them a region has, what each computes in float32, and what TensorRT's builder makes of that. Built, never
-run."""
+"""Accumulation precisions: those of a region, what each computes in float32, and what TensorRT's builder makes of that. Engines are built,
+never run."""
 
 from __future__ import annotations
 
@@ -55,8 +55,9 @@ def layers_on(made: Region, accumulation: AccumulationPrecision) -> list[str]:
 
 
 @pytest.mark.tensorrt
-def test_a_region_has_the_rungs_that_make_a_difference_for_it() -> None:
-    """Those of float32 have one; half types have more for products and for layers; what only moves values or adds them has none of these."""
+def test_a_region_has_the_precisions_that_make_a_difference() -> None:
+    """Regions of float32 have one precision. Regions of half types have more for products and for layers, and one if they only move or add
+    values."""
     x = torch.ones(8, 8)
     cases: list[tuple[Callable[..., Any], torch.dtype, tuple[AccumulationPrecision, ...]]] = [
         (lambda x: (x @ x).softmax(-1), torch.float32, (AccumulationPrecision.AS_WRITTEN,)),
@@ -79,7 +80,7 @@ def test_a_region_has_the_rungs_that_make_a_difference_for_it() -> None:
 
 @pytest.mark.tensorrt
 def test_tf32_loses_nothing_of_widened_half_types() -> None:
-    """So products that accumulate in float32 may use it; beside a product of float32 they may not, as an engine has one flag."""
+    """Products that accumulate in float32 may use TF32. Beside a product of float32 they may not, as an engine has one flag."""
     x = torch.ones(8, 8)
     half = region(lambda x: x @ x, x.half())
     mixed = region(lambda x, y: (x @ x, y @ y), x.half(), x)
@@ -94,9 +95,9 @@ def test_tf32_loses_nothing_of_widened_half_types() -> None:
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("function", SHAPES)
-def test_no_rung_is_further_from_float64(function: Callable[..., torch.Tensor], dtype: torch.dtype) -> None:
-    """Graphs run by PyTorch whose sums and layers round where the casts say: outputs keep their type, and the last precision is off by no
-    more than the rounding of products and of the result."""
+def test_no_precision_is_further_from_float64(function: Callable[..., torch.Tensor], dtype: torch.dtype) -> None:
+    """Run by PyTorch, sums and layers round where the casts say. Outputs keep their dtype, and the error of the last precision is at most the
+    rounding of products and of the result."""
     inputs = inputs_of(function, dtype)
     ideal = function(*(each.double() for each in inputs))
     errors = []
@@ -124,7 +125,7 @@ def test_no_rung_is_further_from_float64(function: Callable[..., torch.Tensor], 
 
 
 def test_float32_is_left_alone() -> None:
-    """A graph without half types has the same code with every precision."""
+    """A graph without half types is the same with every precision."""
     inputs = inputs_of(attention, torch.float32)
     graph = make_fx(attention, tracing_mode="fake")(*inputs)
     graph.graph.eliminate_dead_code()
@@ -136,8 +137,8 @@ def test_float32_is_left_alone() -> None:
 
 @pytest.mark.tensorrt
 @pytest.mark.parametrize(("dtype", "short"), [(torch.float16, "Half"), (torch.bfloat16, "BFloat16")], ids=str)
-def test_the_builder_computes_what_each_rung_says(dtype: torch.dtype, short: str) -> None:
-    """Layer by layer: products of half types, then in float32, then norms and softmax too. Inputs and outputs stay."""
+def test_the_builder_computes_in_each_precision(dtype: torch.dtype, short: str) -> None:
+    """Layer by layer: products in half types, then in float32, then norms and softmax in float32 too. Inputs and outputs keep their dtypes."""
     made = region(attention, *inputs_of(attention, dtype))
     written, accumulated, layered = (layers_on(made, accumulation) for accumulation in accumulation_precisions(made))
 
@@ -162,7 +163,7 @@ def test_the_builder_computes_what_each_rung_says(dtype: torch.dtype, short: str
 
 @pytest.mark.tensorrt
 def test_convolutions_and_norms_of_half_types() -> None:
-    """A convolution is computed in float32 from the second precision on, norms with the last."""
+    """Convolutions are computed in float32 from the second precision on, norms with the last one."""
     made = region(convolution, *inputs_of(convolution, torch.float16))
     written, accumulated, layered = (layers_on(made, accumulation) for accumulation in accumulation_precisions(made))
     for layers, found in ((written, "Half"), (accumulated, "Float"), (layered, "Float")):

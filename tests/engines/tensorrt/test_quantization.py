@@ -1,4 +1,4 @@
-"""Values of 8 bits that TensorRT takes, each refusal with its code. No TensorRT is needed for that."""
+"""Operators on 8-bit values that TensorRT takes, and each refusal with its code. No TensorRT is needed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch_hybrid_backend.core.verdict import Reason, Refused, Supported
 from torch_hybrid_backend.engines.tensorrt import quantization
 from torch_hybrid_backend.engines.tensorrt.installed import FLAVOURS, Installation
-from torch_hybrid_backend.engines.tensorrt.quantization import judged, zero_points
+from torch_hybrid_backend.engines.tensorrt.quantization import verdict_of, zero_points
 from torch_hybrid_backend.graph import quantization as quantized
 from torch_hybrid_backend.graph.quantized import operator_name
 
@@ -24,7 +24,7 @@ Q = torch.ops.quantized_decomposed
 
 @pytest.fixture(autouse=True)
 def _current_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is installed here."""
+    """Replace the installation, so that verdicts do not depend on what is installed here."""
     monkeypatch.setattr(quantization, "installation", lambda: Installation(FLAVOURS[0], "2.13.0", "10.15"))
 
 
@@ -33,9 +33,9 @@ FP8 = torch.float8_e4m3fn
 
 
 def verdicts(function: Callable[..., Any], *inputs: torch.Tensor) -> dict[str, Any]:
-    """The verdicts on a traced function's nodes, by name; those that are None are left out."""
+    """Verdicts on a traced function's nodes, by name, without those that are None."""
     graph = make_fx(function, tracing_mode="fake")(*inputs)
-    found = {node.name: judged(node) for node in graph.graph.nodes if node.op == "call_function"}
+    found = {node.name: verdict_of(node) for node in graph.graph.nodes if node.op == "call_function"}
     return {name: verdict for name, verdict in found.items() if verdict is not None}
 
 
@@ -57,7 +57,7 @@ def _zeros(count: int, value: int = 0) -> torch.Tensor:
     ids=["tensor", "tensor now", "rows now", "channels", "no zero points", "cast", "float8"],
 )
 def test_what_quantize_and_torchao_write_is_taken(function: Callable[..., Any]) -> None:
-    """With everything that belongs to it: quantizers, fills of zero points, views of integers."""
+    """Quantized layers are taken with quantizers, fills of zero points, and views of integers."""
     found = verdicts(function, X, W, S)
     assert found
     assert all(isinstance(verdict, Supported) for verdict in found.values()), found
@@ -92,7 +92,7 @@ def test_what_quantize_and_torchao_write_is_taken(function: Callable[..., Any]) 
     ids=["uint8", "zero point", "zero points", "unknown", "few levels", "groups", "float8", "float8 clamped wrongly"],
 )
 def test_what_is_refused_has_a_code(function: Callable[..., Any], code: Reason, why: str) -> None:
-    """And says why in a sentence."""
+    """The refusal has a sentence."""
     refused = [verdict for verdict in verdicts(function, X, W, S).values() if isinstance(verdict, Refused)]
     assert refused
     assert {verdict.code for verdict in refused} == {code}
@@ -100,7 +100,7 @@ def test_what_is_refused_has_a_code(function: Callable[..., Any], code: Reason, 
 
 
 def test_what_is_none_of_its_business() -> None:
-    """Plain operators, and whole numbers that are no zero points."""
+    """Plain operators, and integers that are no zero points, have no verdict here."""
     assert verdicts(lambda x: (x @ x.t()).relu() + torch.zeros(8, dtype=torch.int64), X) == {}
     graph = make_fx(lambda x: quantized.tensor_now(quantized.call, x), tracing_mode="fake")(X)
     titles = [operator_name(node) for node in graph.graph.nodes]
@@ -108,7 +108,7 @@ def test_what_is_none_of_its_business() -> None:
 
 
 def test_float8_needs_a_chip_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """sm_89 and later; int8 needs none."""
+    """float8 needs sm_89 or later; int8 needs no minimum."""
     for capability, taken in (((8, 0), False), ((8, 6), False), ((8, 9), True), ((12, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, found=capability: found)
         found = verdicts(lambda x: x.clamp(-448, 448).to(FP8).to(torch.float32), X)
@@ -119,7 +119,7 @@ def test_float8_needs_a_chip_that_has_it(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_first_release_that_builds_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TensorRT-RTX 1.4 does not, whatever the values; TensorRT of any version does."""
+    """TensorRT-RTX 1.4 has no 8-bit values; every version of TensorRT has."""
     rtx, full = FLAVOURS[1], FLAVOURS[0]
     for found, taken in (
         (Installation(rtx, "2.11.0", "1.4.0.76"), False),
@@ -134,7 +134,7 @@ def test_the_first_release_that_builds_them(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_convolutions_of_int8_activations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TensorRT-RTX has none, also where values are pooled or joined before; TensorRT has, and both take weights of int8."""
+    """TensorRT-RTX has no int8 convolutions, also if values are pooled or joined before. TensorRT has; both take int8 weights."""
     x, w, s = torch.randn(1, 4, 8, 8), torch.ones(4, 4, 3, 3, dtype=torch.int8), S
 
     def weight(w: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
@@ -166,7 +166,7 @@ def test_convolutions_of_int8_activations(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_zero_points_are_on_the_host_whatever_the_default_device() -> None:
-    """The request takes their bytes, which a tensor of another device may not have."""
+    """The request takes the bytes of zero points, which a tensor on another device may not have."""
     graph = make_fx(lambda x, s, z: Q.quantize_per_channel(x, s, z, 0, -128, 127, torch.int8), tracing_mode="fake")(
         X, torch.rand(8), _zeros(8)
     )

@@ -1,4 +1,4 @@
-"""Sizes known only at run time: the range that an engine is built for, its profile, and who runs sizes inside and outside of it."""
+"""Sizes known only at run time: the range for which an engine is built, its optimization profile, and who runs sizes inside and outside."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SCRATCH = (5000, 3000)
 
 
 def chain(x: torch.Tensor) -> torch.Tensor:
-    """Two regions of the engine, on both sides of an operator that it does not have."""
+    """Two regions of the engine, before and after an operator that the engine lacks."""
     y = torch.special.bessel_j0(x.relu() * 3)
     return y.neg() - 2
 
@@ -54,7 +54,7 @@ class Others(CompiledRegionBase):
 
 
 class Chain:
-    """`chain` with symbolic sizes as a plan of engines that record, with `Others` beside each."""
+    """`chain` with symbolic sizes as a plan of recording engines, with `Others` beside each."""
 
     def __init__(self, folder: Path) -> None:
         graph = make_fx(lambda x: (chain(x),), tracing_mode="symbolic")(torch.randn(5, 6))
@@ -88,7 +88,7 @@ class Chain:
 
     @property
     def ran(self) -> tuple[list[int], list[int]]:
-        """The number of runs of each engine, and each of the others."""
+        """Number of runs of each engine, and of each of the others."""
         runs = [
             sum(call[0] == "execute_async_v3" for context in fake.contexts for call in context.calls)
             for fake in self.fakes
@@ -97,7 +97,7 @@ class Chain:
 
 
 def compiled_by(made: TensorRTEngine, *regions: Region) -> list[CompiledRegion]:
-    """The engine's results for the regions when all is built."""
+    """The engine's results for the regions after all builds."""
     results: list[CompiledRegion] = []
     for each in made.compile(regions, Deadline(120.0)):
         assert not isinstance(each, Exception), each
@@ -113,7 +113,7 @@ def compiled_by(made: TensorRTEngine, *regions: Region) -> list[CompiledRegion]:
 
 @pytest.fixture
 def built_plans(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows with every C++ plan that is laid out, wherever."""
+    """A counter of C++ plans laid out."""
     made: list[int] = []
     plain = Executor.__init__
 
@@ -126,7 +126,7 @@ def built_plans(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_ranges_come_from_what_is_known_of_a_size() -> None:
-    """From its least value to a stated multiple of its example."""
+    """The range goes from a size's least value to a stated multiple of its example."""
     made = region(lambda x: x.relu().reshape(x.shape[0], -1), torch.ones(5, 6, 7), dynamic=True)
     ranges = ranges_of(made)
     assert sorted(r.typical for r in ranges.values()) == [5, 6, 7]
@@ -135,7 +135,7 @@ def test_ranges_come_from_what_is_known_of_a_size() -> None:
 
 
 def test_sizes_that_alternate_build_nothing(tmp_path: Path, built_plans: list[int]) -> None:
-    """A set of sizes has one plan, laid out when it is first met; the same two engines serve all of them."""
+    """Each set of sizes has one plan, laid out at its first call. The same two engines serve all plans."""
     made = Chain(tmp_path)
     for rows in (5, 64, 5, 64, 3, 5, 3):
         made.check(rows)
@@ -147,7 +147,7 @@ def test_sizes_that_alternate_build_nothing(tmp_path: Path, built_plans: list[in
 def test_outside_the_range_another_cover_runs_and_inside_the_engine_again(
     tmp_path: Path, built_plans: list[int]
 ) -> None:
-    """The engines are not asked at sizes they were not built for, whichever dimension it is."""
+    """Engines do not run at sizes for which they were not built, whichever dimension it is."""
     made = Chain(tmp_path)
     made.check(64)
     assert made.ran == ([1, 1], [0, 0])
@@ -161,7 +161,7 @@ def test_outside_the_range_another_cover_runs_and_inside_the_engine_again(
 
 
 def test_a_plan_needs_the_largest_working_memory_not_the_sum(tmp_path: Path) -> None:
-    """At every size: what the largest size of the range needs, of the engine that needs most."""
+    """At every size, working memory suffices for the largest size of the range and the engine that needs most."""
     made = Chain(tmp_path)
     for rows in (2, 64):
         made.check(rows)
@@ -174,8 +174,7 @@ def test_a_plan_needs_the_largest_working_memory_not_the_sum(tmp_path: Path) -> 
 
 
 def _peak_scratch(layout: StaticLayout) -> int:
-    """The most bytes of working memory that are in use at once: a plan makes a value in the first step that touches it, and frees it after the
-    last."""
+    """The most bytes of working memory in use at once. A plan allocates a value in the first step that uses it, and frees it after the last."""
     scratch = {n for n, each in enumerate(layout.values) if each.spec.dtype == "uint8"}
     assert all(layout.values[n].kind in (ValueKind.FRESH, ValueKind.ARENA) for n in scratch)
     touched: dict[int, list[int]] = {n: [] for n in scratch}
@@ -192,7 +191,7 @@ def _peak_scratch(layout: StaticLayout) -> int:
 
 
 def test_a_region_from_python_asks_shapes(tmp_path: Path) -> None:
-    """Inside the range the engine, outside another; the engine alone refuses, and says which size it is."""
+    """Inside the range the engine runs, outside another one. Without another engine, the error names the size."""
     made = Chain(tmp_path)
     ranged = made.ranged[0]
 
@@ -222,8 +221,8 @@ def test_the_profile_of_a_built_engine(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The builder itself is asked, as it builds: one profile, whose least, typical and most shapes are those of the range; sizes of outputs are
-    known only at run time. And an engine comes of it."""
+    """The builder gets one profile, with the least, typical and most shapes of the range, and builds an engine. Sizes of outputs are
+    dynamic."""
     from torch_hybrid_backend.engines.tensorrt import adapter
 
     seen: list[tuple[list[list[int]], list[list[int]], str, list[int]]] = []

@@ -1,4 +1,4 @@
-"""The results of the tests that need TensorRT found in their environment, as it is committed."""
+"""The committed results of the tests that need TensorRT."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from tests.engines.tensorrt.result import PAGE, Result, page, sources_now
 
 
 def test_the_committed_result_is_of_these_sources_and_has_no_failure() -> None:
-    """A result with failures fails here. None, or one of earlier sources, skips with what to do: whoever has no TensorRT may edit all the
-    same."""
+    """A result with failures fails here. A missing or stale result skips with instructions: nobody without TensorRT is kept from an edit."""
     if not PAGE.exists():
         pytest.skip(f"STALE: there is no {PAGE.name} of the TensorRT engine's tests: make test-tensorrt")
     said = Result.read(PAGE.read_text())
@@ -21,7 +20,7 @@ def test_the_committed_result_is_of_these_sources_and_has_no_failure() -> None:
 
 
 def test_a_page_says_what_passed_and_what_failed(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parametrised tests are counted; what is no page is told from one; an edit of any source is noticed."""
+    """Parametrised tests are counted, other files are no pages, and an edit of any source is noticed."""
     outcomes = {
         "tests/a/test_a.py::test_one[x]": "passed",
         "tests/a/test_a.py::test_one[y]": "passed",
@@ -50,8 +49,7 @@ def test_a_page_says_what_passed_and_what_failed(tmp_path, monkeypatch: pytest.M
 
 
 def test_a_page_is_of_what_decides_its_result() -> None:
-    """A page's files decide its result: how graphs are cut, what engines are made of and built by, tests, and what they expect: every folder is
-    there, and holds something."""
+    """The sources of a page decide its result: partitioning, building, tests and golden files. Every folder exists and has files."""
     for folder in ("core", "partition", "builds", "engines/tensorrt"):
         assert f"torch_hybrid_backend/{folder}" in result.SOURCES
     for folder in result.SOURCES:

@@ -1,4 +1,4 @@
-"""Engines in calls: what contexts are told, on which streams, and how many there are. No GPU is here: contexts record, streams are made up."""
+"""Engines in calls: what contexts are told, on which streams, and the number of contexts. There is no GPU: contexts and streams record."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def runner(engine: FakeEngine, streams: FakeStreams, **options: object) -> Engin
 
 
 def test_a_call_sets_shapes_and_addresses_and_enqueues_on_the_callers_stream() -> None:
-    """In this order, on that stream, and nothing else: no wait, no event, no copy."""
+    """A call makes these calls in this order on that stream: no wait, no event, no copy."""
     engine, streams = FakeEngine(scratch_bytes=100), FakeStreams(FakeStream(7))
     run = runner(engine, streams)
     x, y, scratch = torch.ones(2, 3), torch.empty(2, 3), torch.empty(scratch_buffer_bytes(100), dtype=torch.uint8)
@@ -48,7 +48,7 @@ def test_a_call_sets_shapes_and_addresses_and_enqueues_on_the_callers_stream() -
 
 
 def test_shapes_are_set_where_they_changed_and_addresses_always() -> None:
-    """Setting a shape makes TensorRT work out all the others."""
+    """For each shape that is set, TensorRT computes all other shapes."""
     engine, streams = FakeEngine(), FakeStreams(FakeStream(7))
     run = runner(engine, streams)
     for rows in (2, 2, 4, 2):
@@ -59,7 +59,7 @@ def test_shapes_are_set_where_they_changed_and_addresses_always() -> None:
 
 
 def test_dimensions_are_told_as_they_lie_in_memory() -> None:
-    """A tensor of another order goes in by its address: nothing is made contiguous."""
+    """A tensor of another memory order is passed by its address, without a contiguous copy."""
     engine, streams = FakeEngine(), FakeStreams(FakeStream(7))
     x = torch.ones(2, 16, 8, 4).to(memory_format=torch.channels_last)
     run = EngineRunner(engine, [("input0", (0, 2, 3, 1))], OUT, streams)
@@ -71,7 +71,7 @@ def test_dimensions_are_told_as_they_lie_in_memory() -> None:
 
 
 def test_the_default_stream_is_left_to_others() -> None:
-    """On it TensorRT would wait for the whole device: its work goes to a side stream, between two events."""
+    """On the default stream TensorRT would wait for the whole device. So the engine runs on a side stream, between two events."""
     log: list[tuple[object, ...]] = []
     default, side = FakeStream(0, log), FakeStream(5, log)
     engine = FakeEngine(log=log)
@@ -84,7 +84,7 @@ def test_the_default_stream_is_left_to_others() -> None:
 
 
 def test_every_thread_and_stream_has_a_context_of_its_own() -> None:
-    """A context is no two threads' at once, and its work on one stream knows nothing of that on another."""
+    """Threads never share a context, nor do two streams of a thread."""
     engine = FakeEngine()
     streams = FakeStreams(FakeStream(7))
     run = runner(engine, streams)
@@ -109,7 +109,7 @@ def test_every_thread_and_stream_has_a_context_of_its_own() -> None:
 
 
 def test_contexts_are_bounded() -> None:
-    """The context unused longest goes, when its stream has done its work; only where none has is one waited for."""
+    """The least recently used context whose stream has finished is dropped. Only if none has, one is waited for."""
     engine = FakeEngine()
     log: list[tuple[object, ...]] = []
     made = [FakeStream(number, log, is_done=number != 1) for number in range(1, 5)]
@@ -132,7 +132,7 @@ def test_contexts_are_bounded() -> None:
 
 
 def test_a_runner_that_is_closed_lets_its_calls_end() -> None:
-    """A context that is destroyed takes memory with it: its work must be done. Later calls are told, and begin nothing."""
+    """A destroyed context frees memory, so its work must be done. Later calls raise an error and start nothing."""
     engine = FakeEngine()
     log: list[tuple[object, ...]] = []
     run = runner(engine, FakeStreams(FakeStream(7, log)))
@@ -152,7 +152,7 @@ def test_a_runner_that_is_closed_lets_its_calls_end() -> None:
     closing.start()
     while not run._is_closed:
         pass
-    assert not run.ran(tensors)  # it does not wait for those who close it
+    assert not run.try_run(tensors)  # it does not wait for those who close it
     assert not log
     may_end.set()
     for thread in (calling, closing):
@@ -165,11 +165,11 @@ def test_a_runner_that_is_closed_lets_its_calls_end() -> None:
 
 
 def test_what_tensorrt_refuses_is_an_error_of_ours() -> None:
-    """A shape outside the range, an address, a run that fails: each says so, and the next call works."""
+    """A shape outside the range, an address, a run that fails: each has its error, and the next call works."""
     tensors = [torch.ones(2, 3), torch.empty(2, 3)]
     engine = FakeEngine()
     run = runner(engine, FakeStreams(FakeStream(7)))
-    engine.heard_now.errors.append("a kernel is missing")
+    engine.messages.errors.append("a kernel is missing")
     for method, says in (
         ("set_input_shape", "was not built for input0 of shape"),
         ("set_tensor_address", "the address of input0"),
@@ -185,7 +185,7 @@ def test_what_tensorrt_refuses_is_an_error_of_ours() -> None:
 
 
 def test_captures_that_cannot_hold_it_are_refused() -> None:
-    """TensorRT-RTX compiles in calls, which no graph can hold: it says so, and nothing is enqueued."""
+    """TensorRT-RTX compiles in calls, which no CUDA graph can hold: an error says so, and nothing is enqueued."""
     engine, streams = FakeEngine(), FakeStreams(FakeStream(7))
     run = runner(engine, streams)
     tensors = [torch.ones(2, 3), torch.empty(2, 3)]
@@ -200,7 +200,7 @@ def test_captures_that_cannot_hold_it_are_refused() -> None:
 
 
 class OnDevice(FakeStreams):
-    """Streams that write down when their device is the current one."""
+    """Streams that record if their device is current."""
 
     def __init__(self, log: list[tuple[object, ...]]) -> None:
         super().__init__(FakeStream(7, log))
@@ -214,7 +214,7 @@ class OnDevice(FakeStreams):
 
 
 def test_contexts_live_and_run_on_the_engines_device() -> None:
-    """A process with several GPUs has but one current: a context is made, told, run and destroyed while that is its engine's."""
+    """With several GPUs, a context is made, told, run and destroyed while its engine's device is current."""
     log: list[tuple[object, ...]] = []
     engine = FakeEngine(log=log)
     run = runner(engine, OnDevice(log))
@@ -230,7 +230,7 @@ def test_contexts_live_and_run_on_the_engines_device() -> None:
 
 
 def test_streams_of_a_gpu_are_that_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also whether they are being captured, which PyTorch tells of the current device's stream."""
+    """PyTorch's query for a capture, too, is about the current device's stream."""
     now = [0]
 
     @contextlib.contextmanager

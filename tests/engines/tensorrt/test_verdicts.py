@@ -1,4 +1,4 @@
-"""Verdicts are kept for later processes, which then have no need of torch_tensorrt."""
+"""Verdicts are kept for later processes, which then do not import torch_tensorrt."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REFUSED = Refused(Reason.INT64, "it would compute whole numbers of 64 bits in 32
 
 
 class Judge:
-    """Counts how often it is asked."""
+    """A check that counts its calls."""
 
     def __init__(self, verdict: Verdict) -> None:
         self.verdict = verdict
@@ -31,7 +31,7 @@ class Judge:
 
 @pytest.mark.parametrize("verdict", [Supported(), REFUSED], ids=["supported", "refused"])
 def test_a_form_is_judged_once_for_all_processes(verdict: Verdict, tmp_path: Path) -> None:
-    """Another form, and other versions of what judges, are judged for themselves."""
+    """Other forms, and other versions, have their own verdicts."""
     judge = Judge(verdict)
     first = Verdicts(Store(tmp_path), "1.5")
     assert [first.of("aten.relu", judge) for _ in range(2)] == [verdict] * 2
@@ -45,7 +45,7 @@ def test_a_form_is_judged_once_for_all_processes(verdict: Verdict, tmp_path: Pat
 
 @pytest.mark.parametrize("kept", [b"", b"null", b"[1]", b'{"code": "gone", "why": ""}', b'{"code": "int64"}', b"\xff"])
 def test_what_cannot_be_read_is_judged_anew(kept: bytes, tmp_path: Path) -> None:
-    """And replaced: the next process reads it."""
+    """An unreadable entry is replaced: the next process reads the new one."""
     store, judge = Store(tmp_path), Judge(REFUSED)
     Verdicts(store, "1.5").of("aten.relu", judge)
     (key,) = store.keys(KIND)
@@ -57,7 +57,7 @@ def test_what_cannot_be_read_is_judged_anew(kept: bytes, tmp_path: Path) -> None
 
 
 def test_a_store_that_cannot_be_written_costs_nothing_else(tmp_path: Path) -> None:
-    """Within the process the verdict is known all the same; an error of the judge's is none."""
+    """The process still knows the verdict. If the check raises, there is no verdict."""
     verdicts, judge = Verdicts(Store(tmp_path), "1.5"), Judge(Supported())
     (tmp_path / KIND).write_text("no folder")
     assert [verdicts.of("aten.relu", judge) for _ in range(2)] == [Supported()] * 2
@@ -73,7 +73,7 @@ def test_a_store_that_cannot_be_written_costs_nothing_else(tmp_path: Path) -> No
 
 @pytest.mark.tensorrt
 def test_a_process_that_finds_verdicts_and_engines_never_imports_torch_tensorrt(tmp_path: Path) -> None:
-    """The first judges and builds; the second cuts the same regions, has their engines at once."""
+    """The first process checks and builds. The second cuts the same regions, and has their engines at once."""
     command = [sys.executable, "-m", "tests.engines.tensorrt.start", str(tmp_path), "gpt2"]
     said: list[dict[str, Any]] = []
     for _ in range(2):

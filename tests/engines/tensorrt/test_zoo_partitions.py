@@ -1,6 +1,6 @@
-"""Models of the zoo as inference graphs for a GPU that is not there, after the passes: what TensorRT takes and refuses.
+"""Models of the zoo as inference graphs for a GPU that does not exist, after the passes: what TensorRT takes and refuses.
 
-Kept as golden files: a change of capability, of a pass or of torch_tensorrt shows here by model.
+Golden files show changes of capability, of passes or of torch_tensorrt by model.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SHOWN = 12  # operators that are refused in so many lines at most
 
 
 def mains(name: str, dtype: torch.dtype, unknown: Sequence[int] = ()) -> list[torch.fx.GraphModule]:
-    """The model's graphs, as they are to be cut. `unknown`: dimensions of its inputs that are known only at run time."""
+    """The model's graphs before partitioning. `unknown`: dimensions of its inputs that are known only at run time."""
     try:
         model = ZOO[name].build("small").eval().to(dtype)
     except ImportError as error:
@@ -47,14 +47,14 @@ def mains(name: str, dtype: torch.dtype, unknown: Sequence[int] = ()) -> list[to
 
 
 def partitions(name: str, dtype: torch.dtype, unknown: Sequence[int] = ()) -> list[Partition]:
-    """A partition of each of the model's graphs."""
+    """Partitions of the model's graphs."""
     offered = engine()
     offered.devices = frozenset({"cuda"})
     return [partition_graph(main, [offered], Config()) for main in mains(name, dtype, unknown)]
 
 
 def described(cut: Partition) -> Iterator[str]:
-    """A line for each region that is taken, and for each operator that is refused."""
+    """Lines for regions that are taken, and for operators that are refused."""
     views = {segment.region.name: _views(segment.region.graph_module) for segment in cut.graph.segments}
     for segment in cut.graph.segments:
         count = len(segment.region.node_names)
@@ -73,7 +73,7 @@ def _views(module: torch.fx.GraphModule) -> int:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_regions_and_refusals(name: str, golden: Golden) -> None:
-    """In float32, float16 and bfloat16."""
+    """Partitions of models in float32, float16 and bfloat16 are those in the golden files."""
     if not has_golden_release():
         pytest.skip(f"golden files are of torch_tensorrt {GOLDEN_RELEASE}")
     lines = []
@@ -85,8 +85,7 @@ def test_regions_and_refusals(name: str, golden: Golden) -> None:
 
 @pytest.mark.parametrize("name", ["vit_b16", "bert_base", "gpt2", "llama_small", "segformer_b0"])
 def test_transformers_are_one_engine(name: str) -> None:
-    """In whatever release: attention, norms and products are all taken, and so are masks of positions, which transformers computes in whole
-    numbers of 64 bits, and resizings."""
+    """In every release, attention, norms and products are taken, as are resizes and transformers' position masks in int64."""
     (cut,) = partitions(name, torch.bfloat16)
     assert [segment.engine_hint for segment in cut.graph.segments] == ["tensorrt"]
     assert not any(node.refusals for node in cut.nodes)
@@ -95,9 +94,9 @@ def test_transformers_are_one_engine(name: str) -> None:
 @pytest.mark.parametrize("unknown", [(1,), (0, 1)], ids=["length", "batch-and-length"])
 @pytest.mark.parametrize("name", ["bert_base", "gpt2", "llama_small"])
 def test_transformers_of_any_length_are_one_engine(name: str, unknown: tuple[int, ...]) -> None:
-    """A transformer is one engine of all operators, for a range of lengths. What the network computes, layer by layer, is what the graph
-    computes in eager: at the least length, at odd ones, and at 1, which no call asks it for. Only sizes are left, which the host computes.
-    Batches are of 16 at most here, by their example."""
+    """A transformer is one engine of all operators, for a range of lengths. Layer by layer, the network computes what the graph computes in
+    eager: at the least length, at odd lengths, and at 1, which no call asks for. Only sizes are left, which the host computes. Batches have at
+    most 16 samples here, by their example."""
     (cut,) = partitions(name, torch.float32, unknown)
     assert not [node.operator for node in cut.nodes if node.refusals and node.operator.startswith("aten")]
     (region,) = (segment.region for segment in cut.graph.segments if segment.engine_hint == "tensorrt")

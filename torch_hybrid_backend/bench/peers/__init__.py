@@ -1,18 +1,18 @@
-"""The peers that are timed beside each other: one module a peer, and the one list of them, `PEERS`.
+"""Runtimes that are timed beside each other, called peers: one module each, and the only list of them, `PEERS`.
 
-A peer's module has one function, called once in a process of its own, in which no gradient is recorded:
+A peer's module has one function, which is called once, in the peer's own process, under `torch.no_grad()`:
 
     def prepare(model: nn.Module, inputs: Inputs, setting: Setting) -> Prepared
 
-It converts or compiles `model` for these inputs and returns a call that computes the outputs on the setting's threads: nested
-tensors, in the order of the model's own. A peer that is `tensors_only` gets a model of tensors by position (`calls.of_tensors`).
-Whatever it raises is shown as why the peer has no result; for what the peer lacks, a precision (`Setting.precision`) say, it raises
+`prepare` converts or compiles `model` for these inputs. It returns a call that computes the outputs with the setting's threads: nested tensors
+in the order of the model's own outputs. A peer that is `tensors_only` gets a model of positional tensors (`calls.as_tensors_only`). Any
+exception of `prepare` becomes the reason why the peer has no figures. If the peer lacks something, such as a precision, `prepare` raises
 `LacksError`.
 
 To add a peer, write its module, add a row to `PEERS`, and add its package to the extra `peers`.
 
-Peers that are not installed may be in a folder apart, `peers` below `sys.prefix` (`make bench` of a clone puts them there); only the
-workers of such peers look into it.
+Packages of peers may also lie in the folder `peers` below `sys.prefix`, where `make bench` of a clone puts them. Only workers of peers that
+need extra packages search that folder.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from torch import nn
 from torch_hybrid_backend.bench.calls import Inputs
 from torch_hybrid_backend.errors import HybridError
 
-NOT_INSTALLED = "not installed: "  # what `Peer.missing` begins with
-_FOLDER_APART = Path(sys.prefix) / "peers"
+NOT_INSTALLED = "not installed: "  # the beginning of `Peer.missing`
+_PEERS_FOLDER = Path(sys.prefix) / "peers"
 OURS, EAGER = "hybrid", "eager"
 FLOAT32 = "float32"  # as written: nothing is converted
-# What a model may be computed in. int8 stands for weights and activations with ranges from calibration, the rest in float32 or bf16; of
-# the last two only the weights of linear layers have 8 or 4 bits.
+# The precisions of a model. "int8": weights and activations in 8 bits, with ranges from calibration; the rest in float32, or in bf16 for
+# "int8+bf16". "int8-weights" and "int4-weights": only the weights of linear layers in 8 or 4 bits.
 PRECISIONS = (FLOAT32, "bf16", "fp16", "int8", "int8+bf16", "int8-weights", "int4-weights")
 CALIBRATED = ("int8", "int8+bf16")
-# Weights of 4 bits share a scale in groups of so many along a row: ours do, and every peer can.
-GROUP = 32
+# The group size of 4-bit weights along a row: hybrid's default, which every peer supports.
+GROUP_SIZE = 32
 
 
 class LacksError(HybridError):
-    """A peer lacks what it is asked for. The text is for people and follows the peer's name: "it has no ..."."""
+    """A peer lacks something. The message follows the peer's name: "it has no ..."."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Threads within an operator, a folder for files that are thrown away afterwards, and one of `PRECISIONS`.
+    """Settings of a peer. `threads`: intra-op threads. `scratch`: folder for temporary files. `precision`: one of `PRECISIONS`.
 
-    `calibration`: inputs of the same shapes, where the precision needs ranges of activations. `precision_tolerance`: hybrid's setting of this
-    name. `training`: a call is forward, backward and a step of an optimiser.
+    `calibration`: inputs of the same shapes, if the precision needs ranges of activations. `precision_tolerance`: hybrid's setting of this
+    name. `training`: True if a call is forward, backward and a step of an optimizer.
     """
 
     threads: int
@@ -64,22 +64,22 @@ class Setting:
 
     @property
     def is_int8(self) -> bool:
-        """True if activations are quantized, by `calibration`."""
+        """True if activations are quantized, with ranges from `calibration`."""
         return self.precision in CALIBRATED
 
     @property
     def half(self) -> str | None:
-        """ "bf16" or "fp16", in which all is computed that is not quantized; None for float32."""
+        """ "bf16" or "fp16", the precision of everything that is not quantized; None for float32."""
         return {"bf16": "bf16", "int8+bf16": "bf16", "fp16": "fp16"}.get(self.precision)
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
-        """Context in which PyTorch's operators compute in the half precision, if there is one."""
+        """Autocast to the half precision; a null context for float32."""
         dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
         return contextlib.nullcontext() if self.half is None else torch.autocast("cpu", dtypes[self.half])
 
     @property
     def weight_bits(self) -> int | None:
-        """8 or 4 where only weights are quantized."""
+        """8 or 4 if only weights are quantized, else None."""
         return {"int8-weights": 8, "int4-weights": 4}.get(self.precision)
 
 
@@ -93,8 +93,8 @@ def _unchanged() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A call that gives the outputs, and what the peer tells of itself after the first call (into its JSON result). `reset` undoes what calls
-    change in the model."""
+    """A prepared model. `call`: computes the outputs. `report`: entries of the peer for its JSON result, asked for after the first call.
+    `reset`: undoes the changes that calls make to the model."""
 
     call: Callable[[], object]
     report: Callable[[], dict[str, object]] = _nothing
@@ -106,11 +106,12 @@ Prepare = Callable[[nn.Module, Inputs, Setting], Prepared]
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A peer. `packages` are what it imports beyond torch, with what to tell pip for each; `more_packages` what a precision needs besides.
+    """A peer. `packages`: pairs of a package that it imports besides torch, and the package's name for pip. `more_packages`: further ones, by
+    precision.
 
-    `keeps_cache`: what it compiled is found on disk by the next process, so that a warm compile time can be told. `on_dynamo`: its
-    calls pass Dynamo's guards. `tensors_only`: it converts models that take and return tensors alone. `trains`: it runs backward as well.
-    `precision`: the one it runs in, whichever the others are asked for; empty: the one asked for.
+    `keeps_cache`: True if the peer has a cache on disk, and so a warm compile time. `on_dynamo`: True if calls check Dynamo's guards.
+    `tensors_only`: True if the model must take and return only tensors. `trains`: True if the peer can run backward. `precision`: the precision
+    that the peer always runs in; empty: the precision of the work.
     """
 
     name: str
@@ -125,17 +126,17 @@ class Peer:
     precision: str = ""
 
     def needs(self, precision: str = FLOAT32) -> tuple[tuple[str, str], ...]:
-        """Packages that it imports beyond torch to run in that precision."""
+        """The packages that the peer imports besides torch in that precision."""
         return self.packages + self.more_packages.get(self.precision or precision, ())
 
     def missing(self, precision: str = FLOAT32) -> str:
-        """The reason why the peer cannot be imported here, with what to do; empty if it can."""
-        where = [*sys.path, str(_FOLDER_APART)]
+        """The reason why the peer cannot be imported here, with the command that installs it; empty if it can."""
+        where = [*sys.path, str(_PEERS_FOLDER)]
         names = [pip for package, pip in self.needs(precision) if PathFinder.find_spec(package, where) is None]
         return f"{NOT_INSTALLED}pip install {' '.join(names)}" if names else ""
 
     def load(self) -> Prepare:
-        """The peer's `prepare`."""
+        """Import the peer's module and return its `prepare`."""
         prepare: Prepare = importlib.import_module(self.module).prepare
         return prepare
 
@@ -194,7 +195,7 @@ PEERS: tuple[Peer, ...] = (
         more_packages=_TORCHAO,
     ),
 )
-# Timed beside the peers of every other precision: what is won by it is told by these.
+# Timed beside the peers in every precision other than float32: the baselines of speedups.
 BASELINES: tuple[Peer, ...] = (
     Peer("eager_float32", "eager, float32", "torch_hybrid_backend.bench.peers.eager", precision=FLOAT32),
     Peer(
@@ -206,23 +207,23 @@ BASELINES: tuple[Peer, ...] = (
         precision=FLOAT32,
     ),
 )
-# The same for a model of the user's, which may be in another dtype as written.
+# The baseline of a user's model, which may be written in another dtype than float32.
 AS_WRITTEN = Peer(
     "eager_as_written", "eager, as written", "torch_hybrid_backend.bench.peers.eager", trains=True, precision=FLOAT32
 )
 
 
 def by_name() -> dict[str, Peer]:
-    """The peers, by the names used on the command line and in results."""
+    """The peers by name, as in results."""
     return {peer.name: peer for peer in PEERS}
 
 
 def title(name: str) -> str:
-    """Title of a peer, or a baseline, in tables; the name itself if it is not known."""
+    """Title of a peer or baseline in tables; `name` itself if unknown."""
     return next((peer.title for peer in (*PEERS, *BASELINES, AS_WRITTEN) if peer.name == name), name)
 
 
-def search_folder_apart() -> None:
-    """Let this process import peers from the folder apart, after everything that is installed."""
-    if str(_FOLDER_APART) not in sys.path:
-        sys.path.append(str(_FOLDER_APART))
+def add_peers_folder() -> None:
+    """Append the folder of the peers' packages to `sys.path`."""
+    if str(_PEERS_FOLDER) not in sys.path:
+        sys.path.append(str(_PEERS_FOLDER))

@@ -1,4 +1,4 @@
-"""This package: `torch.compile(model, backend="hybrid")`, below float32 with its options."""
+"""This package: `torch.compile(model, backend="hybrid")`, with the options of the precision."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from torch_hybrid_backend.core.plan import Plan
 
 
 def prepare(model: nn.Module, inputs: Inputs, setting: Setting) -> Prepared:
-    """Compiled as `backend="hybrid"` does it, with the HYBRID_* settings of the environment; reports the plan's coverage, and what it
-    converted.
+    """The model compiled as by `backend="hybrid"`, with the HYBRID_* settings of the environment.
 
-    int8: `quantize` with the extremes of the calibration inputs.
+    int8: `quantize`, with the extremes of the calibration inputs as ranges. Reports the plan's coverage and the converted operators.
     """
     plans: list[Plan] = []
-    config = Config.from_env(os.environ).with_options({"background": False}, None)  # what is timed is the plan
+    # Without background builds: the plan is timed, not eager.
+    config = Config.from_env(os.environ).with_options({"background": False}, None)
     if setting.is_int8:
         model = torch_hybrid_backend.quantize(
             model, [_item(model, each) for each in setting.calibration], calibration="naive"
@@ -54,14 +54,14 @@ def prepare(model: nn.Module, inputs: Inputs, setting: Setting) -> Prepared:
 
 
 def _item(model: nn.Module, inputs: Inputs) -> Any:
-    """The inputs as an item that `quantize` takes: a tuple of arguments, or all of them by name."""
+    """The inputs as an item for `quantize`: a tuple of arguments, or all arguments by name."""
     if not inputs.kwargs:
         return inputs.args
     return inspect.signature(model.forward).bind(*inputs.args, **inputs.kwargs).arguments
 
 
 def coverage(plans: list[Plan]) -> dict[str, object]:
-    """Graphs, and the shares of their operators and of their floating-point operations that run outside eager."""
+    """The number of graphs and operators, and the shares of operators and floating-point operations that run outside eager."""
     nodes = [node for plan in plans for node in plan.nodes]
     compiled = [node for node in nodes if node.engine != EAGER]
     flops = sum(node.flops for node in nodes)

@@ -1,4 +1,4 @@
-"""PyTorch's own compiler, with its default settings."""
+"""Inductor, the default backend of `torch.compile`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch_hybrid_backend.bench.calls import Inputs
 from torch_hybrid_backend.bench.peers import LacksError, Prepared, Setting, pytorch
 from torch_hybrid_backend.torch_private import inductor_config, load_inductor
 
-load_inductor()  # with the imports, not with the first compilation
+load_inductor()  # counts as import time, not as compile time
 
 
 def prepare(model: nn.Module, inputs: Inputs, setting: Setting) -> Prepared:

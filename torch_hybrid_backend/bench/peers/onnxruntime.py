@@ -1,4 +1,4 @@
-"""ONNX Runtime's CPU provider on the model as `torch.onnx.export` gives it, quantized by its own tools."""
+"""ONNX Runtime's CPU provider, on a model exported by `torch.onnx.export` and quantized by ONNX Runtime's tools."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 from torch_hybrid_backend.bench.calls import Inputs
-from torch_hybrid_backend.bench.peers import FLOAT32, GROUP, LacksError, Prepared, Setting
+from torch_hybrid_backend.bench.peers import FLOAT32, GROUP_SIZE, LacksError, Prepared, Setting
 
-# In the names of operators that multiply.
+# Parts of the names of operators that multiply.
 _PRODUCTS = ("Conv", "Gemm", "MatMul", "Attention", "LSTM")
 
 
 def prepare(model: nn.Module, inputs: Inputs, setting: Setting) -> Prepared:
-    """All of the runtime's graph optimisations, which are its default; static shapes. Below float32 it reports the operators that multiply in
-    the graph as optimised."""
+    """A session for static shapes with all graph optimizations, the default. Below float32 it reports the operators that multiply in the
+    optimized graph."""
     if setting.half:
         raise LacksError(f"it has no kernels in {setting.half} on the CPU")
     exported = export(model, inputs, setting)
@@ -40,8 +40,8 @@ def prepare(model: nn.Module, inputs: Inputs, setting: Setting) -> Prepared:
 
 
 def export(model: nn.Module, inputs: Inputs, setting: Setting) -> str:
-    """The path of an ONNX file. Weights are in a file beside it; but what is quantized must be one file, of 2 GB at most: the quantizer moves
-    it away from a second one."""
+    """Export the model; return the path of the ONNX file. Weights lie in a second file beside it, except for int8: the quantizer moves the
+    model away from a second file, so all must be in one file of at most 2 GB."""
     path = str(setting.scratch / "model.onnx")
     apart = not setting.is_int8
     names = [f"input_{index}" for index in range(len(inputs.args))]
@@ -50,14 +50,14 @@ def export(model: nn.Module, inputs: Inputs, setting: Setting) -> str:
 
 
 def _feed(inputs: Inputs, wanted: Sequence[str]) -> dict[str, Any]:
-    """The inputs by name. One that the model does not use was dropped by the export."""
+    """The inputs by name. Inputs that the model does not use are left out, as by the export."""
     given = {f"input_{index}": value for index, value in enumerate(inputs.args)}
     return {name: given[name].numpy() for name in wanted}
 
 
 def _quantized(exported: str, setting: Setting) -> str:
-    """The path of the model in the setting's precision: pairs of QuantizeLinear and DequantizeLinear, or packed weights of the products
-    that are MatMul in the file (Gemm, which some linear layers become, is not taken)."""
+    """Convert the exported model to the setting's precision; return the path. int8: pairs of QuantizeLinear and DequantizeLinear. Weights
+    alone: packed weights of MatMul nodes; Gemm, which some linear layers become, stays as it is."""
     path = str(setting.scratch / "quantized.onnx")
     if setting.is_int8:
         from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
@@ -78,9 +78,9 @@ def _quantized(exported: str, setting: Setting) -> str:
     if setting.weight_bits is not None:
         from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
-        # Level 4: rows are quantized to 8 bits on the way, its fastest kernels.
+        # Level 4 quantizes activations to int8: the fastest kernels.
         quantizer = MatMulNBitsQuantizer(
-            exported, bits=setting.weight_bits, block_size=GROUP, is_symmetric=True, accuracy_level=4
+            exported, bits=setting.weight_bits, block_size=GROUP_SIZE, is_symmetric=True, accuracy_level=4
         )
         quantizer.process()
         quantizer.model.save_model_to_file(path, use_external_data_format=True)
@@ -89,7 +89,7 @@ def _quantized(exported: str, setting: Setting) -> str:
 
 
 def _reader(calibration: Sequence[Inputs], model: Any) -> Any:
-    """The calibration inputs as ONNX Runtime asks for them."""
+    """The calibration inputs as a `CalibrationDataReader`."""
     from onnxruntime.quantization import CalibrationDataReader
 
     class Reader(CalibrationDataReader):  # type: ignore[misc]
@@ -104,6 +104,6 @@ def _reader(calibration: Sequence[Inputs], model: Any) -> Any:
 
 
 def _executed(path: str) -> dict[str, int]:
-    """Operator -> how often it is in the file, of those that multiply."""
+    """Operator that multiplies -> its count in the file."""
     nodes = onnx.load(path, load_external_data=False).graph.node
     return dict(Counter(node.op_type for node in nodes if any(part in node.op_type for part in _PRODUCTS)))

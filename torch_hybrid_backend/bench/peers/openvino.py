@@ -1,4 +1,4 @@
-"""OpenVINO's own runtime on the model converted from `torch.export`, quantized and packed by NNCF."""
+"""OpenVINO's runtime, on a model converted from `torch.export` and quantized by NNCF."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from torch_hybrid_backend.bench.calls import Inputs
-from torch_hybrid_backend.bench.peers import GROUP, LacksError, Prepared, Setting
+from torch_hybrid_backend.bench.peers import GROUP_SIZE, LacksError, Prepared, Setting
 
-# What a runtime model calls layers that multiply.
+# Types of layers that multiply, as OpenVINO names them.
 _PRODUCTS = (
     "Convolution",
     "FullyConnected",
@@ -25,8 +25,8 @@ _PRODUCTS = (
 
 
 def prepare(model: nn.Module, inputs: Inputs, setting: Setting) -> Prepared:
-    """Compiled for latency, static shapes. What is not quantized is computed in float32, unless half precision is asked for: its default would
-    be bfloat16 on processors that have it. Reports in which precision its layers that multiply run."""
+    """The model compiled for latency and static shapes. Layers that are not quantized compute in the setting's half precision or float32;
+    OpenVINO's default would be bfloat16 on processors that have it. Reports the precisions of layers that multiply."""
     compiled = compiled_model(model, inputs, setting)
     request = compiled.create_infer_request()
     feed = [value.numpy() for value in inputs.args]
@@ -39,10 +39,8 @@ def prepare(model: nn.Module, inputs: Inputs, setting: Setting) -> Prepared:
 
 
 def compiled_model(model: nn.Module, inputs: Inputs, setting: Setting, **properties: str) -> Any:
-    """OpenVINO's own object, with further properties of its CPU plugin.
-
-    Raises LacksError where half precision is asked for and the processor has none.
-    """
+    """The model as OpenVINO's `CompiledModel`, with `properties` of the CPU plugin. Raises LacksError if the processor lacks the half
+    precision."""
     core = openvino.Core()
     if setting.half and setting.half.upper() not in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
         raise LacksError(f"it has no {setting.half} on this processor: it would compute in float32 without a word")
@@ -57,8 +55,8 @@ def compiled_model(model: nn.Module, inputs: Inputs, setting: Setting, **propert
 
 
 def _quantized(converted: Any, setting: Setting) -> Any:
-    """By NNCF, on its defaults: ranges from the calibration inputs, with a transformer's pattern where there is attention; or weights alone,
-    symmetric, all layers with one number of bits."""
+    """Quantize the model by NNCF, with its defaults. int8: ranges from the calibration inputs, and the scheme for transformers if the model has
+    attention. Weights alone: symmetric, all layers with the same bits."""
     if not setting.is_int8 and setting.weight_bits is None:
         return converted
     import nncf
@@ -66,7 +64,7 @@ def _quantized(converted: Any, setting: Setting) -> Any:
     if setting.weight_bits is not None:
         form = {
             8: {"mode": nncf.CompressWeightsMode.INT8_SYM},
-            4: {"mode": nncf.CompressWeightsMode.INT4_SYM, "group_size": GROUP, "ratio": 1.0, "all_layers": True},
+            4: {"mode": nncf.CompressWeightsMode.INT4_SYM, "group_size": GROUP_SIZE, "ratio": 1.0, "all_layers": True},
         }
         return nncf.compress_weights(converted, **form[setting.weight_bits])
     kinds = {node.get_type_name() for node in converted.get_ops()}
@@ -80,7 +78,7 @@ def _quantized(converted: Any, setting: Setting) -> Any:
 
 
 def _executed(compiled: Any) -> dict[str, int]:
-    """Precision -> layers that multiply which run in it."""
+    """Precision -> the number of layers that multiply in that precision."""
     told = [{k: node.get_rt_info()[k].value for k in ("layerType", "runtimePrecision")} for node in _layers(compiled)]
     return dict(Counter(layer["runtimePrecision"] for layer in told if layer["layerType"] in _PRODUCTS))
 

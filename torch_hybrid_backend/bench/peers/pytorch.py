@@ -1,4 +1,4 @@
-"""Models for PyTorch's compilers in a precision below float32: inductor, and those that are built on it."""
+"""Models in reduced precision for PyTorch's compilers: inductor, and backends built on it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import torch
 from torch import nn
 
 from torch_hybrid_backend.bench.calls import Inputs
-from torch_hybrid_backend.bench.peers import GROUP, Prepared, Setting, training
+from torch_hybrid_backend.bench.peers import GROUP_SIZE, Prepared, Setting, training
 
 Compile = Callable[[nn.Module], Callable[..., object]]
 
 
 def prepared(model: nn.Module, inputs: Inputs, setting: Setting, compiled: Compile) -> Prepared:
-    """The model as PyTorch's own tools write it in the setting's precision, under `compiled`: autocast for 16 bits; torchao's PT2E graphs
-    for 8 bits; torchao's tensors for weights alone, in a model in bfloat16, the one dtype for which inductor keeps them packed."""
+    """The model in the setting's precision, compiled by `compiled`.
+
+    16 bits: autocast. int8: a PT2E graph of torchao. Weights alone: torchao's weight-only tensors, in a bfloat16 model, the only dtype for
+    which inductor keeps them packed."""
     if setting.training:
         return training.prepared(model, inputs, setting, compiled)
     if setting.is_int8:
@@ -35,8 +37,8 @@ def prepared(model: nn.Module, inputs: Inputs, setting: Setting, compiled: Compi
 
 
 def pt2e(model: nn.Module, inputs: Inputs, calibration: Sequence[Inputs]) -> nn.Module:
-    """An exported graph that quantizes and dequantizes, by torchao's quantizer for x86 with its defaults: uint8 per tensor for activations,
-    int8 per channel for weights."""
+    """Export and quantize the model with torchao's quantizer for x86 and its defaults: uint8 per tensor for activations, int8 per channel for
+    weights."""
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
     from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
 
@@ -50,14 +52,14 @@ def pt2e(model: nn.Module, inputs: Inputs, calibration: Sequence[Inputs]) -> nn.
 
 
 def with_packed_weights(model: nn.Module, bits: int) -> nn.Module:
-    """The same model, whose linear layers have int8 weights, a scale for each channel, or int4 ones, a scale for each group."""
+    """The same model with quantized weights in its linear layers: int8 with a scale per channel, or int4 with a scale per group."""
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     if bits == 8:
         quantize_(model, Int8WeightOnlyConfig(set_inductor_config=False))
     else:
-        # torchao's own tensors of 4 bits for the processor have not left its folder of prototypes.
+        # torchao's int4 tensors for CPUs are still prototypes.
         from torchao.prototype.quantization.int4.inference_workflow import PrototypeInt4WeightOnlyConfig
 
-        quantize_(model, PrototypeInt4WeightOnlyConfig(group_size=GROUP, set_inductor_config=False))
+        quantize_(model, PrototypeInt4WeightOnlyConfig(group_size=GROUP_SIZE, set_inductor_config=False))
     return model

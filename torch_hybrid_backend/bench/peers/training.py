@@ -1,4 +1,4 @@
-"""A step of training, for PyTorch's compilers: forward, backward, and plain gradient descent."""
+"""Training steps for PyTorch's compilers: forward, backward, and SGD."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from torch_hybrid_backend.bench.calls import Inputs, tensors
 from torch_hybrid_backend.bench.peers import Prepared, Setting
 from torch_hybrid_backend.errors import ArgumentError
 
-_RATE = 1e-6  # steps change next to nothing: a thousand of them must not let numbers grow
+_RATE = 1e-6  # small, so that the weights stay finite over thousands of steps
 
 
 def prepared(model: nn.Module, inputs: Inputs, setting: Setting, compiled: Callable[[nn.Module], Any]) -> Prepared:
-    """The model in training mode under `compiled`; a call gives the loss and the gradients, `reset` takes back what steps changed.
+    """The model in training mode, compiled by `compiled`. A call is one step, and returns the loss and the gradients; `reset` restores the
+    parameters and buffers.
 
-    Raises ArgumentError for a model without parameters that require gradients.
+    Raises ArgumentError if no parameter requires a gradient.
     """
     model.train()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -52,8 +53,8 @@ def _state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 class _Loss:
-    """A number to differentiate: the outputs' own `loss`, or their only number; else the mean of their products with fixed random numbers,
-    whose gradient is zero nowhere by construction, as that of a sum behind a softmax would be."""
+    """Loss of a model's outputs: their attribute or entry `loss`, or their only element; otherwise the mean of their products with fixed random
+    numbers. A plain sum would not do: behind a softmax its gradient is zero."""
 
     def __init__(self) -> None:
         self._weights: list[torch.Tensor] = []

@@ -1,4 +1,4 @@
-"""AMD's plugin: the backend "zentorch" of torch.compile, weights taken as constants."""
+"""AMD's plugin: the backend "zentorch" of `torch.compile`, with freezing."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch_hybrid_backend.torch_private import inductor_config
 
 
 def prepare(model: nn.Module, inputs: Inputs, setting: Setting) -> Prepared:
-    """`torch.compile(model, backend="zentorch")` with freezing, as AMD's guide has it for inference; torchao's PT2E graphs, as in its
-    example of a recommender."""
+    """`torch.compile(model, backend="zentorch")` with freezing, as AMD's guide recommends for inference. int8: PT2E graphs of torchao, as in
+    AMD's example of a recommender."""
     if setting.weight_bits is not None:
         raise LacksError(f"it documents no {setting.precision}: packed weights are for vLLM alone")
     inductor_config.freezing = True

@@ -12,7 +12,7 @@ Illegal: writes before all of the graph has run; the graph computes with the inp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,7 @@ _LARGEST_PART = 1 / 4
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
+class Given:
     """An argument of a write: an output of the graph, or one of its inputs."""
 
     position: int
@@ -45,7 +45,7 @@ class _Given:
 
 
 @dataclass(frozen=True, slots=True)
-class _Write:
+class Write:
     """`operator(inputs[target], *args)`."""
 
     target: int
@@ -57,7 +57,7 @@ class _Write:
 class InPlace:
     """Makes a graph's original outputs from those that it has now: `results` are the writes, and numbers of outputs that are as they were."""
 
-    results: tuple[_Write | int, ...]
+    results: tuple[Write | int, ...]
     inputs: tuple[int, ...]
 
     def __call__(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
@@ -65,23 +65,25 @@ class InPlace:
         held = dict(zip(self.inputs, inputs, strict=True))
 
         def given(argument: Any) -> Any:
-            if not isinstance(argument, _Given):
+            if not isinstance(argument, Given):
                 return argument
             return (held if argument.is_input else outputs)[argument.position]
 
         restored: list[Any] = []
         for result in self.results:
-            if isinstance(result, _Write):
+            if isinstance(result, Write):
                 restored.append(result.operator(held[result.target], *map_aggregate(result.args, given)))
             else:
                 restored.append(outputs[result])
         return restored
 
 
-def write_in_place(graph_module: torch.fx.GraphModule, mutated: Sequence[int]) -> InPlace | None:
+def write_in_place(
+    graph_module: torch.fx.GraphModule, mutated: Sequence[int], may_write: Callable[[Node], bool] = lambda _: True
+) -> InPlace | None:
     """Edits the graph's outputs in place; returns what writes and makes the original ones, or None where there is nothing to write so.
 
-    `mutated`: positions of the inputs whose new values are the graph's first outputs, in that order.
+    `mutated`: positions of the inputs whose new values are the graph's first outputs, in that order. `may_write`: asked of each update.
     """
     (output,) = graph_module.graph.find_nodes(op="output")
     placeholders = graph_module.graph.find_nodes(op="placeholder")
@@ -90,7 +92,7 @@ def write_in_place(graph_module: torch.fx.GraphModule, mutated: Sequence[int]) -
     targets = {
         number: position
         for number, (value, position) in enumerate(zip(originals, mutated, strict=False))
-        if position < len(placeholders) and _is_update(value, placeholders[position])
+        if position < len(placeholders) and _is_update(value, placeholders[position]) and may_write(value)
     }
     if not targets:
         return None
@@ -98,29 +100,49 @@ def write_in_place(graph_module: torch.fx.GraphModule, mutated: Sequence[int]) -
     kept = [value for number, value in enumerate(originals) if number not in targets]
     numbers = iter(range(len(kept)))
 
-    def given(node: Node) -> _Given:
+    def given(node: Node) -> Given:
         if node.op == "placeholder" and node not in written:
-            return _Given(placeholders.index(node), True)
+            return Given(placeholders.index(node), True)
         if storage_root(node) is not node or node.op != "call_function":
             # Memory of its own: an input may be written to before, and passes may merge what a view is of.
             node = copies.get(node) or copies.setdefault(node, _copied(node, output))
         if node not in kept:
             kept.append(node)
-        return _Given(kept.index(node), False)
+        return Given(kept.index(node), False)
 
-    def write(update: Node, target: int) -> _Write:
+    def write(update: Node, target: int) -> Write:
         def argument(value: Any) -> Any:
             return given(value) if isinstance(value, Node) else value
 
-        return _Write(target, _IN_PLACE[update.target], map_aggregate(update.args[1:], argument))  # type: ignore[index]
+        return Write(target, _IN_PLACE[update.target], map_aggregate(update.args[1:], argument))  # type: ignore[index]
 
     results = tuple(
         write(value, targets[number]) if number in targets else next(numbers) for number, value in enumerate(originals)
     )
     output.args = (type(output.args[0])(kept),)
     graph_module.recompile()
-    read = {part.position for r in results if isinstance(r, _Write) for part in _givens(r.args) if part.is_input}
+    read = {part.position for r in results if isinstance(r, Write) for part in _givens(r.args) if part.is_input}
     return InPlace(results, tuple(sorted(read | set(targets.values()))))
+
+
+def written_rows(update: Node) -> tuple[int, Any, Any] | None:
+    """The dimension, the positions and the slices of an update that writes whole slices along one dimension; None for another one."""
+    if update.target is aten.index_copy.default:
+        _, dim, index, source = update.args
+    elif update.target is aten.index_put.default and len(update.args) == 3:
+        _, indices, source = update.args
+        dims = [dim for dim, index in enumerate(indices) if index is not None]  # type: ignore[arg-type, union-attr]
+        if len(dims) != 1:
+            return None
+        dim, index = dims[0], indices[dims[0]]  # type: ignore[index]
+    else:
+        return None
+    value, positions, slices = (node.meta["val"] for node in (update, index, source))  # type: ignore[union-attr]
+    dim = dim % max(value.dim(), 1)  # type: ignore[operator]
+    shape = [*value.shape[:dim], *positions.shape, *value.shape[dim + 1 :]]
+    is_plain = positions.dtype == torch.int64 and positions.dim() == 1 and slices.dtype == value.dtype
+    missing = [1] * (len(shape) - slices.dim())  # `index_put` expands what it writes
+    return (dim, index, source) if is_plain and [*missing, *slices.shape] == shape else None
 
 
 def _is_update(value: Any, target: Node) -> bool:
@@ -147,11 +169,11 @@ def _is_known(node: Node) -> bool:
     return isinstance(value, torch.Tensor) and all(isinstance(size, int) for size in value.shape)
 
 
-def _givens(args: Any) -> list[_Given]:
-    found: list[_Given] = []
+def _givens(args: Any) -> list[Given]:
+    found: list[Given] = []
 
     def collect(argument: Any) -> Any:
-        if isinstance(argument, _Given):
+        if isinstance(argument, Given):
             found.append(argument)
         return argument
 

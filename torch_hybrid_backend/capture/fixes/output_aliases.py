@@ -41,7 +41,20 @@ class _Output:
 
 
 @dataclass(frozen=True, slots=True)
-class _Result:
+class StridedView:
+    """A view by numbers known now: `offset` elements behind the first one of the tensor viewed."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    bits: LazyBits
+
+    def __call__(self, tensor: torch.Tensor, _outputs: Sequence[Any]) -> torch.Tensor:
+        return self.bits.view_of(tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset))
+
+
+@dataclass(frozen=True, slots=True)
+class AliasedResult:
     """An original output: the graph's output number `source`, or its input where `of_input`; seen through `make` where that is given."""
 
     source: int
@@ -53,7 +66,7 @@ class _Result:
 class Restore:
     """Makes a graph's original outputs from those that it has now and from its inputs number `inputs`."""
 
-    results: tuple[_Result, ...]
+    results: tuple[AliasedResult, ...]
     inputs: tuple[int, ...]
 
     def __call__(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
@@ -91,14 +104,14 @@ def separate_aliases(graph_module: torch.fx.GraphModule, returned: range = range
             kept.append(value)
         return position[value]
 
-    results: list[_Result] = []
+    results: list[AliasedResult] = []
     for original, base in zip(originals, bases, strict=True):
         if base not in shared or base is None:
-            results.append(_Result(keep(original)))
+            results.append(AliasedResult(keep(original)))
         elif base.op == "placeholder":
-            results.append(_Result(placeholders.index(base), True, _view(original, base, keep)))
+            results.append(AliasedResult(placeholders.index(base), True, _view(original, base, keep)))
         else:
-            results.append(_Result(keep(base), False, None if original is base else _view(original, base, keep)))
+            results.append(AliasedResult(keep(base), False, None if original is base else _view(original, base, keep)))
     output.args = (type(output.args[0])(kept),)
     graph_module.recompile()
     return Restore(tuple(results), tuple(sorted({result.source for result in results if result.of_input})))
@@ -166,8 +179,7 @@ def _view(result: Node, source: Node, keep: Callable[[Any], int]) -> _Make:
     if _is_strided(result, source):
         value, whole = result.meta["val"], source.meta["val"]
         offset = value.storage_offset() - whole.storage_offset()
-        size, stride, bits = tuple(value.shape), value.stride(), LazyBits.of(value)
-        return lambda tensor, _outputs: bits.view_of(tensor.as_strided(size, stride, tensor.storage_offset() + offset))
+        return StridedView(tuple(value.shape), value.stride(), offset, LazyBits.of(value))
     steps = _steps(result, source)
     assert steps is not None  # or it would have no owner
     # Kept apart from the nodes: those that no output needs any more are erased, and lose their arguments.

@@ -6,20 +6,43 @@ finds every kernel in the cache never pays for the import.
 
 from __future__ import annotations
 
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+
 import torch.fx
 
 from torch_hybrid_backend.codegen.engine import KernelEngine
 from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.core.engine import LinkedLibrary
 from torch_hybrid_backend.engines.cpu.backend import TvmBackend
 from torch_hybrid_backend.engines.cpu.operands.quantized import keeps_codebook
+from torch_hybrid_backend.engines.cpu.tir.linker import link_together, object_of
 from torch_hybrid_backend.services import Services
+from torch_hybrid_backend.storage.store import read_entry
+from torch_hybrid_backend.storage.temporary_folder import TemporaryFolder
 
 
 class TvmEngine(KernelEngine):
     """Compiles regions to kernels of the processor."""
 
     def __init__(self, config: Config, services: Services) -> None:
-        super().__init__(TvmBackend(), config, services)
+        self._cpu = TvmBackend()
+        super().__init__(self._cpu, config, services)
 
     def keeps_packed(self, weights: torch.fx.Node) -> bool:
         return keeps_codebook(weights)
+
+    def link(self, libraries: Sequence[str]) -> LinkedLibrary | None:
+        with TemporaryFolder() as folder:
+            objects = []
+            for number, library in enumerate(libraries):
+                content = object_of(read_entry(Path(library)))
+                if content is None:
+                    return None
+                objects.append(folder / f"{number:06}.o")
+                objects[-1].write_bytes(content)
+            linked = folder / "library.so"
+            link_together(objects, linked)
+            code = linked.read_bytes()
+        return LinkedLibrary(code, platform.system().lower(), platform.machine(), self._cpu.target.features)

@@ -1,11 +1,10 @@
-"""The one module that imports torch_tensorrt, with its `converters`: lowering, registry, networks, engines.
+"""Adapter to torch_tensorrt: lowering, converter registry, networks and engines. Only this module and `converters` import torch_tensorrt.
 
-What differs between releases of torch_tensorrt is in `_SETTINGS`, as data; the rest is what 2.11, 2.13 and 2.14 have in common, read in their
-sources (github.com/pytorch/TensorRT). Their partitioner, run-time and engine cache are not used: the cache unpickles, and its key leaves out
-the arguments of operators.
+Differences between releases of torch_tensorrt are data in `_SETTINGS`. Everything else is common to the sources of 2.11, 2.13 and 2.14.
+torch_tensorrt's partitioner, runtime and engine cache are not used: the cache unpickles, and its key leaves out the arguments of operators.
 
-Importing this module takes seconds, and needs a GPU: torch_tensorrt reads the capability of the current one. It is imported only when an
-operator is checked, or an engine is built, for the first time: `verdicts` are kept, and `loaded` needs TensorRT alone.
+Importing this module takes seconds and needs a GPU, whose capability torch_tensorrt reads. The first check of an operator, or the first build
+of an engine, imports this module. Later processes read kept verdicts (`verdicts`) and load engines with TensorRT alone (`loaded`).
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ from torch_tensorrt.dynamo.lowering import get_decompositions, post_lowering
 from torch_tensorrt.dynamo.lowering.passes import constant_folding
 
 from torch_hybrid_backend.engines.tensorrt.converters import converter_of
-from torch_hybrid_backend.engines.tensorrt.decompositions import DECOMPOSITIONS, name_resizes
+from torch_hybrid_backend.engines.tensorrt.decompositions import DECOMPOSITIONS, use_vec_overloads
 from torch_hybrid_backend.engines.tensorrt.fakes import Fakes
-from torch_hybrid_backend.engines.tensorrt.log import their_log
-from torch_hybrid_backend.engines.tensorrt.overlap import Overlapping
-from torch_hybrid_backend.engines.tensorrt.size_arithmetic import spell_sizes
+from torch_hybrid_backend.engines.tensorrt.log import tensorrt_log
+from torch_hybrid_backend.engines.tensorrt.overlap import SharedContext
+from torch_hybrid_backend.engines.tensorrt.size_arithmetic import lower_sizes
 from torch_hybrid_backend.errors import CompileError, failures
 from torch_hybrid_backend.graph.quantized import operator_name
 
@@ -57,18 +56,18 @@ def _be_silent() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-    if not handlers:  # then it may have one of logging.basicConfig's; others that came meanwhile are the user's
+    if not handlers:  # remove what logging.basicConfig added; the user may have added handlers of other types meanwhile
         root.handlers[:] = [each for each in root.handlers if type(each) is not logging.StreamHandler]
 
 
-# Their code logs through the root logger, which gives that a handler, and warns. Neither is the user's.
-_silent = Overlapping(_be_silent)
+# Hides torch_tensorrt's warnings, and removes the handler that its messages through the root logger add.
+_silent = SharedContext(_be_silent)
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------------------------
 
-# What is set where a release has a setting of this name. Left at their defaults, some change results: `attn_bias_is_causal` takes every
-# bias of attention for a causal mask. Releases before 2.12 ask for strong typing; those after always do it.
+# Settings by name; each release gets the settings that it has. Some defaults change results: `attn_bias_is_causal` takes every bias of
+# attention for a causal mask. Releases before 2.12 must be asked for strong typing; later ones always use it.
 _SETTINGS: dict[str, object] = {
     "min_block_size": 1,
     "truncate_double": False,
@@ -100,9 +99,10 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def lowered(graph_module: torch.fx.GraphModule, fakes: Fakes, inputs: Sequence[object]) -> torch.fx.GraphModule:
-    """A graph in the operators that converters exist for, with metadata. `inputs`: a value for each placeholder; those that are tensors of
-    `fakes` are the inputs of the result, in this order, and its sizes are read from them. Raises what tracing raises, CompileError where that
-    decided something by an example of a size."""
+    """The graph lowered to operators that have converters, with metadata.
+
+    `inputs`: a value for each placeholder. The tensors among them are of `fakes` and become the inputs of the result, in this order. Sizes are
+    read from these tensors. Raises what tracing raises, and CompileError if tracing decided something by the example of a size."""
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
 
     def run(*given: torch.Tensor) -> Any:
@@ -113,27 +113,27 @@ def lowered(graph_module: torch.fx.GraphModule, fakes: Fakes, inputs: Sequence[o
 
     with _silent:
         traced = fakes.traced(run, tensors, _decompositions())
-        name_resizes(traced)
-        spell_sizes(traced)
+        use_vec_overloads(traced)
+        lower_sizes(traced)
         with _quantizers_kept:
             result: torch.fx.GraphModule = post_lowering(traced, _settings(tf32=False))
-    assumed = fakes.assumed()
-    if assumed:
-        raise CompileError(f"TensorRT's lowering holds only for sizes with {', '.join(assumed)}")
+    assumptions = fakes.assumptions()
+    if assumptions:
+        raise CompileError(f"TensorRT's lowering holds only for sizes with {', '.join(assumptions)}")
     return result
 
 
 @contextlib.contextmanager
 def _keep_quantizers() -> Iterator[None]:
-    """Keep dequantized constants as they are: folded, they would take four times the memory, and products of integers would be none."""
-    theirs = constant_folding._TorchTensorRTConstantFolder
-    is_impure = theirs.is_impure
-    theirs.is_impure = lambda self, node: operator_name(node) is not None or is_impure(self, node)
+    """Keep dequantized constants from being folded: as floats they take four times the memory, and integer products become float products."""
+    folder = constant_folding._TorchTensorRTConstantFolder
+    is_impure = folder.is_impure
+    folder.is_impure = lambda self, node: operator_name(node) is not None or is_impure(self, node)
     yield
-    theirs.is_impure = is_impure
+    folder.is_impure = is_impure
 
 
-_quantizers_kept = Overlapping(_keep_quantizers)
+_quantizers_kept = SharedContext(_keep_quantizers)
 
 
 # --- capability -------------------------------------------------------------------------------------------------------------------------
@@ -141,9 +141,10 @@ _quantizers_kept = Overlapping(_keep_quantizers)
 
 @dataclass(frozen=True, slots=True)
 class Converters:
-    """The registry's answer for one node. `known`: how many converters its operator has; `refusing`: the names of the validators that
-    refuse this node; `static_only`: whether what is left takes no sizes known only at run time; `allocates`: whether the one that is chosen
-    tells the size of its result only when it has run."""
+    """The registry's answer for one node.
+
+    `known`: number of converters of the operator. `refusing`: names of validators that refuse the node. `static_only`: true if the other
+    converters take no sizes known only at run time. `allocates`: true if the chosen converter's result has a size that depends on data."""
 
     known: int
     refusing: tuple[str, ...] = ()
@@ -156,8 +157,10 @@ class Converters:
 
 
 def converters_of(node: torch.fx.Node) -> Converters:
-    """The same walk as the registry's own, which tells no reason, and looks at settings that are one for the process, a user's maybe. (So
-    does the validator of items, which are what their operator is.) `node` is of a lowered graph."""
+    """The registry's answer for a node of a lowered graph, with reasons.
+
+    The registry's own look-up gives no reasons. It reads settings of the whole process, which may be the user's; so does its validator of
+    `getitem`. Here `getitem` has a converter if the operator whose result it indexes has one."""
     if converter_of(node) is not None:
         return Converters(1)
     if node.target is operator.getitem:
@@ -166,7 +169,7 @@ def converters_of(node: torch.fx.Node) -> Converters:
         is_found = source.op == "get_attr" or converters_of(source).found
         return Converters(1, () if is_found else ("getitem_validator",))
     settings = _settings(tf32=False)
-    candidates = [each for each in DYNAMO_ATEN_CONVERTERS.get(node.target, ()) if _is_theirs(each)]
+    candidates = [each for each in DYNAMO_ATEN_CONVERTERS.get(node.target, ()) if _is_builtin(each)]
     willing = [each for each in candidates if _accepts(each.capability_validator, node, settings)]
     refusing = tuple(_validator(each.capability_validator) for each in candidates if each not in willing)
     dynamic = [each for each in willing if each.supports_dynamic_shapes] if node_has_dynamic_shapes(node) else willing
@@ -178,16 +181,16 @@ def converters_of(node: torch.fx.Node) -> Converters:
     )
 
 
-def _is_theirs(converter: ConverterSupport) -> bool:
-    """True if it is torch_tensorrt's. The process that builds has none of those that a user registers, nor may a later one that finds the
-    verdict."""
+def _is_builtin(converter: ConverterSupport) -> bool:
+    """True if the converter is torch_tensorrt's own. The build process has no converters that a user registered; later processes, which read
+    the kept verdict, may have none either."""
     return str(converter.converter_implementation.__module__).partition(".")[0] == "torch_tensorrt"
 
 
 def _accepts(validator: Callable[..., bool], node: torch.fx.Node, settings: CompilationSettings) -> bool:
     try:
         return bool(validator(node, settings))
-    except failures(Exception) as error:  # some take it for granted that arguments are given by position
+    except failures(Exception) as error:  # some validators assume positional arguments
         _log.debug("the validator %s failed for %s: %s", _validator(validator), node, error)
         return False
 
@@ -203,8 +206,8 @@ def _validator(function: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class NetworkInput:
-    """An input of an engine: a tensor of `shape` (-1: known only at run time), whose dimensions lie in memory in this `order`, outermost
-    first. `least`, `typical`, `most`: the range of shapes."""
+    """An input of an engine. `shape`: its sizes, -1 if known only at run time. `order`: its dimensions in memory order, outermost first.
+    `least`, `typical`, `most`: the range of shapes."""
 
     name: str
     dtype: torch.dtype
@@ -217,7 +220,7 @@ class NetworkInput:
 
 @dataclass(frozen=True, slots=True)
 class NetworkOutput:
-    """An output of an engine, likewise."""
+    """An output of an engine; fields as in `NetworkInput`."""
 
     name: str
     dtype: torch.dtype
@@ -233,12 +236,12 @@ def build_engine(
     tf32: bool,
     going_on: GoingOn,
 ) -> tuple[bytes, tuple[str, ...]]:
-    """A serialised engine of a lowered graph, and its layers as TensorRT lists them, fused as they are: "gemm: name (Half, Half -> Half)".
+    """The serialized engine of a lowered graph, and its layers as TensorRT fused them: "gemm: name (Half, Half -> Half)".
 
-    `going_on` is told how far the build is, from 0 to 1, and says whether to go on. Raises CompileError where it said no, where a converter
-    fails, where the network would not be exact, and where TensorRT fails.
+    `going_on`: takes the progress, from 0 to 1, and returns false to stop the build. Raises CompileError if the build was stopped, if a
+    converter or TensorRT fails, and if the network would not be exact.
     """
-    with _silent, their_log.heard(fully=True) as log:
+    with _silent, tensorrt_log.collect(fully=True) as log:
         interpreter = _Interpreter(module, inputs, outputs, _settings(tf32), going_on)
         try:
             interpreter._construct_trt_network_def()
@@ -262,7 +265,7 @@ def build_engine(
 
 
 class _Interpreter(TRTInterpreter):  # type: ignore[misc]
-    """Runs a lowered graph through converters. Inputs and outputs are ours: their order in memory, ranges, names and types."""
+    """Runs a lowered graph through converters. Inputs and outputs get this package's names, dtypes, ranges and memory orders."""
 
     def __init__(
         self,
@@ -273,7 +276,7 @@ class _Interpreter(TRTInterpreter):  # type: ignore[misc]
         going_on: GoingOn,
     ) -> None:
         ranged = [each for each in inputs if each.least != each.most]
-        # Its own constructor wants to know only whether there is a range.
+        # The base class only needs to know whether any input has a range.
         spec = [Input(min_shape=(1,), opt_shape=(2,), max_shape=(2,), dtype=torch.float32)] if ranged else []
         super().__init__(module, spec, compilation_settings=settings)
         self._inputs = iter(inputs)
@@ -305,7 +308,7 @@ class _Interpreter(TRTInterpreter):  # type: ignore[misc]
 
     def output(self, target: str, args: Any, kwargs: Any) -> None:
         aliased = getattr(self.ctx, "aliased_outputs", ())
-        if aliased:  # from 2.14: caches of keys and values are updated where they lie
+        if aliased:  # from 2.14: KV caches are updated in place
             raise CompileError("the engine would write into its inputs")
         seen: set[int] = {id(self.ctx.net.get_input(i)) for i in range(self.ctx.net.num_inputs)}
         names = {self.ctx.net.get_input(i).name for i in range(self.ctx.net.num_inputs)}
@@ -313,7 +316,7 @@ class _Interpreter(TRTInterpreter):  # type: ignore[misc]
             is_folded = isinstance(result, torch.Tensor)
             value = get_trt_tensor(self.ctx, result, f"{wanted.name}_constant") if is_folded else result
             if not isinstance(value, trt.ITensor):
-                raise CompileError(f"the output {wanted.name} is no tensor of the network")
+                raise CompileError(f"the output {wanted.name} is not a tensor of the network")
             tensor = self._shaped(self._typed(value, wanted), wanted)
             tensor = self._reordered(tensor, wanted.order, wanted.name)
             if id(tensor) in seen or tensor.name in names:
@@ -332,7 +335,7 @@ class _Interpreter(TRTInterpreter):  # type: ignore[misc]
         return self.ctx.net.add_cast(tensor, dtype).get_output(0)
 
     def _shaped(self, tensor: Any, wanted: NetworkOutput) -> Any:
-        """Converters make numbers of no dimensions tensors of one element: that is undone."""
+        """Restore the shape of a scalar tensor, which converters make a tensor of one dimension."""
         shape = tuple(tensor.shape)
         if shape == wanted.shape or -1 in (*shape, *wanted.shape):
             return tensor
@@ -351,7 +354,7 @@ class _Interpreter(TRTInterpreter):  # type: ignore[misc]
         return layer.get_output(0)
 
 
-# Conversions that lose nothing: indices that converters compute in 32 bits, truth values in either.
+# Exact conversions: converters compute indices in 32 bits.
 _WIDENING = {
     (trt.int32, trt.int64),
     (trt.bool, trt.int32),
@@ -360,7 +363,7 @@ _WIDENING = {
 
 
 def _check_exact(network: Any) -> None:
-    """Raises CompileError where whole numbers are cut to 32 bits for anything but an index: an index that fits a tensor fits those."""
+    """Raise CompileError if the network cuts int64 to int32 for anything but an index. Indices into a tensor fit 32 bits."""
     layers = [network.get_layer(number) for number in range(network.num_layers)]
     sizes = {layer.get_output(0).name for layer in layers if layer.type == trt.LayerType.SHAPE}
     cut = {layer.get_output(0).name: layer.name for layer in layers if _cuts(layer, sizes)}
@@ -369,11 +372,11 @@ def _check_exact(network: Any) -> None:
             tensor = layer.get_input(position)
             is_index = layer.type == trt.LayerType.GATHER and position == 1
             if tensor is not None and tensor.name in cut and not is_index:
-                raise CompileError(f"the layer {cut[tensor.name]!r} cuts whole numbers to 32 bits")
+                raise CompileError(f"the layer {cut[tensor.name]!r} cuts int64 to int32")
 
 
 def _cuts(layer: Any, sizes: set[str]) -> bool:
-    """`sizes`: the names of tensors that hold a tensor's sizes, which fit 32 bits."""
+    """True if a layer casts int64 to int32. Sizes are excepted, as they fit 32 bits; `sizes`: names of tensors that hold some."""
     if layer.type not in _CASTS:
         return False
     before, after = layer.get_input(0), layer.get_output(0)
@@ -385,7 +388,7 @@ _CASTS = (trt.LayerType.CAST, trt.LayerType.IDENTITY)
 
 
 class _Monitor(trt.IProgressMonitor):  # type: ignore[misc]
-    """Tells how far the outermost phase is, and cancels."""
+    """Progress monitor of a build: reports the progress of the outermost phase, and cancels the build."""
 
     def __init__(self, going_on: GoingOn) -> None:
         trt.IProgressMonitor.__init__(self)
@@ -404,11 +407,11 @@ class _Monitor(trt.IProgressMonitor):  # type: ignore[misc]
         done = step / self._steps[phase_name] if phase_name in self._steps else 0.0
         try:
             self.cancelled = self.cancelled or not self._going_on(done)
-        except BaseException:  # Ctrl-C too: nothing may be raised through TensorRT's C++
+        except BaseException:  # Ctrl-C too: no exception may pass through TensorRT's C++
             self.cancelled = True
         return not self.cancelled
 
 
 def versions() -> str:
-    """TensorRT's version and torch_tensorrt's, as they are loaded."""
+    """Versions of the loaded TensorRT and torch_tensorrt."""
     return f"{trt.__name__} {trt.__version__}, torch_tensorrt {release}"

@@ -24,7 +24,7 @@ from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.engines.tensorrt.capability import on_host
 from torch_hybrid_backend.engines.tensorrt.fakes import Fakes
-from torch_hybrid_backend.engines.tensorrt.integer_products import spell_out
+from torch_hybrid_backend.engines.tensorrt.integer_products import factor_out_scales
 from torch_hybrid_backend.engines.tensorrt.precision_fallback import AccumulationPrecision, widen
 from torch_hybrid_backend.engines.tensorrt.quantization import zero_points
 from torch_hybrid_backend.errors import CompileError, failures
@@ -253,7 +253,7 @@ def build(request: bytes, going_on: GoingOn) -> bytes:
         raise
     except failures(Exception) as error:  # a decomposition may fail in any way
         raise CompileError(f"torch_tensorrt cannot lower the region: {type(error).__name__}: {error}") from error
-    spell_out(module)
+    factor_out_scales(module)
     widen(module, parsed.accumulation)
     inputs = [_network_input(f"input{i}", parsed.inputs[i], parsed.ranges) for i in parsed.engine_inputs]
     outputs = [

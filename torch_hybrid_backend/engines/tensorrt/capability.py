@@ -1,9 +1,8 @@
-"""The ATen operators that TensorRT supports, and reasons for the others. Each operator is checked in the form to which torch_tensorrt lowers
-it.
+"""ATen operators that TensorRT supports, and reasons for refusing the others.
 
-The registry of converters describes lowered graphs: it has no silu, no transpose and no max_pool2d_with_indices. So a node is lowered alone,
-on fake inputs of the same form, and the registry is asked about every operator that comes out. What TensorRT would get wrong without saying
-so is refused here, with a code of its own.
+The registry of converters describes lowered graphs: it has no silu, no transpose and no max_pool2d_with_indices. So a node is lowered alone, on
+fake inputs like its own, and the registry is asked about every operator in the result. Operators that TensorRT would silently get wrong are
+refused here, with a code of their own.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-# In networks that state every type. TensorRT has int8 and float8 for quantized values alone, and no complex numbers.
+# Dtypes of strongly typed networks. TensorRT has int8 and float8 for quantized values only, and no complex numbers.
 _DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool})
 
-# Some converters cut whole numbers to 32 bits (`where` does). These lowered operators stay exact: they move values; they take indices, which
-# fit 32 bits where a tensor has so many elements; they find positions; or their converters leave them to TensorRT's arithmetic of 64 bits,
-# as the networks of 2.13 show. `adapter` looks at each network all the same. Divisions are left out: they round in more than one way.
+# Some converters cut int64 to int32, such as that of `where`. These lowered operators are exact. They only move values; or take or return
+# indices, which fit 32 bits, as tensors are smaller; or TensorRT computes them in 64 bits, as networks of 2.13 show. `adapter` checks each
+# network too. Divisions are left out, as they differ in rounding.
 _EXACT_INT64: frozenset[object] = frozenset(
     {
         operator.getitem,
@@ -92,7 +91,7 @@ _EXACT_INT64: frozenset[object] = frozenset(
         aten.view.default,
     }
 )
-# What may be int64 in their place: the indices they take, and those they find. Numbers themselves move through views and copies only.
+# Of these, indices may be int64, as arguments or results; the values in the first argument may not.
 _VALUES_FIRST: frozenset[object] = frozenset(
     {
         aten.argmax.default,
@@ -105,23 +104,23 @@ _VALUES_FIRST: frozenset[object] = frozenset(
 
 
 def supports(node: Node, kept: Verdicts) -> Verdict:
-    """Supported if TensorRT takes one ATen node of a user's graph. torch_tensorrt is asked where no verdict on the node's form is kept."""
+    """Supported if TensorRT takes a node of a user's ATen graph. torch_tensorrt is asked only if no verdict on the node's form is kept."""
     target = node.target
-    if is_item(node):  # goes with its operator, about which it was asked
+    if is_item(node):  # the verdict is that on the operator whose result it is
         return Supported()
     if node.op != "call_function" or not isinstance(target, OpOverload):
         return Refused(Reason.NOT_A_TENSOR, f"{target} is no ATen operator: sizes are computed on the host")
     if is_mutating(node):
         return Refused(Reason.IN_PLACE, f"{target} writes into an argument; an engine writes new tensors only")
-    of_bytes = quantization.judged(node)
-    if isinstance(of_bytes, Refused):
-        return of_bytes
+    of_8_bits = quantization.verdict_of(node)
+    if isinstance(of_8_bits, Refused):
+        return of_8_bits
     for value in _values(node):
         refused = _refused_value(str(target), value)
-        if refused is not None and not (of_bytes and refused.code is Reason.DTYPE):
+        if refused is not None and not (of_8_bits and refused.code is Reason.DTYPE):
             return refused
-    if of_bytes is not None:
-        return of_bytes
+    if of_8_bits is not None:
+        return of_8_bits
     if not any(isinstance(value, torch.Tensor) for value in tree_leaves(node.meta.get("val"))):
         return Refused(Reason.NOT_A_TENSOR, f"{target} yields no tensor")
     form = _form(node)
@@ -129,7 +128,7 @@ def supports(node: Node, kept: Verdicts) -> Verdict:
 
 
 def _form(node: Node) -> str | None:
-    """All that a verdict on a node depends on; None where that is more than a text: constants' contents."""
+    """Text of everything that a verdict on a node depends on; None if the verdict depends on the contents of constants."""
     if any(source.op == "get_attr" for source in node.all_input_nodes):
         return None
 
@@ -142,7 +141,7 @@ def _form(node: Node) -> str | None:
 
 
 def _most(node: Node) -> dict[str, int]:
-    """The most that sizes can be of what a node reads and makes, by the names of their symbols, where the graph's capture knows it."""
+    """Symbol name -> upper bound, for sizes of a node's inputs and results, as far as the graph's capture recorded bounds."""
     found: dict[str, int] = {}
     for value in tree_leaves([each.meta.get("val") for each in (*node.all_input_nodes, node)]):
         for size in value.shape if isinstance(value, torch.Tensor) else (value,):
@@ -154,15 +153,17 @@ def _most(node: Node) -> dict[str, int]:
 
 
 def _read(node: Node) -> list[int] | None:
-    """The indices of a node's outputs that are read; None for a node of one output."""
+    """Indices of a node's outputs that are used; None if the node has a single output."""
     if not isinstance(node.meta.get("val"), list | tuple):
         return None
     return sorted({int(user.args[1]) for user in node.users if is_item(user) and user.users})  # type: ignore[arg-type]
 
 
-def alone(node: Node, fakes: Fakes) -> tuple[torch.fx.GraphModule, list[object]]:
-    """A graph of the node only, and values of `fakes` for its inputs. It returns the outputs that the node's users read. Sizes among its
-    arguments are those of tensors that come first and that nothing reads: a region's inputs tell its sizes, whichever of them the node has."""
+def graph_of_node(node: Node, fakes: Fakes) -> tuple[torch.fx.GraphModule, list[object]]:
+    """A graph of one node, and values of `fakes` for its inputs. The graph returns the outputs that the node's users read.
+
+    For each size symbol among the node's arguments, the graph has an unused tensor of this size as a leading input. In a region, inputs of the
+    region determine such sizes."""
     graph = torch.fx.Graph()
     owner = torch.nn.Module()
     arguments = [value for source in node.all_input_nodes if isinstance(value := source.meta.get("val"), torch.SymInt)]
@@ -191,7 +192,7 @@ def alone(node: Node, fakes: Fakes) -> tuple[torch.fx.GraphModule, list[object]]
 
 
 def on_host(graph: torch.fx.Graph) -> None:
-    """The same for the CPU: what is traced, folded or built is so without a GPU's memory. All of a region is on one device."""
+    """Change all devices among a graph's arguments to the CPU, in place. Tracing, folding and building then need no GPU memory."""
 
     def moved(argument: Argument) -> Argument:
         return torch.device("cpu") if isinstance(argument, torch.device) else argument
@@ -203,7 +204,7 @@ def on_host(graph: torch.fx.Graph) -> None:
 
 
 def refusal_of(node: Node, found: Converters) -> Refused | None:
-    """The refusal of a node of a lowered graph by the registry's answer; None where it has a converter."""
+    """The refusal of a node of a lowered graph by the registry's answer; None if the node has a converter."""
     if not found.known:
         return Refused(Reason.UNKNOWN_OPERATOR, f"torch_tensorrt has no converter for {node.target}")
     if found.allocates:
@@ -220,8 +221,10 @@ def refusal_of(node: Node, found: Converters) -> Refused | None:
 
 
 def _adapter() -> ModuleType:
-    """Imported when it is first needed: that takes seconds. torch_tensorrt hands all warnings of the process to logging as it is imported, and
-    gives the root logger a handler: that is undone."""
+    """The module `adapter`, imported when first needed, as that takes seconds.
+
+    When torch_tensorrt is imported, it redirects all warnings of the process to logging, and adds a handler to the root logger. Both are
+    undone."""
     root, show = logging.getLogger(), warnings.showwarning
     handlers = list(root.handlers)
     from torch_hybrid_backend.engines.tensorrt import adapter
@@ -234,14 +237,14 @@ def _adapter() -> ModuleType:
 
 def _lowered_verdict(node: Node) -> Verdict:
     adapter, fakes = _adapter(), Fakes(most=_most(node))
-    graph, given = alone(node, fakes)
+    graph, given = graph_of_node(node, fakes)
     try:
         lowered = adapter.lowered(graph, fakes, given)
-    except MemoryError:  # that is no verdict to keep
+    except MemoryError:  # no verdict, and not kept
         raise
-    except failures(Exception) as error:  # a decomposition may fail in any way on forms not thought of
+    except failures(Exception) as error:  # a decomposition may fail in any way
         why = f"torch_tensorrt cannot lower {node.target}: {type(error).__name__}: {_first_line(error)}"
-        return Refused(Reason.SYMBOLIC_SHAPE if fakes.assumed() else Reason.ARGUMENT, why)
+        return Refused(Reason.SYMBOLIC_SHAPE if fakes.assumptions() else Reason.ARGUMENT, why)
     for each in lowered.graph.nodes:
         refused = _refused_lowered(node, each, adapter.converters_of)
         if refused is not None:
@@ -273,16 +276,15 @@ def _refused_lowered(node: Node, lowered: Node, converters_of: Callable[[Node], 
 
 
 def _is_exact(node: Node) -> bool:
-    """True if whole numbers of 64 bits come out of a lowered node as they should."""
+    """True if a lowered node computes int64 values exactly."""
     results = [v for v in tree_leaves(node.meta.get("val")) if _is_int64(v)]
     arguments = [argument.meta.get("val") for argument in node.all_input_nodes]
     read = [value for value in tree_leaves(arguments) if _is_int64(value)]
-    if (
-        node.target is aten._to_copy.default
-    ):  # to fewer bits, and from numbers that are not whole, is more than TensorRT says of it
+    if node.target is aten._to_copy.default:
+        # TensorRT does not document its results for casts of int64 to int32, and of floats to int64.
         made = _dtypes(node.meta.get("val"))
         return not (read and made & {torch.int32}) and not (results and _dtypes(arguments) - {torch.bool, torch.int32})
-    is_size = not _dtypes(node.meta.get("val"))  # of a tensor: those fit 32 bits
+    is_size = not _dtypes(node.meta.get("val"))  # sizes of tensors fit 32 bits
     if is_size or not (results or read):
         return True
     if node.target not in _EXACT_INT64 or any(_is_long(argument) for argument in tree_leaves(node.args)):
@@ -292,7 +294,7 @@ def _is_exact(node: Node) -> bool:
 
 
 def _is_long(argument: object) -> bool:
-    """True if it is a number of more than 32 bits, in which converters hold them; the end of a slice may be any."""
+    """True for an int that does not fit 32 bits, as converters need. sys.maxsize is allowed, as the end of a slice."""
     return type(argument) is int and not -(1 << 31) <= argument < (1 << 31) and argument != sys.maxsize
 
 
@@ -305,9 +307,9 @@ def _dtypes(values: object) -> set[torch.dtype]:
 
 
 def _refused_value(title: str, value: object) -> Refused | None:
-    """The refusal of a value that no operator may read or make; None if there is none."""
+    """The refusal of a value that no operator may read or make; None if the value is allowed."""
     if isinstance(value, torch.SymInt) and _is_unbacked([value]):
-        return Refused(Reason.DATA_DEPENDENT, f"{title} depends on a number that only its data tell")
+        return Refused(Reason.DATA_DEPENDENT, f"{title} depends on a number that is known only from data")
     if not isinstance(value, torch.Tensor):
         return None
     if value.layout is not torch.strided or value.is_quantized:
@@ -328,8 +330,8 @@ def _is_unbacked(sizes: Iterable[int | torch.SymInt]) -> bool:
 
 
 def _values(node: Node) -> list[object]:
-    """The values that a node reads, and those of its results that are read."""
-    if is_item(node):  # of the others of an operator's results nothing is read here
+    """The values that a node reads, and its results that are used."""
+    if is_item(node):  # the operator's other results are not read here
         return tree_leaves(node.meta.get("val"))
     arguments = [argument.meta.get("val") for argument in node.all_input_nodes]
     results: Any = node.meta.get("val")

@@ -1,12 +1,12 @@
-"""A region's second form: its weights as constants of an engine, beside the form that takes them as inputs.
+"""A region's second form: an engine with the weights as constants, beside the engine with the weights as inputs.
 
-    refine      the engine with this call's weights as constants: built, timed against the other form, kept where it is faster and fits a budget
-    pack        the runtime calls it whenever a weight is another or has changed, before the call that reads it: what it returns is a mark
-    a call      reads the mark: the constants' engine runs where that was made of these very values, the other form everywhere else
+    refine      builds the engine with this call's weights as constants, times both forms, and keeps the constants if they are faster and fit
+    pack        returns a mark of the weights; the runtime calls `pack` before a call whose weights were changed or replaced
+    a call      runs the engine with constants if that holds the mark's values, otherwise the engine with inputs
 
-A mark is a number that is never used again, so that an engine of old values cannot be taken for one of new ones: whoever packs gets the form
-with inputs at once. Off the call the values are then looked at: where the engine at hand has them after all it serves again, else another one
-is built, and takes over by one assignment. What has changed once more meanwhile is not put to work.
+A mark is a number that is never used again, so an engine of old values is never taken for one of new values. After `pack`, calls run the engine
+with inputs. The build thread then compares the values. If the loaded engine holds them, calls use it again. Otherwise a new engine is
+built, and replaces the loaded one by one assignment. An engine whose weights changed again meanwhile is not used.
 
 Engines are built anew, not refitted: `docs/adr/0044-tensorrt-weights-as-constants.md` says why.
 """
@@ -34,23 +34,24 @@ from torch_hybrid_backend.errors import BuildCancelledError, CompileError, failu
 
 _log = logging.getLogger(__name__)
 
-# The form with inputs stays where it takes at most so many times as long: it holds weights once, and a change of one costs it nothing.
+# The form with inputs is kept if it takes at most this many times as long: it holds weights once, and changes cost it nothing.
 _AS_FAST = 1.02
-# Weights that have changed so often in a row before an engine with them was ready keep changing: no more engines are built for them.
+# After more changes than this without a ready engine, the weights are expected to go on changing: no more engines are built.
 MOST_CHANGES = 4
-_MARKS = 16  # so many are known by the key of their values: plans of several sizes have one each of the same
-_UNREAD = 4  # so many are waiting to be looked at; they keep weights alive that are used no more
+_MARKS = 16  # marks whose key is remembered: plans of several sizes have marks of the same values
+_UNREAD = 4  # packed weights that wait for comparison; waiting keeps them alive
 
-_marks = itertools.count(1)  # of the process, so that no two forms can be mixed up
+_marks = itertools.count(1)  # of the process, so that two forms never have the same mark
 
 
-def worth(as_inputs_us: float, as_constants_us: float) -> bool:
-    """True if constants are so much faster that they are worth their memory."""
+def are_worth_memory(as_inputs_us: float, as_constants_us: float) -> bool:
+    """True if constants gain enough time to justify their memory."""
     return as_inputs_us > _AS_FAST * as_constants_us
 
 
 def positions_of(region: Region) -> tuple[int, ...]:
-    """The region's inputs that may be constants of its engine: parameters, buffers and what is folded of them. None in training graphs."""
+    """Positions of the inputs that may be constants of the region's engine: parameters, buffers, and values folded from these. Empty in
+    training graphs."""
     return tuple(
         i
         for i, each in enumerate(region.inputs)
@@ -59,14 +60,14 @@ def positions_of(region: Region) -> tuple[int, ...]:
 
 
 class Maker(Protocol):
-    """A maker of engines of a region with its weights as constants. All raise CompileError."""
+    """Builds and loads engines of a region with its weights as constants. All methods raise CompileError."""
 
-    def wanted(self, weights: Sequence[torch.Tensor]) -> tuple[str, bytes]:
-        """The key of the engine with these values, and the request for it. The tensors are on the host, and nobody else's."""
+    def key_and_request(self, weights: Sequence[torch.Tensor]) -> tuple[str, bytes]:
+        """The key of the engine with these values, and the request to build it. `weights`: copies on the host."""
         ...
 
     def start(self, key: str, request: bytes) -> Build:
-        """Start its build, or take up what is known of it; what is kept and is no engine is built anew."""
+        """Start a build, or return the build that was started or kept before. Kept bytes that are no engine are built anew."""
         ...
 
     def load(self, key: str, built: bytes) -> tuple[EngineRunner, SerializedEngine]:
@@ -76,7 +77,7 @@ class Maker(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Values:
-    """Weights that were marked, and what is needed to read them as in the call that packed them."""
+    """Packed weights. `ambient`: context in which the build thread reads them as the packing call would (`as_here`)."""
 
     mark: int
     weights: tuple[torch.Tensor, ...]
@@ -91,47 +92,47 @@ class _Loaded:
 
 
 class ConstantForm:
-    """A region's engine with constants, and the values that it holds. Threads may use it at once.
+    """A region's engine with constants, and the marks of the values that it holds. Threads may use it at once.
 
-    `size_bytes`: what its constants take. `capturing`: whether calls of this thread are captured into a CUDA graph; then nothing is begun.
+    `size_bytes`: size of the constants. `capturing`: true if this thread captures a CUDA graph; packed weights are then not compared.
     """
 
     def __init__(self, name: str, size_bytes: int, maker: Maker, capturing: Callable[[], bool] = lambda: False) -> None:
         self.name = name
         self.size_bytes = size_bytes
         self.is_given_up = False
-        self.why = ""  # it is given up
+        self.why = ""  # reason for giving up
         self._maker = maker
         self._capturing = capturing
-        self._newest = 0  # mark
-        # Of `_unread`, `_is_read` and `_keys`; held for a moment, by calls too.
+        self._newest = 0  # mark of the weights packed last
+        # Guards `_unread`, `_has_reader` and `_keys`; held briefly, also by calls.
         self._lock = threading.Lock()
         self._unread: deque[_Values] = deque(maxlen=_UNREAD)
-        self._is_read = False  # whether something reads them
-        self._keys: OrderedDict[int, str] = OrderedDict()  # by mark, of the engine with those values
-        # By mark, the engine that holds those values. Replaced as a whole: calls read it without a lock.
+        self._has_reader = False  # true while a job of the build thread compares `_unread`
+        self._keys: OrderedDict[int, str] = OrderedDict()  # mark -> key of the engine with its values
+        # Mark -> engine that holds its values. Replaced as a whole, so that calls read it without a lock.
         self._serving: Mapping[int, EngineRunner] = {}
-        # Held for as long as something is hashed, loaded or closed; by no call.
+        # Held while weights are hashed and engines are loaded or closed; never by a call.
         self._working = threading.RLock()
         self._loaded: _Loaded | None = None
         self._building = _Building()
-        self._changes = 0  # since an engine served
-        self._unused = 0  # marks in a row for which it served, and no call came
-        self._is_used = False  # by a call, since the last mark
+        self._changes = 0  # builds started since an engine held the newest values
+        self._unused = 0  # marks in a row whose engine no call used
+        self._is_used = False  # true if a call used the engine since the last mark
         self._begun: Build | None = None
         self._scratch_limit: int | None = None
-        self._inline: int | None = None  # the thread in which what is packed is looked at at once
-        # A build goes on for minutes: not when nobody is left to use it.
+        self._inline: int | None = None  # the thread whose packed weights are compared in `pack` itself
+        # A build takes minutes: end it if nobody is left to use it.
         weakref.finalize(self, self._building.cancel).atexit = False
 
     # --- while engines are chosen -------------------------------------------------------------------------------------------------------
 
     def prepare(self, weights: Sequence[torch.Tensor]) -> EngineRunner | None:
-        """The engine with these values as constants, where it is there; else its build is begun (`begun`), or will never be."""
+        """The engine with these values as constants; None if it is not built. Starts its build (`begun`), unless the form was given up."""
         with self._working, self._failing():
             if self.is_given_up:
                 return None
-            key, request = self._wanted(weights)
+            key, request = self._key_and_request(weights)
             if self._loaded is None or self._loaded.key != key:
                 build = self._building.of(key) or self._started(key, request)
                 if not build.done:
@@ -142,13 +143,13 @@ class ConstantForm:
         return None
 
     def begun(self) -> Build | None:
-        """The builds that `prepare` began; each is returned once."""
+        """The build that `prepare` started or met, returned once for each `prepare`; None if there is none."""
         begun, self._begun = self._begun, None
         return begun
 
     @contextlib.contextmanager
-    def at_once(self) -> Iterator[None]:
-        """Inside, what this thread packs is looked at at once, and nothing is begun: a trial is one of the engine at hand."""
+    def trial(self) -> Iterator[None]:
+        """Context in which `pack` of this thread compares the weights itself, and starts no build: a trial runs the loaded engine."""
         self._inline = threading.get_ident()
         try:
             yield
@@ -157,7 +158,7 @@ class ConstantForm:
 
     @property
     def serves(self) -> bool:
-        """True if the engine holds the values that were packed last."""
+        """True if the loaded engine holds the values packed last."""
         return self._newest in self._serving
 
     @property
@@ -167,27 +168,27 @@ class ConstantForm:
         return () if loaded is None else loaded.layers
 
     def limit_scratch(self, size_bytes: int) -> None:
-        """From here on there is working memory of this size: an engine that needs more is not put to work."""
+        """Reject engines that need more than `size_bytes` of working memory from now on."""
         self._scratch_limit = size_bytes
 
     # --- calls --------------------------------------------------------------------------------------------------------------------------
 
     def pack(self, *weights: torch.Tensor) -> torch.Tensor:
-        """The mark of these values: int64, one element, on the CPU. Does not wait, and reads none of them."""
+        """The mark of these values: int64, one element, on the CPU. Outside of `trial`, neither waits nor reads the values."""
         mark = self._newest = next(_marks)
         if self._inline == threading.get_ident():
-            self._follow(_Values(mark, weights, contextlib.nullcontext), begins=False)
+            self._compare(_Values(mark, weights, contextlib.nullcontext), may_build=False)
         elif not (self.is_given_up or self._capturing()):
             values = _Values(mark, weights, as_here(weights))
             with self._lock:
                 self._unread.append(values)
-                is_read, self._is_read = self._is_read, True
-            if not is_read:
+                has_reader, self._has_reader = self._has_reader, True
+            if not has_reader:
                 build_thread().submit(Job(_reading(weakref.ref(self))))
         return torch.tensor([mark], device="cpu")  # whatever the user's default device is
 
     def engine_of(self, mark: int) -> EngineRunner | None:
-        """The engine that holds the values of a mark; None: there is none, and the form with inputs is to run."""
+        """The engine that holds the values of a mark; None if the engine with inputs must run."""
         engine = self._serving.get(mark)
         if engine is not None:
             self._is_used = True
@@ -196,72 +197,72 @@ class ConstantForm:
     # --- off the call -------------------------------------------------------------------------------------------------------------------
 
     def read(self) -> None:
-        """Look at all that was packed, the newest first: for each the engine at hand serves, if it has those values; for the newest another one
-        is built, if it has not."""
+        """Compare all packed weights with those of the loaded engine, newest first. Equal weights use this engine; if the newest weights
+        differ, another engine is built."""
         while True:
             with self._lock:
                 if not self._unread:
-                    self._is_read = False
+                    self._has_reader = False
                     return
                 values = self._unread.pop()
-            self._follow(values, begins=True)
+            self._compare(values, may_build=True)
 
-    def _follow(self, values: _Values, *, begins: bool) -> None:
+    def _compare(self, values: _Values, *, may_build: bool) -> None:
         with self._working, self._failing():
             if self.is_given_up:
                 return
             with values.ambient():
-                key, request = self._wanted(values.weights)
+                key, request = self._key_and_request(values.weights)
             with self._lock:
                 self._keys[values.mark] = key
                 while len(self._keys) > _MARKS:
                     self._keys.popitem(last=False)
             if self._loaded is not None and self._loaded.key == key:
                 if values.mark == self._newest:
-                    self._building.cancel()  # of values that were there before
+                    self._building.cancel()  # a build for older values
                 self._count_unused()
                 self._serve()
-            elif begins and values.mark == self._newest and self._building.of(key) is None:
+            elif may_build and values.mark == self._newest and self._building.of(key) is None:
                 build = self._started(key, request)
-                _log.info("region %s: its weights changed; an engine with the new ones is made", self.name)
+                _log.info("region %s: its weights changed; an engine with the new weights is built", self.name)
                 _when_built(weakref.ref(self), key, build)
 
-    def arrived(self, key: str, build: Build) -> None:
-        """A build that `_follow` began is done: it serves unless it is known that the newest values are others."""
+    def finish(self, key: str, build: Build) -> None:
+        """Load the engine of a build that is done, unless the newest values are known to be others."""
         with self._working, self._failing():
-            # One that was cancelled may end after another of its key has begun.
+            # A cancelled build may end after another build of the same key has started.
             if build is self._building.of(key) and not self.is_given_up and self._keys.get(self._newest, key) == key:
                 self._load(key, build)
 
-    def _wanted(self, weights: Sequence[torch.Tensor]) -> tuple[str, bytes]:
-        # Of a copy: what is hashed must be what is built, whoever writes to the weights meanwhile.
-        return self._maker.wanted([torch.empty_like(weight, device="cpu").copy_(weight) for weight in weights])
+    def _key_and_request(self, weights: Sequence[torch.Tensor]) -> tuple[str, bytes]:
+        # Copies: others may write to the weights meanwhile, and the values hashed must be those built.
+        return self._maker.key_and_request([torch.empty_like(weight, device="cpu").copy_(weight) for weight in weights])
 
     def _started(self, key: str, request: bytes) -> Build:
-        """The build of an engine with new values, in place of the one that is under way."""
+        """Start the build of an engine with new values; it replaces the current build."""
         self._changes += 1
         if self._changes > MOST_CHANGES:
-            raise CompileError(f"they changed {self._changes} times before an engine with them was ready")
+            raise CompileError(f"its weights changed {self._changes} times before an engine with them was ready")
         build = self._maker.start(key, request)
         self._building.put(key, build)
         return build
 
     def _count_unused(self) -> None:
-        # Some tensors of a device tell nobody whether they have changed (inference tensors): what is made of them is made anew in each call.
+        # Inference tensors on a device have no version counter, so every call packs them anew.
         self._unused = 0 if self._is_used else self._unused + 1
         self._is_used = False
         if self._unused > _MARKS:
-            raise CompileError("they are packed anew in every call")
+            raise CompileError("its weights are packed anew in every call")
 
     def _load(self, key: str, build: Build) -> None:
-        """Put to work what was built, in place of the engine that is there: never two at once."""
+        """Load a built engine and use it. The loaded engine is closed first, so that the device never holds two."""
         built = build.result(0)
         self._building.drop()
         self._unload()
         runner, engine = self._maker.load(key, built)
         if self._scratch_limit is not None and runner.scratch_bytes > self._scratch_limit:
             raise CompileError(
-                f"with other weights it needs {runner.scratch_bytes} bytes of working memory, and the plan has {self._scratch_limit}"
+                f"with new weights its engine needs {runner.scratch_bytes} bytes of working memory; the plan has {self._scratch_limit}"
             )
         self._loaded = _Loaded(key, runner, engine.layers)
         self._serve()
@@ -286,14 +287,14 @@ class ConstantForm:
         try:
             yield
         except BuildCancelledError:
-            self._building.drop()  # nobody wanted it any more; who wants it again begins again
-        except failures(Exception) as error:  # a loader may fail in any way; the form with inputs is there for it
+            self._building.drop()  # cancelled as nobody needed it; a later request starts it again
+        except failures(Exception) as error:  # a loader may fail in any way; the form with inputs still works
             if is_sticky(error):
                 raise
             self.give_up(f"{type(error).__name__}: {error}")
 
     def give_up(self, why: str) -> None:
-        """Its weights are inputs from here on, in the next call already; its engine is let go."""
+        """Take weights as inputs from the next call on, and release the engine with constants."""
         with self._lock:
             given_up, self.is_given_up = self.is_given_up, True
             self.why = self.why or why
@@ -307,7 +308,7 @@ class ConstantForm:
 
 
 class _Building:
-    """The build that is under way, if one is, and its key."""
+    """The current build, if any, and its key."""
 
     def __init__(self) -> None:
         self._held: tuple[str, Build] | None = None
@@ -316,7 +317,7 @@ class _Building:
         return self._held[1] if self._held is not None and self._held[0] == key else None
 
     def put(self, key: str, build: Build) -> None:
-        """In place of the one that is there, which nobody wants then."""
+        """Replace the current build, and cancel it."""
         self.cancel()
         self._held = key, build
 
@@ -343,7 +344,7 @@ def _when_built(form: weakref.ref[ConstantForm], key: str, build: Build) -> None
 
     def work() -> None:
         if (alive := form()) is not None:
-            alive.arrived(key, build)
+            alive.finish(key, build)
 
     def done() -> None:
         home.submit(Job(work))
@@ -353,10 +354,12 @@ def _when_built(form: weakref.ref[ConstantForm], key: str, build: Build) -> None
 
 
 class EitherRunner:
-    """A region's two engines as one runner. The tensors of a call: `reads` inputs, weights among them at the positions `weights`; a mark;
-    outputs; working memory. Captured into a CUDA graph it is the form with inputs: a replay reads the weights of its own time."""
+    """Runner that chooses between a region's two engines in each call. While a CUDA graph is captured, the engine with inputs runs: a replay
+    must read the current weights.
 
-    native = None  # it is called from Python
+    The tensors of a call are `reads` inputs, a mark, outputs, and working memory. `weights`: positions of the weights among the inputs."""
+
+    native = None  # called from Python
 
     def __init__(
         self,
@@ -373,26 +376,30 @@ class EitherRunner:
         self._capturing = capturing
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Enqueue the work of one of them; raises as they do."""
+        """Enqueue the work of one engine. Raises what that engine raises."""
         rest = tensors[self._reads + 1 :]
         engine = self._form.engine_of(int(tensors[self._reads]))
-        if engine is not None and not self._capturing() and engine.ran([*(tensors[i] for i in self._changing), *rest]):
+        if (
+            engine is not None
+            and not self._capturing()
+            and engine.try_run([*(tensors[i] for i in self._changing), *rest])
+        ):
             return
         self._inputs([*tensors[: self._reads], *rest])
 
 
 class Budget:
-    """The bytes that constants of one graph's engines may take: `limit_bytes`. Those that gain most per byte have it."""
+    """Budget for the constants of a graph's engines: `limit_bytes`. Forms that gain most time per byte get it."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self._lock = threading.Lock()
-        # By form, the microseconds that it gains in a call. One that is dropped takes nothing any more.
+        # Form -> microseconds gained per call. A form that is garbage-collected takes nothing.
         self._gains: weakref.WeakKeyDictionary[ConstantForm, float] = weakref.WeakKeyDictionary()
 
     @staticmethod
     def of(regions: Sequence[Region], percent: int) -> Budget:
-        """The budget of a graph that is cut into these regions, in percent of their weights: each once, whatever regions read it."""
+        """The budget of a graph's regions: `percent` of the bytes of their weights. A weight that several regions read counts once."""
         sizes = {
             each.name: each.spec.size_bytes
             for region in regions
@@ -402,7 +409,7 @@ class Budget:
         return Budget(sum(sizes.values()) * percent // 100)
 
     def grant(self, form: ConstantForm, gain_us: float) -> bool:
-        """True if the form keeps its constants, now that it gains so much in a call. Others may lose theirs to it."""
+        """True if the form may keep its constants, given its gain per call. Other forms that gain less per byte may lose theirs."""
         with self._lock:
             self._gains[form] = gain_us
             ranked = sorted(self._gains, key=lambda each: -self._gains[each] / each.size_bytes)
@@ -415,6 +422,6 @@ class Budget:
                     del self._gains[each]
         for each in losing:
             each.give_up(
-                "other regions gain more by constants, and `tensorrt_constants_percent` allows no more of them"
+                "constants gain more in other regions, which take all that `tensorrt_constants_percent` allows"
             )
         return form not in losing

@@ -1,6 +1,7 @@
-"""Layers that quantize and dequantize, of the operators that torch_tensorrt has no converters for. `adapter` alone imports this.
+"""Converters for operators that torch_tensorrt lacks, or converts wrongly: quantizers, casts of 8-bit values, copies, arange and gather.
 
-Graphs come from `integer_products.spell_out`: scales are numbers, or those of the channels of what is dequantized.
+Only `adapter` imports this module. In its graphs, which come from `integer_products.factor_out_scales`, a scale is a number, or belongs to a
+channel of a value that is dequantized.
 """
 
 from __future__ import annotations
@@ -23,16 +24,18 @@ aten = torch.ops.aten
 
 
 def converter_of(node: Node) -> Callable[..., Any] | None:
-    """Our converter of a node of a lowered graph; None where torch_tensorrt's are to be asked. It is called with a context of theirs, a list
-    that keeps the contents of constants until the engine is built, a name, and the node's arguments."""
+    """This package's converter of a node of a lowered graph; None if torch_tensorrt's converter is right.
+
+    A converter takes torch_tensorrt's context, a list, a name, and the node's arguments. The list keeps the contents of constants until the
+    engine is built."""
     if node.target is aten._to_copy.default:
         types = [each.meta["val"].dtype for each in (node, *node.all_input_nodes) if "val" in each.meta]
         if any(dtype in NARROW for dtype in types):
             return _cast
     if node.target in (aten._to_copy.default, aten.clone.default):
-        return _copy if _is_of_sized_input(node) else None
+        return _copy if _copies_dynamic_input(node) else None
     if node.target is aten.arange.start_step:
-        return _count if any(isinstance(argument, Node) for argument in node.args) else None
+        return _arange if any(isinstance(argument, Node) for argument in node.args) else None
     if node.target is aten.gather.default:
         return _gather if any(_has_unknown_size(source) for source in node.all_input_nodes) else None
     return _CONVERTERS.get(node.target)
@@ -42,8 +45,8 @@ def _has_unknown_size(node: Node) -> bool:
     return any(isinstance(size, torch.SymInt) for size in node.meta["val"].shape)
 
 
-def _is_of_sized_input(node: Node) -> bool:
-    """True if it copies an input of sizes known only at run time: for copies of inputs they have a converter of their own, which takes none."""
+def _copies_dynamic_input(node: Node) -> bool:
+    """True if a node copies an input with sizes known only at run time. torch_tensorrt's converter for copies of inputs does not take these."""
     (source,) = node.all_input_nodes
     return source.op == "placeholder" and _has_unknown_size(source)
 
@@ -54,7 +57,7 @@ def _copy(ctx: Any, kept: list[Any], name: str, x: Any, *, dtype: torch.dtype | 
 
 
 def _gather(ctx: Any, kept: list[Any], name: str, x: Any, dim: int, index: Any, **_: Any) -> Any:
-    """Theirs takes no sizes known only at run time."""
+    """Convert a gather; torch_tensorrt's converter takes no sizes known only at run time."""
     layer = ctx.net.add_gather_v2(
         *(get_trt_tensor(ctx, each, f"{name}_input") for each in (x, index)), trt.GatherMode.ELEMENT
     )
@@ -62,8 +65,8 @@ def _gather(ctx: Any, kept: list[Any], name: str, x: Any, dim: int, index: Any, 
     return _named(layer, name)
 
 
-def _count(ctx: Any, kept: list[Any], name: str, start: int, count: Any, step: int = 1, **_: Any) -> Any:
-    """Whole numbers of 64 bits, as many as a size says, from 0, by 1: what `decompositions` makes all others of."""
+def _arange(ctx: Any, kept: list[Any], name: str, start: int, count: Any, step: int = 1, **_: Any) -> Any:
+    """Convert arange(0, count) in int64, from which `decompositions` makes all others."""
     shape = ctx.net.add_shuffle(ctx.net.add_cast(get_trt_tensor(ctx, count, f"{name}_count"), trt.int64).get_output(0))
     shape.reshape_dims = (1,)
     layer = ctx.net.add_fill((1,), trt.FillOperation.LINSPACE, trt.int64)
@@ -75,7 +78,7 @@ def _count(ctx: Any, kept: list[Any], name: str, start: int, count: Any, step: i
 
 
 def _cast(ctx: Any, kept: list[Any], name: str, x: Any, *, dtype: torch.dtype, **_: Any) -> Any:
-    """To values of 8 bits and from them: numbers are what they stand for, at the scale 1."""
+    """Convert a cast to or from an 8-bit dtype: quantize or dequantize with scale 1."""
     x = get_trt_tensor(ctx, x, f"{name}_input")
     scale = _number(ctx, kept, 1.0, name)
     if dtype in NARROW:

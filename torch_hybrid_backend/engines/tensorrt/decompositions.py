@@ -1,4 +1,4 @@
-"""Our part of lowering: operators that torch_tensorrt has no converters for, or has some that are wrong, as others that it has."""
+"""Decompositions of operators for which torch_tensorrt has no converter, or a wrong one."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def _cast(x: Any, dtype: Any) -> Any:
 
 
 def _product(x: Any, y: Any) -> Any:
-    """TensorRT multiplies no truth values."""
+    """Compute a product of two bools by logical_and, as TensorRT does not multiply bools."""
     both = all(isinstance(each, torch.Tensor) and each.dtype is torch.bool for each in (x, y))
     return aten.logical_and.default(x, y) if both else NotImplemented
 
 
 def _convolution(x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, *rest: Any) -> Any:
-    """Their converter loses the input of a transposed one of one dimension where the weight is an input of the engine: it has two here."""
+    """Compute a transposed 1-d convolution in two dimensions: if its weight is an input of the engine, torch_tensorrt's converter loses x."""
     transposed, output_padding, groups = rest
     if not transposed or weight.dim() != 3:
         return NotImplemented
@@ -33,10 +33,10 @@ def _convolution(x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dila
     return made.squeeze(-1)
 
 
-def _running_sum(x: Any, dim: int, *, dtype: Any = None) -> Any:
-    """Compute a running sum of whole numbers and truth values by adding what lies 1, 2, 4, ... before: exact, by operators that are exact.
-    TensorRT-RTX has no running sum, and TensorRT's is not known to be of 64 bits. Of floats the order of additions would be another than
-    eager's."""
+def _cumsum(x: Any, dim: int, *, dtype: Any = None) -> Any:
+    """Compute a cumsum of integers or bools, exactly, by adding the elements 1, 2, 4, ... places before.
+
+    TensorRT-RTX has no cumsum, and TensorRT's may not compute in 64 bits. Floats are left as they are: eager adds them in another order."""
     whole = not (x.dtype.is_floating_point or x.dtype.is_complex) and dtype in (None, torch.int64)
     if not whole or x.dim() == 0:
         return NotImplemented
@@ -45,7 +45,7 @@ def _running_sum(x: Any, dim: int, *, dtype: Any = None) -> Any:
     first = aten.slice.Tensor(total, dim, 0, 1)
     zero = first - first
     while shift < _most(size):
-        # As many zeros before it: no part is without elements then, even where a size known only at run time is less than the shift.
+        # Prepend `shift` zeros. No slice is empty then, even if a size known only at run time is below `shift`.
         shape = [-1] * x.dim()
         shape[dim] = shift
         zeros = zero if shift == 1 else aten.expand.default(zero, shape)
@@ -55,7 +55,7 @@ def _running_sum(x: Any, dim: int, *, dtype: Any = None) -> Any:
 
 
 def _most(size: int | torch.SymInt) -> int:
-    """The most that a size can be: TensorRT has no dimension that takes more than 32 bits."""
+    """Upper bound of a size. TensorRT's dimensions fit 32 bits."""
     if isinstance(size, int):
         return size
     most = size.node.shape_env.bound_sympy(size.node.expr).upper
@@ -65,9 +65,10 @@ def _most(size: int | torch.SymInt) -> int:
 _LARGEST = (1 << 31) - 1
 
 
-def _count(start: Any, end: Any, step: Any = 1, *, dtype: Any = None, **_: Any) -> Any:
-    """Whole numbers as many as a size says: from 0, by 1, in 64 bits, as our converter makes them; then what is asked for. Theirs makes numbers
-    of 32 bits, and one too few where the last step is cut short."""
+def _arange(start: Any, end: Any, step: Any = 1, *, dtype: Any = None, **_: Any) -> Any:
+    """Compute an arange over sizes from arange(0, count) in int64, which has a converter of this package.
+
+    torch_tensorrt's converter makes int32 numbers, and one too few if the last step is shorter than the others."""
     whole = all(isinstance(each, int | torch.SymInt) for each in (start, end)) and type(step) is int
     is_made = type(start) is int and (start, step) == (0, 1) and dtype is torch.int64
     if not whole or is_made or not any(isinstance(each, torch.SymInt) for each in (start, end)):
@@ -80,7 +81,8 @@ def _count(start: Any, end: Any, step: Any = 1, *, dtype: Any = None, **_: Any) 
 
 
 def _broadcast(x: Any, shape: Any, dimensions: Any) -> Any:
-    """Their converter only adds dimensions of size 1, and only where all sizes are known. Norms keep the dimensions that they reduce by it."""
+    """Lower broadcast_in_dim to unsqueeze and expand. torch_tensorrt's converter needs static sizes, and only adds dimensions of size 1.
+    Norms keep the dimensions that they reduce by this operator."""
     for position in range(len(shape)):
         if position not in dimensions:
             x = x.unsqueeze(position)
@@ -89,7 +91,7 @@ def _broadcast(x: Any, shape: Any, dimensions: Any) -> Any:
 
 
 def _select(x: Any, dim: int, index: Any) -> Any:
-    """Counted from the end: their converter hands TensorRT an index below 0, which it does not define."""
+    """Replace a negative index, for which TensorRT defines no result, by the index from the start."""
     if type(index) is not int or index >= 0:
         return NotImplemented
     size = x.shape[dim]
@@ -99,41 +101,39 @@ def _select(x: Any, dim: int, index: Any) -> Any:
 
 
 def _index(x: Any, indices: Any) -> Any:
-    """Likewise, where only data tell which indices are below 0: the size is added to those."""
+    """Replace negative indices by indices from the start. Only data tell which indices are negative."""
     given = [each for each in indices if each is not None]
-    whole = all(
-        each.dtype in (torch.int32, torch.int64) for each in given
-    )  # a mask may take the place of several dimensions
-    if not whole or all(hasattr(each, _COUNTED) for each in given):
+    whole = all(each.dtype in (torch.int32, torch.int64) for each in given)  # a mask may index several dimensions
+    if not whole or all(hasattr(each, _NON_NEGATIVE) for each in given):
         return NotImplemented
     places = [None if each is None else _from_start(each, x.shape[dim]) for dim, each in enumerate(indices)]
     return aten.index.Tensor(x, places)
 
 
 def _from_start(index: Any, size: Any) -> Any:
-    counted = index + _cast(index < 0, index.dtype) * size
-    setattr(counted, _COUNTED, True)  # what `_index` returns is decomposed in turn
-    return counted
+    from_start = index + _cast(index < 0, index.dtype) * size
+    setattr(from_start, _NON_NEGATIVE, True)  # the operator that `_index` calls is decomposed in turn
+    return from_start
 
 
-_COUNTED = "_hybrid_is_counted_from_the_start"
+_NON_NEGATIVE = "_hybrid_is_non_negative"
 
 
-# Beside torch_tensorrt's own.
+# Added to torch_tensorrt's own.
 DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
-    # PyTorch's decompositions yield it, and our own casts are.
+    # PyTorch's decompositions and this package's casts yield it.
     torch.ops.prims.convert_element_type.default: _cast,
     torch.ops.prims.broadcast_in_dim.default: _broadcast,
     aten.mul.Tensor: _product,
     aten.convolution.default: _convolution,
-    aten.cumsum.default: _running_sum,
-    aten.arange.start_step: _count,
+    aten.cumsum.default: _cumsum,
+    aten.arange.start_step: _arange,
     aten.select.int: _select,
     aten.index.Tensor: _index,
 }
 
-# Converters know these by the overload that export keeps: (x, sizes, align_corners, factors). What AOTAutograd yields is the other.
-_RESIZED: Mapping[Any, Any] = {
+# Converters exist for the overload that export keeps: (x, sizes, align_corners, factors). AOTAutograd yields the other one.
+_VEC_OVERLOADS: Mapping[Any, Any] = {
     aten.upsample_bicubic2d.default: aten.upsample_bicubic2d.vec,
     aten.upsample_bilinear2d.default: aten.upsample_bilinear2d.vec,
     aten.upsample_linear1d.default: aten.upsample_linear1d.vec,
@@ -141,17 +141,17 @@ _RESIZED: Mapping[Any, Any] = {
 }
 
 
-def name_resizes(module: torch.fx.GraphModule) -> None:
-    """Call operators that resize by the overload that converters know, in place, where sizes alone say what they compute."""
+def use_vec_overloads(module: torch.fx.GraphModule) -> None:
+    """Replace resize operators by the overloads that have converters, in place, if sizes alone determine the result."""
     for node in module.graph.nodes:
-        if node.target in _RESIZED and _follows_sizes(node):
-            node.target = _RESIZED[node.target]
+        if node.target in _VEC_OVERLOADS and _follows_sizes(node):
+            node.target = _VEC_OVERLOADS[node.target]
             node.args = (*node.args[:3], None)
     module.recompile()
 
 
 def _follows_sizes(node: Node) -> bool:
-    """True if the factors that a node is given, by which eager then finds where to read, are those of its sizes."""
+    """True if a node's scale factors equal the ratios of its sizes. Eager interpolates by the factors, converters by the sizes."""
     x, _, _, *factors = node.args
     if node.kwargs:
         return False

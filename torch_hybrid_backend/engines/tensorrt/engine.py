@@ -43,7 +43,13 @@ from torch_hybrid_backend.engines.tensorrt.build import (
     contiguous,
     memory_order,
 )
-from torch_hybrid_backend.engines.tensorrt.constants import Budget, ConstantForm, EitherRunner, positions_of, worth
+from torch_hybrid_backend.engines.tensorrt.constants import (
+    Budget,
+    ConstantForm,
+    EitherRunner,
+    are_worth_memory,
+    positions_of,
+)
 from torch_hybrid_backend.engines.tensorrt.installed import NO_GPU, described, installation
 from torch_hybrid_backend.engines.tensorrt.kernels import KeptKernels
 from torch_hybrid_backend.engines.tensorrt.precision_fallback import (
@@ -185,7 +191,7 @@ class TensorRTEngine(EngineBase):
     ) -> CompiledRegion | PendingRegion:
         tf32 = allows_tf32(region) or keeps_tf32_exact(region, accumulation)
         request = BuildRequest.of(region, ranges_of(region), tf32=tf32, accumulation=accumulation)
-        key, data = self.wanted(region, request)
+        key, data = self.key_and_bytes(region, request)
         attempts = (*failed, Attempt(accumulation)) if failed else ()
 
         def more_exact(deadline: Deadline, error: float) -> CompiledRegion | PendingRegion | None:
@@ -258,7 +264,7 @@ class TensorRTEngine(EngineBase):
         timer = functools.partial(self._services.timer, region.device)
         return _Constants(form, positions, budget, program, self._services.run_program, timer, runner.scratch_bytes)
 
-    def wanted(self, region: Region, request: BuildRequest) -> tuple[str, bytes]:
+    def key_and_bytes(self, region: Region, request: BuildRequest) -> tuple[str, bytes]:
         """The key of an engine, and the bytes of the request for it."""
         return engine_key(region, request, self._machine(region.device)), request.to_bytes()
 
@@ -287,8 +293,8 @@ class _Maker:
     def _with(self, weights: Sequence[torch.Tensor]) -> BuildRequest:
         return replace(self.request, constants=dict(zip(self.positions, weights, strict=True)))
 
-    def wanted(self, weights: Sequence[torch.Tensor]) -> tuple[str, bytes]:
-        return self.engine.wanted(self.region, self._with(weights))
+    def key_and_request(self, weights: Sequence[torch.Tensor]) -> tuple[str, bytes]:
+        return self.engine.key_and_bytes(self.region, self._with(weights))
 
     def start(self, key: str, request: bytes) -> Build:
         return self.engine.start(key, request, self.limit_s)
@@ -448,7 +454,7 @@ class _Constants:
         self.form.limit_scratch(size)
         program = self.program(size)
         made = RegionWithConstants(inputs_form, program, self.run_program(program), self.form)
-        with self.form.at_once():
+        with self.form.trial():
             made(inputs)
         if not self.form.serves:
             self.form.give_up("they changed while engines were chosen")
@@ -458,7 +464,7 @@ class _Constants:
         comparison = (
             f"{time_in_words(as_inputs)} with its weights as inputs, {time_in_words(as_constants)} with constants"
         )
-        if not worth(as_inputs, as_constants):
+        if not are_worth_memory(as_inputs, as_constants):
             self.form.give_up(f"it takes {comparison}")
         elif self.budget.grant(self.form, as_inputs - as_constants):
             _log.info("region %s takes %s", self.form.name, comparison)

@@ -1,11 +1,12 @@
-"""Tensors without data for tracing a graph anew, apart from the user's program: on the host, with size symbols of their own.
+"""Tensors without data for tracing a graph anew. They are on the host, and their size symbols are independent of the user's program.
 
     fakes = Fakes()
     x = fakes.tensor(TensorSpec((symbol("s0"), 4), "float32", (4, 1), Device("cuda")))      # on the CPU, 4 columns, any number of rows
     graph = fakes.traced(lambda x: x.exp(), [x])
-    fakes.assumed()                                                                     # what tracing took for granted of sizes
+    fakes.assumptions()                                                                 # about sizes, made by tracing
 
-What tracing decides by a size's example value would be a guard of the user's graph; here it is found out and can be refused.
+If tracing decides something by the example of a size, Dynamo would guard the user's graph by that decision. Here `assumptions` lists the
+decisions, so that callers can refuse the graph.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from torch_hybrid_backend.torch_private import ConstantSource, FakeTensorMode, V
 
 
 class Fakes:
-    """A fake mode, and the sizes it knows by the names of their symbols. `examples`: values of these; a symbol's own hint elsewhere. `most`:
-    the most that they can be, where that is known."""
+    """A fake mode and its sizes. `examples`: symbol name -> example; a symbol without one has its hint as example. `most`: symbol name -> upper
+    bound, if known."""
 
     def __init__(
         self, examples: Mapping[str, int] = MappingProxyType({}), most: Mapping[str, int] = MappingProxyType({})
@@ -38,17 +39,17 @@ class Fakes:
         self._sizes: dict[str, torch.SymInt] = {}
 
     def size(self, size: Dim) -> int | torch.SymInt:
-        """A size as tracing computes with it."""
+        """A size as an int, or as a SymInt of this mode."""
         if isinstance(size, int):
             return size
         for each in symbols([size]):
             if each.name not in self._sizes:
-                # 0 and 1 would be taken for numbers.
+                # PyTorch would specialize examples 0 and 1.
                 self._sizes[each.name] = self._symbol(each.name, max(2, self._examples.get(each.name, each.hint)))
         return evaluate(size, self._sizes)  # type: ignore[arg-type]
 
     def tensor(self, spec: TensorSpec) -> torch.Tensor:
-        """A tensor of these sizes and strides, on the CPU wherever the spec's device is."""
+        """A tensor with the spec's sizes and strides, on the CPU whatever the spec's device is."""
         shape, strides = ([self.size(n) for n in sizes] for sizes in (spec.shape, spec.strides))
         with self.mode:
             return torch.empty_strided(shape, strides, dtype=spec.torch_dtype, device="cpu")
@@ -59,19 +60,19 @@ class Fakes:
         inputs: Sequence[torch.Tensor],
         decompositions: Mapping[Any, Callable[..., Any]] = MappingProxyType({}),
     ) -> torch.fx.GraphModule:
-        """The graph of a function of tensors of this mode. New tensors are on the host, whatever the user's default device is."""
+        """The graph of a function of tensors of this mode. New tensors are on the CPU, whatever the user's default device is."""
         with torch.device("cpu"), self.mode:
             return traced(function, inputs, decompositions, _allow_non_fake_inputs=True)
 
-    def assumed(self) -> list[str]:
-        """The assumptions, as texts, that tracing made about sizes known by example only."""
+    def assumptions(self) -> list[str]:
+        """Assumptions about sizes that tracing made by their examples, as texts."""
         replaced = [f"{old} = {new}" for old, new in self._environment.replacements.items()]
         return replaced + [str(guard.expr) for guard in self._environment.guards]
 
     def _symbol(self, name: str, hint: int) -> torch.SymInt:
         source = ConstantSource(name)
         made = self._environment.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
-        if self._most.get(name, 0) > hint:  # of one value alone it would be no symbol any more
+        if self._most.get(name, 0) > hint:  # PyTorch would replace a symbol that has one value
             self._environment.var_to_range[made] &= ValueRanges(2, self._most[name])
         size = self._environment.create_symintnode(made, hint=hint, source=source)
         assert isinstance(size, torch.SymInt)

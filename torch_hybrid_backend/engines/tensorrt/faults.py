@@ -1,6 +1,6 @@
-"""Operators that converters fail for, or get wrong, although their validators take them: refused before anything is built.
+"""Operators for which converters fail or are wrong, although their validators accept them. They are refused before a build.
 
-Found by building engines of PyTorch's operator table (`tests/engines/tensorrt/operators.py`) with torch_tensorrt 2.13.
+Building engines of PyTorch's operator table (`tests/engines/tensorrt/operators.py`) with torch_tensorrt 2.13 showed these faults.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch.fx import Node
 
 aten = torch.ops.aten
 
-# Of a tensor without dimensions these make no tensor that TensorRT knows the shape of. Pointwise operators take such a tensor.
+# For a scalar tensor, TensorRT does not know the shape of these converters' results. Pointwise operators take scalar tensors.
 _NEED_A_DIMENSION: frozenset[object] = frozenset(
     {
         aten._log_softmax.default,
@@ -52,7 +52,7 @@ def fault_of(node: Node) -> str:
         return f"the converter of {node.target} takes no tensor without dimensions"
     if node.target is aten.convolution.default:
         padding, transposed, output_padding = (node.args[position] for position in (4, 6, 7))
-        # The padding behind would be below 0, which TensorRT takes for 0: the result is too short.
+        # The padding at the end would be negative. TensorRT takes it for 0, and the result would be too short.
         if transposed and any(more > cut for cut, more in zip(padding, output_padding, strict=True)):  # type: ignore[arg-type]
             return "the converter of transposed convolutions takes no output_padding above padding"
     return ""

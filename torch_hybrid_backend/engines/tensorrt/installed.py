@@ -1,7 +1,7 @@
-"""Facts about TensorRT without importing it: what is installed, whether the parts fit each other, and what to install where they do not.
+"""Facts about the installed TensorRT, found without importing it: its distributions, what is missing, and what to install.
 
-Two distributions bring the module `torch_tensorrt`: torch-tensorrt, on TensorRT, and torch-tensorrt-rtx, on TensorRT-RTX. The one that is
-installed decides.
+Two distributions provide the module `torch_tensorrt`: torch-tensorrt uses TensorRT, torch-tensorrt-rtx uses TensorRT-RTX. The installed one is
+used.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pathlib import Path
 
 from torch_hybrid_backend.core.verdict import Reason, Refused
 
-# The releases of torch-tensorrt whose interfaces `adapter` knows.
+# Releases of torch-tensorrt that `adapter` supports.
 KNOWN = ("2.11", "2.12", "2.13", "2.14")
 
 
 @dataclass(frozen=True, slots=True)
 class Flavour:
-    """A distribution of the two. `distribution` brings torch_tensorrt; `module` is what that imports, `library` what it loads: the file is
-    `lib<library>.so`, in the folder of the module `<module>_libs` or where the system's loader looks."""
+    """A distribution of torch_tensorrt. `module`: the module that torch_tensorrt imports. `library`: the shared library that the module loads,
+    whose file is `lib<library>.so`, in the folder of the module `<module>_libs` or where the system's loader looks."""
 
     title: str
     distribution: str
@@ -42,7 +42,7 @@ NO_GPU = Refused(Reason.NO_DEVICE, "there is no GPU that this torch can use (tor
 
 @dataclass(frozen=True, slots=True)
 class Installation:
-    """The installed TensorRT. `version` is torch-tensorrt's, `tensorrt` TensorRT's own."""
+    """The installed TensorRT. `version`: version of torch-tensorrt. `tensorrt`: version of TensorRT itself."""
 
     flavour: Flavour
     version: str
@@ -50,7 +50,7 @@ class Installation:
 
     @property
     def release(self) -> str:
-        """The release as in `KNOWN`: "2.13"."""
+        """The release in the form of `KNOWN`, such as "2.13"."""
         return _release(self.version)
 
     def __str__(self) -> str:
@@ -59,7 +59,7 @@ class Installation:
 
 
 def installation() -> Installation | Refused:
-    """The installed TensorRT, or in one sentence what is wrong with it and what to install. Takes milliseconds, imports nothing of it."""
+    """The installed TensorRT, or a refusal that says in one sentence what is wrong and what to install. Takes milliseconds."""
     found = [(flavour, version) for flavour in FLAVOURS if (version := _version(flavour.distribution))]
     if not found:
         return _missing(
@@ -71,7 +71,7 @@ def installation() -> Installation | Refused:
     ((flavour, version),) = found
     name = f"{flavour.distribution} {version}"
     if _release(version) not in KNOWN:
-        return _missing(f"{name} is not known to this package: it must be one of {', '.join(KNOWN)}")
+        return _missing(f"{name} is not supported: it must be one of {', '.join(KNOWN)}")
     unmet = _unmet(flavour.distribution)
     if unmet:
         return _missing(f"{name} lacks what it needs: pip install {' '.join(unmet)}")
@@ -86,7 +86,7 @@ def installation() -> Installation | Refused:
 
 
 def described(gpus: Sequence[str] = ()) -> Sequence[tuple[str, str]]:
-    """Names and values that `hybrid doctor` prints of the engine, beside its faults."""
+    """Names and values that `hybrid doctor` prints about the engine, in addition to faults."""
     found = installation()
     whole = [] if isinstance(found, Refused) else [("tensorrt", str(found))]
     return (*whole, *(("GPU", gpu) for gpu in gpus or ("none",)))
@@ -108,7 +108,7 @@ def _tensorrt_version(flavour: Flavour) -> str:
 
 
 def _unmet(distribution: str) -> list[str]:
-    """Requirements of the distribution that are not installed in a version it takes, as pip reads them."""
+    """Requirements of a distribution that are not met by an installed version, as arguments of pip."""
     try:
         from packaging.requirements import Requirement
     except ImportError:
@@ -118,7 +118,7 @@ def _unmet(distribution: str) -> list[str]:
         need = Requirement(text)
         if need.marker is not None and not need.marker.evaluate({"extra": ""}):
             continue
-        # TensorRT's own distribution only names the one for a version of CUDA, which may be there alone.
+        # TensorRT's own distribution only requires the one for a version of CUDA, which may be installed alone.
         suffixes = _CUDA_SUFFIXES if need.name.startswith("tensorrt") else ("",)
         versions = [version for suffix in suffixes if (version := _version(need.name + suffix))]
         if not any(need.specifier.contains(version, prereleases=True) for version in versions):

@@ -1,10 +1,10 @@
-"""The form in which TensorRT's builder makes integer products of what a graph quantizes.
+"""Rewrites quantized graphs to a form for which TensorRT's builder makes integer products.
 
     mm(dequantize(a, s), dequantize(b, t))    becomes    mm(dequantize(a, 1), dequantize(b, 1)) * s * t
 
-It computes a product of integers where both operands are dequantized with scales that are constants. Scales of live weights are none, nor are
-those found in each call: so they are taken out of products of two quantized operands, which sum integers then, exactly, and what comes out is
-scaled. Beside weights alone that are quantized scales stay where they are: there the builder dequantizes within the product's kernel.
+The builder makes an integer product if both operands are dequantized by constant scales. Scales of live weights are no constants, nor are
+scales found in each call. So scales are factored out of products of two quantized operands: the product sums integers, exactly, and its result
+is scaled. If only the weight is quantized, its scale stays: the builder then dequantizes in the product's kernel.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ aten = torch.ops.aten
 _QUANTIZE, _DEQUANTIZE = "quantize_per_tensor", "dequantize_per_tensor"
 
 
-def spell_out(module: torch.fx.GraphModule) -> None:
-    """Have a lowered graph, with metadata, quantize by constant scales alone, and dequantize by these or by scales of channels; what is
-    quantized otherwise is scaled apart. Scales leave the products of two quantized operands."""
-    spelling = _Spelling(module)
+def factor_out_scales(module: torch.fx.GraphModule) -> None:
+    """Rewrite a lowered graph with metadata, in place. Afterwards it quantizes by constant scales only, and dequantizes by constant scales or
+    scales of channels. Other scales are multiplications, and so are the scales of products of two quantized operands."""
+    rewriter = _Rewriter(module)
     for node in list(module.graph.nodes):
-        spelling.spell(node)
+        rewriter.rewrite(node)
     module.graph.eliminate_dead_code()
     for node in list(module.graph.nodes):
-        spelling.free_product(node)
+        rewriter.rewrite_product(node)
     module.graph.eliminate_dead_code()
     module.recompile()
 
 
-class _Spelling:
-    """A graph that is being spelled out. `_scaled`: by a value that was spelled out, what it is."""
+class _Rewriter:
+    """Rewrites one graph. `_scaled`: dequantized value -> its integers, its scale, and true if the scale is one of rows."""
 
     def __init__(self, module: torch.fx.GraphModule) -> None:
         self._graph = module.graph
@@ -50,10 +50,10 @@ class _Spelling:
 
     # operators, one by one
 
-    def spell(self, node: Node) -> None:
+    def rewrite(self, node: Node) -> None:
         title = operator_name(node)
         if title is not None and title.startswith("quantize"):
-            self._spell_quantizing(node, title)
+            self._rewrite_quantize(node, title)
         elif title in ("dequantize_per_tensor.tensor", "dequantize_per_token"):
             arguments = arguments_of(node)
             by_rows = title == "dequantize_per_token"
@@ -63,8 +63,9 @@ class _Spelling:
                 self._scaled[wide] = arguments["input"], scale, by_rows
                 self._replace(node, wide)
 
-    def _spell_quantizing(self, node: Node, title: str) -> None:
-        """quantize(x, scale) as quantize(x / scale, 1), in the order of PyTorch's roundings; float8 is rounded to whole numbers before."""
+    def _rewrite_quantize(self, node: Node, title: str) -> None:
+        """Rewrite quantize(x, scale) as quantize(x / scale, 1), with PyTorch's order of roundings. For float8, x / scale is first rounded to
+        integers."""
         arguments = arguments_of(node)
         x, dtype = arguments["input"], arguments["dtype"]
         scale = arguments.get("scale", arguments.get("scales"))
@@ -86,7 +87,7 @@ class _Spelling:
             self._replace(node, made)
 
     def _shaped(self, scale: Node, title: str, arguments: Mapping[str, Any], x: Node) -> Node:
-        """Scales as they are multiplied by: of rows as they are, of channels along their dimension."""
+        """Scales in the shape for multiplication: scales of rows unchanged, scales of channels along their dimension."""
         if title == "quantize_per_token":
             return scale
         if title != "quantize_per_channel":
@@ -97,8 +98,8 @@ class _Spelling:
 
     # products
 
-    def free_product(self, node: Node) -> None:
-        """a * b, where both are dequantized, as the product of their integers times both scales."""
+    def rewrite_product(self, node: Node) -> None:
+        """Rewrite a product of two dequantized operands as the product of their integers times both scales."""
         places = _OPERANDS.get(node.target)
         if places is None or not _is_plain(node):
             return
@@ -113,7 +114,7 @@ class _Spelling:
         with self._graph.inserting_before(node):
             given = list(node.args)
             for place, each in zip(places, (left, right), strict=True):
-                given[place] = self._again(each)
+                given[place] = self._unscaled(each)
             bias: Any = given[_BIASES[node.target]] if node.target in _BIASES else None
             if node.target is aten.addmm.default:
                 wide = self._call(aten.mm.default, *given[1:])
@@ -138,7 +139,7 @@ class _Spelling:
             self._replace(node, wide)
 
     def _operand(self, value: object) -> _Operand | None:
-        """The operand of a product, as integers that are moved and scaled; None for other values."""
+        """A quantized operand of a product; None for other values."""
         moves: list[Node] = []
         while isinstance(value, Node):
             if value in self._scaled:
@@ -160,8 +161,8 @@ class _Spelling:
             value = value.args[0]
         return None
 
-    def _again(self, operand: _Operand) -> Node:
-        """The operand with the scale 1."""
+    def _unscaled(self, operand: _Operand) -> Node:
+        """The operand dequantized by scale 1."""
         value = self._unit(operand.integers)
         for move in operand.moves:
             value = self._call(move.target, value, *move.args[1:], **move.kwargs)
@@ -184,7 +185,7 @@ class _Spelling:
         node.replace_all_uses_with(self._cast(made, wanted))
 
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        """A new node, with the metadata that it has in the fake mode of what it reads."""
+        """A new node; its metadata is computed in the fake mode of its arguments."""
         made = self._graph.call_function(target, args, kwargs)
         values = torch.fx.node.map_arg((args, kwargs), lambda each: each.meta["val"])
         made.meta["val"] = target(*values[0], **values[1])
@@ -193,8 +194,8 @@ class _Spelling:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Operand:
-    """Integers, moved by `moves` in order, times `scale`: a number or a tensor without dimensions, of rows or of the channels of dimension
-    `axis`."""
+    """Integers, moved by `moves` in order, times `scale`: a number, a scalar tensor, or scales. `by_rows`: one for each row. `axis`: one for
+    each channel of this dimension."""
 
     integers: Node
     scale: Any
@@ -207,17 +208,17 @@ class _Operand:
         return dtype_of(self.integers)
 
     def rows(self, dims: int, is_convolution: bool) -> tuple[Any, Sequence[int]] | None:
-        """The scale of a left operand and the shape in which it scales a product of `dims` dimensions; None where it cannot leave."""
+        """The scale of a left operand, and its shape for a product of `dims` dimensions; None if the scale cannot be factored out."""
         if self._is_one:
             return self.scale, ()
-        # One scale for each row: whatever its first dimensions become, the last one stays what is summed over.
+        # Moves may change all dimensions but the last one, over which the product sums.
         keeps_rows = all(_keeps_last(each) for each in self.moves)
         if self.by_rows and keeps_rows and dims == 2 and not is_convolution:
             return self.scale, (-1, 1)
         return None
 
     def columns(self, dims: int, is_convolution: bool) -> tuple[Any, Sequence[int]] | None:
-        """Likewise of a right operand: its channels are those of the result."""
+        """The scale of a right operand, whose channels are those of the result; otherwise as `rows`."""
         if self._is_one:
             return self.scale, ()
         if self.axis is None:
@@ -237,7 +238,7 @@ class _Operand:
 
 
 _HALF = (torch.float16, torch.bfloat16)
-# Where products have their operands, and what they add.
+# Positions of a product's operands, and of its bias, among the arguments.
 _OPERANDS: Mapping[object, tuple[int, int]] = {
     aten.mm.default: (0, 1),
     aten.addmm.default: (1, 2),
@@ -248,10 +249,10 @@ _BIASES = {aten.addmm.default: 0, aten.convolution.default: 2}
 
 
 def _is_plain(node: Node) -> bool:
-    """True if it adds its bias as it is, and is no transposed convolution."""
+    """True if a product has no beta and alpha, or a convolution is neither transposed nor grouped."""
     if node.target is aten.convolution.default:
         return not node.args[6] and bool(node.args[8] == 1)
-    return not node.kwargs and len(node.args) <= 3  # beta and alpha come after
+    return not node.kwargs and len(node.args) <= 3  # beta and alpha would follow
 
 
 def _widens(node: Node) -> bool:

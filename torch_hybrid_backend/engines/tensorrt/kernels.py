@@ -1,8 +1,8 @@
-"""Kernels that TensorRT compiles in calls, kept on disk: TensorRT-RTX's engines have none for the GPU until they run, and its runtime cache
-holds those that were made.
+"""Kernels that TensorRT-RTX compiles in calls, kept on disk. Its engines have no GPU kernels until they run; its runtime cache holds the
+compiled kernels.
 
-They lie in our store under the key of their engine, which names the GPU, its driver and TensorRT's version. What cannot be read, or TensorRT
-does not take, is dropped: kernels are then compiled again.
+The store keeps them under the key of their engine, which covers the GPU, its driver and TensorRT's version. Kernels that cannot be read are
+dropped and compiled again, and so are those that TensorRT rejects.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ class KeptKernels:
         self._kept = b""
 
     def give(self, engine: LoadedEngine) -> None:
-        """Hand an engine what earlier processes kept, before it has contexts."""
+        """Give an engine the kernels that earlier processes kept. Call this before the engine makes contexts."""
         found = self._store.get(KIND, self._key)
         if found is None:
             return
         if engine.take_kernels(found):
             self._kept = found
         else:
-            _log.info("TensorRT does not take the kernels that were kept for an engine: they are compiled again")
+            _log.info("TensorRT rejects the kernels that were kept for an engine: they are compiled again")
             self._store.remove(KIND, self._key)
 
     def keep(self, engine: LoadedEngine) -> None:
-        """Write what the engine has now, where that is anything new. It never fails: a full disk costs the next process its time only."""
+        """Store the engine's kernels if there are new ones. Never fails: after a full disk, the next process compiles them again."""
         compiled = engine.compiled_kernels()
         if not compiled or compiled == self._kept:
             return

@@ -1,12 +1,12 @@
-"""TensorRT's log as ours.
+"""TensorRT's messages about this package's engines, moved to this package's log.
 
-TensorRT has one log for a process, which torch_tensorrt hands to a logger of Python's. A user who has TensorRT of their own reads it there, so
-a record is ours by the thread that it is made in:
+TensorRT has one log for the process, which torch_tensorrt sends to a Python logger. Users may read messages of their own engines there. So only
+the messages of threads that collect them are moved:
 
-    log = TheirLog(logger)
-    with log.heard() as heard: ...              # what TensorRT says in this thread is ours
-    with log.heard(fully=True) as heard: ...    # at every level, for a build or a load; slow to enter
-    heard.errors, heard.layers
+    log = TensorRTLog(logger)
+    with log.collect() as messages: ...              # messages of this thread
+    with log.collect(fully=True) as messages: ...    # at every level, for a build or a load; slow to enter
+    messages.errors, messages.layers
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from torch_hybrid_backend.engines.tensorrt.overlap import Overlapping
+from torch_hybrid_backend.engines.tensorrt.overlap import SharedContext
 
 _log = logging.getLogger(__name__)
 
@@ -28,8 +28,8 @@ _DTYPE = re.compile(r"Datatype: (\w+)")
 
 
 @dataclass(slots=True)
-class Heard:
-    """Messages of TensorRT: errors, and the layers of engines, which without a GPU are told in the log alone."""
+class LogMessages:
+    """Messages of TensorRT: errors, and layers of engines, which without a GPU appear only in the log."""
 
     errors: list[str] = field(default_factory=list)
     layers: list[str] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Heard:
     @property
     def why(self) -> str:
         """The last errors as one text."""
-        return "; ".join(self.errors[-3:]) or "it says no reason"
+        return "; ".join(self.errors[-3:]) or "TensorRT gives no reason"
 
     def take(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
@@ -45,72 +45,72 @@ class Heard:
             self.errors.append(message)
         if message.startswith("Layers:"):
             self.layers += [_layer(*found) for found in _LAYER.findall(message)]
-        # What an error means for the user is in the refusal.
+        # At most INFO: the refusal says what an error means for the user.
         _log.log(min(record.levelno, logging.INFO), "TensorRT: %s", message)
 
 
-class _Here(threading.local):
+class _OfThread(threading.local):
     def __init__(self) -> None:
-        self.heard: list[Heard] = []  # of this thread, the innermost last
+        self.collecting: list[LogMessages] = []  # innermost last
 
 
-class TheirLog(logging.Filter):
-    """Takes what is ours out of their logger. One for a logger, as long as the process lives."""
+class TensorRTLog(logging.Filter):
+    """Filter that takes collected messages out of TensorRT's logger. A logger has one, as long as the process lives."""
 
-    def __init__(self, theirs: logging.Logger) -> None:
+    def __init__(self, logger: logging.Logger) -> None:
         super().__init__()
-        self._theirs = theirs
-        self._here = _Here()
-        self._of_all: list[Heard] = []  # that hear threads of TensorRT's own, too
-        self._passes = logging.NOTSET  # the level from which on others' records go on, while all are made
-        self._fully = Overlapping(self._at_every_level)
-        theirs.addFilter(self)
+        self._logger = logger
+        self._of_thread = _OfThread()
+        self._of_all: list[LogMessages] = []  # collect messages of TensorRT's own threads too
+        self._user_level = logging.NOTSET  # the logger's level for records that are not collected
+        self._fully = SharedContext(self._at_every_level)
+        logger.addFilter(self)
 
     @contextlib.contextmanager
-    def heard(self, *, fully: bool = False) -> Iterator[Heard]:
-        """Collect what TensorRT says in this thread. `fully`: at every level, and in threads that nobody hears: a builder has such."""
-        heard = Heard()
-        self._here.heard.append(heard)
+    def collect(self, *, fully: bool = False) -> Iterator[LogMessages]:
+        """Collect TensorRT's messages of this thread. `fully`: at every level, and those of threads that collect none, as a builder's."""
+        messages = LogMessages()
+        self._of_thread.collecting.append(messages)
         try:
             if not fully:
-                yield heard
+                yield messages
                 return
             with self._fully:
-                self._of_all.append(heard)
+                self._of_all.append(messages)
                 try:
-                    yield heard
+                    yield messages
                 finally:
-                    self._of_all.remove(heard)
+                    self._of_all.remove(messages)
         finally:
-            self._here.heard.pop()
+            self._of_thread.collecting.pop()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """True if the record is none of ours, and goes where it did before."""
-        found = self._here.heard or self._of_all
-        if found:
-            found[-1].take(record)
+        """True if nobody collects the record, and the logger's own level lets it pass."""
+        collecting = self._of_thread.collecting or self._of_all
+        if collecting:
+            collecting[-1].take(record)
             return False
-        return record.levelno >= self._passes
+        return record.levelno >= self._user_level
 
     @contextlib.contextmanager
     def _at_every_level(self) -> Iterator[None]:
-        before, self._passes = self._theirs.level, self._theirs.getEffectiveLevel()
-        self._theirs.setLevel(logging.DEBUG)
+        before, self._user_level = self._logger.level, self._logger.getEffectiveLevel()
+        self._logger.setLevel(logging.DEBUG)
         yield
-        self._passes = logging.NOTSET
-        if self._theirs.level == logging.DEBUG:  # else somebody has set another meanwhile
-            self._theirs.setLevel(before)
+        self._user_level = logging.NOTSET
+        if self._logger.level == logging.DEBUG:  # otherwise the user changed the level meanwhile
+            self._logger.setLevel(before)
 
 
 def _layer(name: str, kind: str, rest: str) -> str:
-    """A layer with the types of what it reads, of its constants (which TensorRT-RTX 1.4 does not list) and of what it makes:
-    "gemm: linear (Half, Half; Float -> Half)"."""
+    """A layer with the dtypes of its inputs, constants and outputs: "gemm: linear (Half, Half; Float -> Half)". TensorRT-RTX 1.4 lists no
+    constants."""
     _, *parts = _PARTS.split(rest)
     types = {part: ", ".join(_DTYPE.findall(text)) for part, text in zip(parts[::2], parts[1::2], strict=True)}
     read = "; ".join(filter(None, (types.get("Inputs"), types.get("Constants"))))
     return f"{kind}: {name} ({read} -> {types.get('Outputs', '')})"
 
 
-# What torch_tensorrt calls it, in every release that is known.
-their_logger = logging.getLogger("torch_tensorrt [TensorRT Conversion Context]")
-their_log = TheirLog(their_logger)
+# All known releases of torch_tensorrt use this name.
+tensorrt_logger = logging.getLogger("torch_tensorrt [TensorRT Conversion Context]")
+tensorrt_log = TensorRTLog(tensorrt_logger)

@@ -1,6 +1,6 @@
-"""Changes of the process's state that threads make beside one another: of warnings, of loggers, of a class of torch_tensorrt's.
+"""Changes of process-wide state by several threads at once: of warnings, loggers and a class of torch_tensorrt.
 
-What saves and restores does it in the wrong order there: A saves, B saves A's change, A restores, and B restores A's change, for good.
+If each thread saves and restores the state, it ends wrong: A saves, B saves A's change, A restores, and B restores A's change for good.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from collections.abc import Callable
 from types import TracebackType
 
 
-class Overlapping:
-    """The state is changed while any thread is inside: the first to come changes it, the last to go undoes that. One for each kind of change,
-    and it lives as long as the process.
+class SharedContext:
+    """Context manager that threads share: the first thread to enter changes the state, the last one to leave restores it.
 
-        quiet = Overlapping(lambda: contextlib.redirect_stderr(None))
+    Each kind of change has one instance, which lives as long as the process.
+
+        quiet = SharedContext(lambda: contextlib.redirect_stderr(None))
         with quiet: ...
     """
 
@@ -25,7 +26,7 @@ class Overlapping:
         self._lock = threading.Lock()
         self._inside = 0
         self._undo = contextlib.ExitStack()
-        os.register_at_fork(after_in_child=self._alone)
+        os.register_at_fork(after_in_child=self._reset)
 
     def __enter__(self) -> None:
         with self._lock:
@@ -41,8 +42,8 @@ class Overlapping:
             if not self._inside:
                 self._undo.close()
 
-    def _alone(self) -> None:
-        """In a forked child, which has none of the threads that were inside."""
+    def _reset(self) -> None:
+        """Restore the state in a forked child, which has none of the threads that were inside."""
         self._lock = threading.Lock()
         self._inside = 0
         self._undo.close()

@@ -1,10 +1,12 @@
-"""Values of 8 bits: which operators that make, move and read them TensorRT takes, and why not.
+"""Verdicts on operators that make, move or read 8-bit values.
 
 TensorRT quantizes explicitly, by layers, and symmetrically: int8, and float8_e4m3fn from sm_89 on.
 
-Found by building with TensorRT-RTX 1.5.0.114, for sm_75 to sm_121: products of int8 by int8 and of float8 are one `gemm` layer each; so
-are convolutions of float8; of int8 they fail to build ("MyelinCheckException: cudnn_impl.cpp:89"), and where pooling, slices or joins are in
-between too. Weights of int8 alone are dequantized within a matrix product's own kernel, and before a convolution's.
+Builds with TensorRT-RTX 1.5.0.114, for sm_75 to sm_121, showed:
+
+- Products of int8 by int8 and of float8 become one `gemm` layer each. So do convolutions of float8.
+- Convolutions of int8 fail to build ("MyelinCheckException: cudnn_impl.cpp:89"), also if values are pooled, sliced or joined before.
+- If only weights are int8, they are dequantized in a matrix product's own kernel, and before a convolution's kernel.
 """
 
 from __future__ import annotations
@@ -29,11 +31,11 @@ aten = torch.ops.aten
 
 NARROW = frozenset({torch.int8, torch.float8_e4m3fn})
 FP8_CAPABILITY = (8, 9)
-FIRST_RTX = (1, 5)  # 1.4 fails to build them: "cannot be quantized by input1"
+FIRST_RTX = (1, 5)  # 1.4 cannot build 8-bit layers: "cannot be quantized by input1"
 _LARGEST_FP8 = 448.0
 _FILLS = frozenset({aten.full.default, aten.full_like.default})
 _ZEROS = frozenset({aten.zeros.default, aten.zeros_like.default})
-# They move values of any type.
+# Operators that move values of any dtype.
 MOVES = frozenset(
     {
         aten._reshape_copy.default,
@@ -48,7 +50,7 @@ MOVES = frozenset(
         aten.view.default,
     }
 )
-# They choose among values: a product behind them is one of integers all the same.
+# Operators that select values. The builder makes an integer product even if they stand between a quantizer and the product.
 _CHOOSE = frozenset(
     {
         operator.getitem,
@@ -70,7 +72,7 @@ _CHOOSE = frozenset(
     }
 )
 _CONVOLUTIONS = frozenset({aten.convolution.default, aten.conv1d.default, aten.conv2d.default, aten.conv3d.default})
-# By name and overload.
+# Names, with the overload if it is not the default.
 _QUANTIZERS = frozenset(
     {
         "quantize_per_tensor",
@@ -85,29 +87,29 @@ _QUANTIZERS = frozenset(
 )
 
 
-def judged(node: Node) -> Verdict | None:
-    """Supported if TensorRT takes an operator that makes, moves or reads values of 8 bits, and fills of zero points; None for all others."""
+def verdict_of(node: Node) -> Verdict | None:
+    """The verdict on an operator that makes, moves or reads 8-bit values, or on a fill of zero points; None for other operators."""
     title = operator_name(node)
     if title is not None:
-        return _judged_quantizer(node, title)
+        return _quantizer_verdict(node, title)
     if _is_zero(node) and node.users and all(_is_zero_point(node, user) for user in node.users):
         return Supported()
     if node.target in _CONVOLUTIONS:
-        return _judged_convolution(node)
+        return _convolution_verdict(node)
     made, read = dtype_of(node), dtype_of(node.args[0]) if node.args else None
     if node.target in MOVES and made in NARROW:
-        return _judged_chip(node)
+        return _device_verdict(node)
     if node.target not in CASTS or made is None or read is None:
         return None
     if made is torch.float8_e4m3fn:
         if not _is_clamped(node.args[0]):
             why = "PyTorch makes NaN of what float8 cannot hold, TensorRT the largest value: it must be clamped first"
             return Refused(Reason.ARGUMENT, why)
-        return _judged_chip(node)
-    return _judged_chip(node) if read in NARROW and made.is_floating_point else None
+        return _device_verdict(node)
+    return _device_verdict(node) if read in NARROW and made.is_floating_point else None
 
 
-def _judged_quantizer(node: Node, title: str) -> Verdict:
+def _quantizer_verdict(node: Node, title: str) -> Verdict:
     if title not in _QUANTIZERS:
         return Refused(Reason.UNKNOWN_OPERATOR, f"TensorRT has no layer for {node.target}")
     arguments = arguments_of(node)
@@ -124,10 +126,10 @@ def _judged_quantizer(node: Node, title: str) -> Verdict:
         return Refused(
             Reason.ARGUMENT, f"{node.target} clamps to {limits[0]} and {limits[1]}, TensorRT to -128 and 127"
         )
-    return _judged_chip(node)
+    return _device_verdict(node)
 
 
-def _judged_chip(node: Node) -> Verdict:
+def _device_verdict(node: Node) -> Verdict:
     if is_rtx_before(FIRST_RTX):
         why = f"TensorRT-RTX builds engines with values of 8 bits from {'.'.join(map(str, FIRST_RTX))} on"
         return Refused(Reason.UNSUPPORTED, why)
@@ -142,19 +144,17 @@ def _judged_chip(node: Node) -> Verdict:
     return Refused(Reason.UNSUPPORTED, f"float8 needs sm_89 or later; this GPU is sm_{found[0]}{found[1]}")
 
 
-def _judged_convolution(node: Node) -> Verdict | None:
-    """TensorRT-RTX has none of integers, and its builder fails where it finds one."""
+def _convolution_verdict(node: Node) -> Verdict | None:
+    """Refuse convolutions of int8 activations for TensorRT-RTX, whose builder fails for these."""
     if not is_rtx_before((math.inf,)):
         return None
     if not _reads_int8(node.args[0]):
         return None
-    return Refused(
-        Reason.UNSUPPORTED, f"TensorRT-RTX has no {node.target} of int8 activations; its matrix products are"
-    )
+    return Refused(Reason.UNSUPPORTED, f"TensorRT-RTX has no {node.target} of int8 activations, only matrix products")
 
 
 def is_rtx_before(version: tuple[float, ...]) -> bool:
-    """True if what is installed is TensorRT-RTX, of an earlier version."""
+    """True if TensorRT-RTX is installed, in an earlier version than this."""
     found = installation()
     if not isinstance(found, Installation) or found.flavour.module != "tensorrt_rtx":
         return False
@@ -163,7 +163,7 @@ def is_rtx_before(version: tuple[float, ...]) -> bool:
 
 
 def _reads_int8(value: object) -> bool:
-    """True if values are dequantized from int8, and at most moved or chosen among since: the builder does that with the integers."""
+    """True if a value was dequantized from int8, and only moved or selected since. The builder does that with the integers."""
     left = [value]
     while left:
         each = left.pop()
@@ -184,7 +184,7 @@ def _is_clamped(value: object) -> bool:
 
 
 def _is_zero(value: object) -> bool:
-    """True if a zero point is known to be 0: the number, a fill, or a constant."""
+    """True if a zero point is known to be 0: it is a number, a fill or a constant."""
     if not isinstance(value, Node):
         return isinstance(value, int) and value == 0
     if value.op == "get_attr":
@@ -216,20 +216,21 @@ def arguments_of(node: Node) -> Mapping[str, Any]:
 
 
 def dtype_of(value: object) -> torch.dtype | None:
-    """The dtype of the tensor that a node makes; None of everything else."""
+    """The dtype of the tensor that a node makes; None for other values."""
     found = value.meta.get("val") if isinstance(value, Node) else None
     return found.dtype if isinstance(found, torch.Tensor) else None
 
 
 def zero_points(region: Region) -> dict[int, torch.Tensor]:
-    """The inputs of a region that are zero points and nothing else, by position: zeros, as every region that is taken has. Raises CompileError
-    where their number is known only at run time: constants have a size."""
+    """Position -> zeros, for the inputs of a region that are only zero points. They are 0 in every region that the engine takes.
+
+    Raises CompileError if the number of zero points is known only at run time, as constants have a fixed size."""
     found = {}
     for position, node in enumerate(region.graph_module.graph.find_nodes(op="placeholder")):
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and node.users and all(_is_zero_point(node, user) for user in node.users):
             if not all(isinstance(size, int) for size in value.shape):
                 raise CompileError(f"how many zero points {node.name} has is known only at run time")
-            # On the host, whatever the user's default device is: the request takes its bytes.
+            # On the CPU, whatever the user's default device is: the request takes the bytes.
             found[position] = torch.zeros(value.shape, dtype=value.dtype, device="cpu")
     return found

@@ -1,4 +1,4 @@
-"""The sizes that an engine is built for: what TensorRT calls a profile."""
+"""Ranges of sizes for which an engine is built (TensorRT: optimization profile)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch_hybrid_backend.engines.tensorrt.build import Range
 from torch_hybrid_backend.sizes.size import Dim, Symbol, symbols
 from torch_hybrid_backend.torch_private import tree_leaves
 
-# An engine serves sizes of up to so many times the power of two above the first one, where the size's own range goes as far; beyond that
-# others run the region. A wider range costs memory and speed; how much was not measured, for want of a GPU.
+# An engine serves sizes up to this multiple of the power of two above the example, within the size's own range. Larger sizes run elsewhere.
+# A wider range costs memory and speed. The cost was not measured, as there was no GPU.
 MAX_GROWTH = 8
 
 
 def ranges_of(region: Region) -> dict[str, Range]:
-    """The range of each size symbol of the region's inputs that its engine is built for: the symbol's own as far as it is known, ended at
-    `MAX_GROWTH` times the power of two above its example."""
+    """Symbol name -> range for which the region's engine is built. The range is the symbol's own, ended at `MAX_GROWTH` times the power of two
+    above the example."""
     found: dict[str, Range] = {}
     for each in symbols_of(region):
         low, high = _known_range(region, each.name)
@@ -28,7 +28,7 @@ def ranges_of(region: Region) -> dict[str, Range]:
 
 
 def symbols_of(region: Region) -> list[Symbol]:
-    """The size symbols that its inputs depend on."""
+    """The size symbols that the region's inputs depend on."""
     sizes: list[Dim] = []
     for each in region.inputs:
         if each.spec is not None:
@@ -39,7 +39,7 @@ def symbols_of(region: Region) -> list[Symbol]:
 
 
 def _known_range(region: Region, name: str) -> tuple[int, int]:
-    """The range of a size symbol, as the graph's capture knows it."""
+    """The range of a size symbol, as the graph's capture recorded it."""
     for node in region.graph_module.graph.nodes:
         for value in tree_leaves(node.meta.get("val")):
             sizes = value.shape if isinstance(value, torch.Tensor) else (value,)

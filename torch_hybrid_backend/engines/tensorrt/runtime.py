@@ -1,9 +1,9 @@
-"""Running engines: an engine as the runner of an opaque step (`core.program.ExternalCall`), on the caller's stream.
+"""Runs engines on the caller's stream: an engine is the runner of an opaque step (`core.program.ExternalCall`).
 
-Per call it sets the shapes that changed and the addresses of tensors, and enqueues. It never waits for the device, copies nothing, and
-allocates nothing: outputs and working memory are the plan's, so that the engines of a plan share the largest block.
+A call sets the shapes that changed and the addresses of tensors, and enqueues the engine. A call never waits for the device, copies nothing and
+allocates nothing. Outputs and working memory belong to the plan, whose engines share the largest block.
 
-No GPU has run this yet. Tests run it with a context that records what it is told.
+No GPU has run this yet. Tests use contexts that record their calls.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from typing import Any, Protocol
 import torch
 
 from torch_hybrid_backend.core.device import Device
-from torch_hybrid_backend.engines.tensorrt.log import Heard
+from torch_hybrid_backend.engines.tensorrt.log import LogMessages
 from torch_hybrid_backend.errors import HybridError
 
 MAX_CONTEXTS = 8  # of one engine; each holds some memory of the device
 _POLL_S = 0.001
-MAX_TOLD = 32  # sets of shapes of one engine: of more, kernels are not kept
-SCRATCH_ALIGNMENT = 256  # bytes, of working memory: IExecutionContext.set_device_memory asks for it
+MAX_SHAPES = 32  # sets of shapes of one engine whose compiled kernels are kept
+SCRATCH_ALIGNMENT = 256  # bytes; required by IExecutionContext.set_device_memory
 
 
 def scratch_buffer_bytes(needed: int) -> int:
-    """The size of a buffer in which so much working memory can lie, wherever the buffer begins."""
+    """Size of a buffer that holds `needed` bytes of aligned working memory, wherever the buffer begins."""
     return needed + SCRATCH_ALIGNMENT if needed else 0
 
 
 class Context(Protocol):
-    """The methods of TensorRT's IExecutionContext that are used."""
+    """The methods of TensorRT's IExecutionContext that this module calls."""
 
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool: ...
     def set_tensor_address(self, name: str, address: int) -> bool: ...
@@ -43,34 +43,34 @@ class Context(Protocol):
 
 
 class LoadedEngine(Protocol):
-    """An engine on its device. `scratch_bytes`: the working memory that a call of any of its shapes needs."""
+    """An engine on its device. `scratch_bytes`: working memory that suffices for all shapes."""
 
     @property
     def scratch_bytes(self) -> int: ...
 
-    def heard(self) -> contextlib.AbstractContextManager[Heard]:
-        """Inside, what TensorRT says in this thread goes to our log, and is told."""
+    def collect_log(self) -> contextlib.AbstractContextManager[LogMessages]:
+        """Context that collects TensorRT's messages of this thread, and moves them to this package's log."""
         ...
 
     def context(self) -> Context:
-        """A new context that is given its working memory in each call."""
+        """A new execution context, which gets its working memory in each call."""
         ...
 
     def can_be_captured(self, context: Context, stream: int) -> bool:
-        """True if a call may be captured into a CUDA graph, with the shapes that are set."""
+        """True if a call with the shapes set in `context` may be captured into a CUDA graph."""
         ...
 
     def take_kernels(self, kernels: bytes) -> bool:
-        """Use what `compiled_kernels` gave in another process, in contexts made from now on; false where it is not taken."""
+        """Use kernels from another process's `compiled_kernels`, in contexts made from now on. Returns false if TensorRT rejects them."""
         ...
 
     def compiled_kernels(self) -> bytes:
-        """The kernels that its calls compiled so far; nothing where calls compile none."""
+        """The kernels compiled by calls so far; empty if calls compile none."""
         ...
 
 
 class Stream(Protocol):
-    """The methods of torch.cuda.Stream that are used."""
+    """The methods of torch.cuda.Stream that this module calls."""
 
     @property
     def cuda_stream(self) -> int: ...
@@ -86,23 +86,23 @@ class Streams(Protocol):
     """The streams of a device."""
 
     def entered(self) -> contextlib.AbstractContextManager[object]:
-        """Inside, the device is this thread's current one: TensorRT makes, runs and destroys contexts on that, whatever the stream's is."""
+        """Context in which the device is the current one. TensorRT creates, runs and destroys contexts on the current device."""
         ...
 
     def current(self) -> Stream: ...
 
     def side(self) -> Stream:
-        """A stream to use in place of the default one, on which TensorRT would wait for the whole device."""
+        """A stream to use instead of the default stream, on which TensorRT would wait for the whole device."""
         ...
 
     @property
     def capturing(self) -> bool:
-        """True if the current one is being captured into a CUDA graph."""
+        """True if the current stream is being captured into a CUDA graph."""
         ...
 
 
 class CudaStreams:
-    """Those of a GPU, of PyTorch's."""
+    """PyTorch's streams of a GPU."""
 
     def __init__(self, device: Device) -> None:
         self._device = torch.device(device.type, device.index)
@@ -121,13 +121,13 @@ class CudaStreams:
 
     @property
     def capturing(self) -> bool:
-        with self.entered():  # it asks about the current device's stream
+        with self.entered():  # PyTorch's query is about the current device's stream
             return torch.cuda.is_current_stream_capturing()
 
 
 @dataclass(slots=True)
 class _Lent:
-    """A context of one thread and one stream, and the shapes that are set in it."""
+    """A context of one thread and one stream. `shapes`: those set in the context."""
 
     context: Context
     stream: Stream
@@ -136,15 +136,15 @@ class _Lent:
 
 
 class EngineRunner:
-    """An engine as a runner: `inputs` and `outputs` are its tensors by name, with the order of their dimensions in memory; the tensors of a
-    call are these, then one of working memory where the engine needs any.
+    """An engine as a runner. `inputs` and `outputs`: names of the engine's tensors, each with its dimensions in memory order. The tensors of a
+    call are inputs, outputs, and working memory if the engine needs any.
 
-    Threads may call it at once: each has a context of its own for each stream. At most `max_contexts` are kept; the one unused longest goes
-    when its stream has done its work. `compiled` is called after the first run of each set of shapes, in which the engine may have compiled
-    kernels.
+    Threads may call a runner at once: each has its own context for each stream. At most `max_contexts` are kept. The least recently used
+    context is dropped once its stream has finished. `compiled` is called after the first run of each set of shapes, as that run may have
+    compiled kernels.
     """
 
-    native = None  # it is called from Python
+    native = None  # called from Python
 
     def __init__(
         self,
@@ -164,23 +164,23 @@ class EngineRunner:
         self._max_contexts = max_contexts
         self._thread = thread
         self._compiled = compiled
-        self._told: set[tuple[tuple[int, ...], ...]] = set()  # shapes after whose first run `compiled` was called
+        self._known_shapes: set[tuple[tuple[int, ...], ...]] = set()  # `compiled` was called for these
         self._lock = threading.Lock()
         self._contexts: OrderedDict[tuple[int, int], _Lent] = OrderedDict()
         self._is_closed = False
 
     @property
     def scratch_bytes(self) -> int:
-        """The working memory that a call needs."""
+        """Working memory that a call needs."""
         return self._engine.scratch_bytes
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Enqueue the engine's work. Raises HybridError where TensorRT refuses something, or a CUDA graph is captured that cannot hold it."""
-        if not self.ran(tensors):
+        """Enqueue the engine. Raises HybridError if TensorRT reports an error, or if a CUDA graph is captured that cannot hold the call."""
+        if not self.try_run(tensors):
             raise HybridError("a TensorRT engine was called after it was closed")
 
     def close(self) -> None:
-        """Let go of its contexts when the calls under way have done their work. It waits for them, and runs no others."""
+        """Wait for the calls that run, and release the contexts. Later calls raise HybridError."""
         with self._streams.entered():
             self._close()
 
@@ -189,18 +189,18 @@ class EngineRunner:
             self._is_closed = True
             left = list(self._contexts.values())
         for lent in left:
-            while lent.in_use:  # a call is only enqueued: microseconds
+            while lent.in_use:  # enqueueing takes microseconds
                 time.sleep(_POLL_S)
             lent.stream.synchronize()
         with self._lock:
             self._contexts.clear()
 
-    def ran(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Run the engine as a call does. Returns False, and does not run, where the engine was closed."""
-        with self._streams.entered(), self._engine.heard() as heard:
-            return self._ran(tensors, heard)
+    def try_run(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Enqueue the engine as a call does. Returns false, without running, if the engine was closed."""
+        with self._streams.entered(), self._engine.collect_log() as messages:
+            return self._try_run(tensors, messages)
 
-    def _ran(self, tensors: Sequence[torch.Tensor], heard: Heard) -> bool:
+    def _try_run(self, tensors: Sequence[torch.Tensor], messages: LogMessages) -> bool:
         current = self._streams.current()
         stream = current if current.cuda_stream else self._streams.side()
         lent = self._lend(stream)
@@ -213,24 +213,24 @@ class EngineRunner:
             if stream is not current:
                 stream.wait_stream(current)
             if not lent.context.execute_async_v3(stream.cuda_stream):
-                raise HybridError(f"TensorRT could not run an engine: {heard.why}")
+                raise HybridError(f"TensorRT could not run an engine: {messages.why}")
             if stream is not current:
                 current.wait_stream(stream)
             if has_new_shapes:
-                self._tell(tuple(lent.shapes.values()))
+                self._report_shapes(tuple(lent.shapes.values()))
         finally:
             lent.in_use = False
         return True
 
-    def _tell(self, shapes: tuple[tuple[int, ...], ...]) -> None:
+    def _report_shapes(self, shapes: tuple[tuple[int, ...], ...]) -> None:
         with self._lock:
-            if shapes in self._told or len(self._told) >= MAX_TOLD:
+            if shapes in self._known_shapes or len(self._known_shapes) >= MAX_SHAPES:
                 return
-            self._told.add(shapes)
+            self._known_shapes.add(shapes)
             self._compiled()
 
     def _prepare(self, lent: _Lent, tensors: Sequence[torch.Tensor]) -> bool:
-        """Tell the context of a call's tensors. Returns whether a shape changed."""
+        """Set a call's shapes and addresses in the context. Returns true if a shape changed."""
         context, changed = lent.context, False
         for (name, order), tensor in zip(self._inputs, tensors, strict=False):
             shape = tuple(tensor.shape[d] for d in order)
@@ -262,18 +262,18 @@ class EngineRunner:
             return lent
 
     def _make_room(self) -> None:
-        """Let go of the contexts unused longest. Their work must have ended: one that is destroyed takes memory with it."""
+        """Drop the least recently used contexts. Their work must have ended, as a destroyed context frees memory."""
         while len(self._contexts) >= self._max_contexts:
             idle = [(key, lent) for key, lent in self._contexts.items() if not lent.in_use]
             if not idle:
-                return  # more threads than contexts to keep: each needs one
+                return  # each of more than `max_contexts` threads needs a context
             done = next((item for item in idle if item[1].stream.query()), None)
             key, lent = done or idle[0]
             if done is None:
-                lent.stream.synchronize()  # of more streams than contexts are kept: the one place that waits
+                lent.stream.synchronize()  # more streams than `max_contexts`: the only wait in a call
             del self._contexts[key]
 
 
 def _address(context: Context, name: str, tensor: torch.Tensor) -> None:
     if not context.set_tensor_address(name, tensor.data_ptr()):
-        raise HybridError(f"TensorRT does not take the address of {name}")
+        raise HybridError(f"TensorRT rejects the address of {name}")

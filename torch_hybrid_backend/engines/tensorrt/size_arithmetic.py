@@ -1,9 +1,9 @@
-"""Sizes that a lowered graph computes, in the operators that there are converters for: sizes of inputs, sums, products and quotients.
+"""Size arithmetic of a lowered graph, rewritten to operators that have converters: sizes of inputs, sums, products and quotients.
 
     sym_stride(x, 0)          becomes    mul(sym_size(x, 1), 64)        x: an input of 64 columns and any number of rows, in memory by columns
     sym_sum((a, b, 1))        becomes    add(add(a, b), 1)
 
-Tracing takes a size from whatever it met first that has it, be it a stride.
+Tracing takes a size from the first value that has it, even from a stride.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch_hybrid_backend.sizes.size import Dim, Size, Symbol
 aten = torch.ops.aten
 
 
-def spell_sizes(module: torch.fx.GraphModule) -> None:
-    """Rewrite what a traced graph, with metadata, computes of sizes, in place. A stride stays that is no polynomial of sizes of inputs."""
+def lower_sizes(module: torch.fx.GraphModule) -> None:
+    """Rewrite the size arithmetic of a traced graph with metadata, in place. Strides that are no polynomials in input sizes stay."""
     graph = module.graph
     places = {
         str(size.node.expr): (node, position)
@@ -39,8 +39,8 @@ def spell_sizes(module: torch.fx.GraphModule) -> None:
             if node.target is torch.sym_sum:
                 terms = node.args[0] if len(node.args) == 1 else node.args
                 made = functools.reduce(operator.add, [_proxy(each) for each in terms])
-            elif node.target is aten.sym_stride.int and _is_told(stride := dim(node.meta["val"]), places):
-                made = _spelled(stride, graph, places)
+            elif node.target is aten.sym_stride.int and _is_polynomial(stride := dim(node.meta["val"]), places):
+                made = _nodes_of(stride, graph, places)
             else:
                 continue
         node.replace_all_uses_with(made.node)
@@ -54,15 +54,15 @@ def spell_sizes(module: torch.fx.GraphModule) -> None:
 Places = Mapping[str, tuple[Node, int]]
 
 
-def _is_told(size: Dim, places: Places) -> bool:
-    """True if it is a sum of products of symbols that dimensions of inputs are."""
+def _is_polynomial(size: Dim, places: Places) -> bool:
+    """True if a size is a polynomial in sizes of inputs. `places`: the input and dimension of each symbol."""
     if isinstance(size, int):
         return False
     atoms = [atom for monomial in size.terms for atom, _ in monomial]
     return all(isinstance(atom, Symbol) and atom.name in places for atom in atoms)
 
 
-def _spelled(size: Dim, graph: Graph, places: Places) -> Proxy:
+def _nodes_of(size: Dim, graph: Graph, places: Places) -> Proxy:
     assert isinstance(size, Size)
     products = []
     for monomial, factor in size.terms.items():
@@ -75,5 +75,5 @@ def _spelled(size: Dim, graph: Graph, places: Places) -> Proxy:
 
 
 def _proxy(value: Any) -> Any:
-    """A proxy whose arithmetic makes nodes."""
+    """A proxy, whose arithmetic adds nodes to the graph; numbers stay as they are."""
     return Proxy(value, GraphAppendingTracer(value.graph)) if isinstance(value, Node) else value

@@ -1,7 +1,7 @@
-// The panel beside the graph: all that is known of what was clicked.
+// The panel beside the graph: facts about the selected box.
 "use strict";
 
-const MOST_LINES = 4; // of sources in a box
+const MOST_LINES = 4; // source lines shown for a box
 
 function details(item) {
   const panel = d3.select("#details");
@@ -9,7 +9,7 @@ function details(item) {
   if (!item) {
     slowest(panel, tree.root);
     panel.append("p").attr("class", "hint").text("Click a box to see its kernel, time, shapes and source line. Click + to unfold a module.");
-    panel.append("p").attr("class", "hint").text("Keys: Tab and Enter to walk and unfold, / to search, f to fit, + and − to zoom, Esc to let go.");
+    panel.append("p").attr("class", "hint").text("Keys: Tab and Enter to walk and unfold, / to search, f to fit, + and − to zoom, Esc to deselect.");
     return;
   }
   panel.append("h3").text(item.label || graph.title);
@@ -41,7 +41,7 @@ function operatorsIn(box) {
   return box.children.flatMap((child) => (child.children ? operatorsIn(child) : child.kind === "operator" ? [child] : []));
 }
 
-// The user's lines that call the operators, the first of them.
+// The first source lines of the operators in a box.
 function sourcesOf(box) {
   const found = [...new Set(operatorsIn(box).map((item) => item.node.source).filter(Boolean))];
   return found.length > MOST_LINES ? [...found.slice(0, MOST_LINES), `and ${found.length - MOST_LINES} more lines`] : found;
@@ -81,7 +81,7 @@ function factsOfOperator(item) {
   ];
 }
 
-// What to look at first inside a box.
+// Lists the slowest operators in a box.
 function slowest(panel, box) {
   if (!box.us) return;
   const timed = graph.timing !== "work";

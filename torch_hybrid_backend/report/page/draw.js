@@ -1,4 +1,4 @@
-// Draws the placed boxes with d3, and gives them colours.
+// Draws and colours the placed boxes with d3.
 "use strict";
 
 // Distinct for colour-blind readers (Okabe and Ito); eager is grey.
@@ -16,7 +16,7 @@ function css(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
-// Share of what all operators take -> colour, by its logarithm: operators of 1% differ from those of 0.1% as modules of 100% from those of 10%.
+// Share of the time of all operators -> colour, on a logarithmic scale: 0.1% and 1% differ as much as 10% and 100%.
 const LEAST_SHARE = 0.001;
 
 function heat(share) {
@@ -111,14 +111,14 @@ function frame(group, box, graph, view, on) {
   group.append("title").text(wholeTitle(box));
 }
 
-// What the box is called, in full: its text may be cut.
+// The full name of a box, whose text may be cut.
 function wholeTitle(box) {
   const name = box.children ? box.id.replace(/\/.*/, "") : box.kind === "operator" ? `${box.node.op} ${box.node.name}` : "";
   const count = box.children && box.count ? operatorsInWords(box) : "";
   return [...new Set([box.label, box.className, name, box.node?.module, count].filter(Boolean))].join("\n");
 }
 
-// Along the lower edge of a folded box: which engines run what is inside, by time.
+// Draws the share of each engine along the lower edge of a folded box.
 function mix(group, box, view) {
   const by = box.us ? "us" : "count";
   let x = 8;

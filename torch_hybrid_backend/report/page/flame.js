@@ -1,4 +1,4 @@
-// The bar of the call by module: each row divides the one above it, as in a flame graph that hangs.
+// The bar of a call by module, an icicle chart: each row divides the row above.
 "use strict";
 
 const ROW = 21;
@@ -38,7 +38,7 @@ function drawFlame(graph, tree, view, on) {
   part.on("click", (event, d) => d.data.item && on.select(d.data.item, false));
 }
 
-// Each operator is a part of its own in the last row; boxes keep the order of the call.
+// Parts of a box in the order of the call, down to single operators.
 function partsOf(box) {
   return box.children
     .filter((child) => child.us)

@@ -1,7 +1,7 @@
-// Places boxes and edges. dagre lays out each unfolded box by itself, from the inside out.
+// Places boxes and edges. dagre lays out each unfolded box by itself, the inner boxes first.
 "use strict";
 
-const HEAD = 25; // of an unfolded box: its title
+const HEAD = 25; // height of an unfolded box's title
 const PAD = 10;
 const pen = document.createElement("canvas").getContext("2d");
 const SHORT = { float32: "f32", float64: "f64", float16: "f16", bfloat16: "bf16", int64: "i64", int32: "i32", int8: "i8", uint8: "u8" };
@@ -22,7 +22,7 @@ function bytesInWords(bytes) {
   return `${bytes} B`;
 }
 
-// As `time_in_words` of core/units.py.
+// The same as `time_in_words` of core/units.py.
 function timeInWords(us) {
   if (us < 1e3) return `${us.toFixed(1)} us`;
   const [value, unit] = us < 1e6 ? [us / 1e3, "ms"] : [us / 1e6, "s"];
@@ -34,7 +34,7 @@ function operatorsInWords(box) {
   return counted(box.count, "operator") + (box.views ? ` and ${counted(box.views, "view")}, not drawn` : "");
 }
 
-// The first line is what the user wrote, the second what it is.
+// The two lines of a box: its name in the user's code, then its operator or class.
 function linesOf(item, graph) {
   if (item.kind === "input") return [shortened(item.label, 34), shortened(item.node.out.join(", "), 34)];
   if (item.kind === "inputs") return [item.label, ""];
@@ -65,7 +65,7 @@ function layoutBox(box, graph, byBox, direction) {
     return;
   }
   for (const child of box.children) layoutBox(child, graph, byBox, direction);
-  // What is inside did not change since it was placed: it stays.
+  // A box stays as it is if nothing in it has changed.
   const key = [direction, ...box.children.map((child) => (child.open ? child.version : "folded"))].join();
   if (box.key === key) return;
   box.key = key;
@@ -83,7 +83,7 @@ function layoutBox(box, graph, byBox, direction) {
     const reserved = edge.label.length ? { width: d3.max(edge.label, (line) => textWidth(line, 9.5)) + 8, height: 24, labelpos: "c" } : {};
     layout.setEdge(id(edge.from), id(edge.to), { weight: 2, ...reserved }, String(i));
   });
-  // Where values enter and leave belongs to the border: short heavy edges hold the ports there.
+  // Ports, at which values enter and leave a box, belong on its border: short heavy edges hold them there.
   if (ports.size) {
     for (const end of ["in", "out"]) layout.setNode(end, { width: 0, height: 0 });
     for (const port of ports) {
@@ -92,7 +92,7 @@ function layoutBox(box, graph, byBox, direction) {
     }
   }
   dagre.layout(layout);
-  // The border goes around children and edges; where values enter and leave is on it.
+  // The border encloses children and edges; ports lie on it.
   const extent = (axis, size) => {
     const ends = box.children.map((child) => layout.node(child.id)).flatMap((n) => [n[axis] - n[size] / 2, n[axis] + n[size] / 2]);
     const placed = layout.edges().filter((edge) => edge.name !== "port").map((edge) => layout.edge(edge));
@@ -129,7 +129,7 @@ function layoutBox(box, graph, byBox, direction) {
   for (const edge of box.edges) edge.paths = pathsOf(edge, box);
 }
 
-// From port to port where boxes are unfolded: an edge goes on inside them.
+// An edge ends at ports of unfolded boxes, and continues inside them.
 function pathsOf(edge, box) {
   const end = (item, side, maker) => {
     if (typeof item === "string") return box.ports[item];
@@ -150,7 +150,7 @@ function pathsOf(edge, box) {
 }
 
 function labelOf(edge) {
-  if (typeof edge.from === "string" || typeof edge.to === "string") return []; // it is told outside the box
+  if (typeof edge.from === "string" || typeof edge.to === "string") return []; // the edge outside the box has the label
   const [first] = edge.values;
   if (!first.out.length || edge.from.kind === "input") return [];
   const more = edge.values.length > 1 ? ` +${edge.values.length - 1}` : "";

@@ -1,9 +1,9 @@
-// What is seen and what the user does: everything is drawn anew from `view`.
+// The state of the page (`view`) and the user's actions. Each action changes the state and draws from it.
 "use strict";
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const view = { number: 0, colour: "engine", views: false, direction: "", selected: null, colours: engineColours(data.graphs), operators: 1, total: 1 };
-const READABLE = 0.5; // of the size of a text of 12 pixels
+const READABLE = 0.5; // the least scale at which a text of 12 pixels can be read
 let graph = null;
 let tree = null;
 const svg = d3.select("#graph");
@@ -23,7 +23,7 @@ function rebuild() {
   view.selected = null;
   view.operators = tree.root.us || 1;
   view.total = tree.root.us + (graph.other_us || 0) || 1;
-  // As much as can be read at once.
+  // Unfold as many boxes as can be read at once.
   let fits = 1;
   for (const most of d3.range(4, 27, 2)) {
     unfoldSome(tree.root, most);
@@ -36,7 +36,7 @@ function rebuild() {
   details(null);
 }
 
-// The direction that fills the panel better, until the user says which.
+// Chooses the direction that fills the panel better, unless the user has chosen one.
 function arrange() {
   const scales = (view.direction ? [view.direction] : ["TB", "LR"]).map((way) => [way, scaleOf(layoutTree(graph, tree, way))]);
   const [way, scale] = scales.reduce((a, b) => (b[1] > a[1] * 1.15 ? b : a));
@@ -57,7 +57,7 @@ function refresh(fitted) {
   legend();
   if (fitted) return fit();
   if (!start || !isShown(view.selected)) return;
-  const end = place(view.selected); // what was clicked stays where it was
+  const end = place(view.selected); // the selected box stays where it was
   svg.call(zoom.translateBy, start.x - end.x, start.y - end.y);
 }
 
@@ -71,7 +71,7 @@ function fit() {
   zoomTo(tree.root, 0, 1.25);
 }
 
-// What is too large to be read whole is shown from its beginning.
+// Zooms to a box. A box that is too large to be read whole is shown from its beginning.
 function zoomTo(item, duration, most) {
   const box = svg.node().getBoundingClientRect();
   const at = place(item);
@@ -82,7 +82,7 @@ function zoomTo(item, duration, most) {
   (duration ? svg.transition().duration(duration) : svg).call(zoom.transform, to);
 }
 
-// What is off the panel is brought into it: with the box around it if that can be read, else alone.
+// Brings an item into the panel, with the box around it if that can be read.
 function bring(item, duration) {
   const box = svg.node().getBoundingClientRect();
   const fits = (each) => Math.min((box.width - 40) / each.width, (box.height - 40) / each.height) >= READABLE;
@@ -188,7 +188,7 @@ document.querySelectorAll("table.sorts th").forEach((head, column) => head.addEv
   body.append(...[...body.rows].sort((a, b) => (down ? -order(a, b) : order(a, b))));
 }));
 
-// "#color=time&graph=1&select=layer1.0&theme=dark" in the address: what a link shows first.
+// Shows what the address asks for: "#color=time&graph=1&select=layer1.0&theme=dark".
 function follow() {
   const wanted = new URLSearchParams(location.hash.slice(1));
   if (wanted.get("theme")) document.documentElement.dataset.theme = wanted.get("theme");
@@ -205,16 +205,16 @@ function follow() {
   if (name) goTo(name);
 }
 
-// The graph that takes most time; the one of most operators where not all were timed.
+// The slowest graph, or the one with most operators if not all were timed.
 function largest(graphs) {
   const timed = graphs.every((each) => each.timing !== "work");
   return d3.greatestIndex(graphs, (each) => (timed ? d3.sum(each.nodes, (node) => node.us || 0) + each.other_us : each.nodes.length));
 }
 
-// Unfolds what holds the module or operator, and it too.
+// Unfolds and selects a module or operator, and unfolds the boxes around it.
 function goTo(name) {
   const find = () => tree.boxes.get(name) || tree.operators.get(name);
-  if (find() && !isDrawn(find())) d3.select("#views").property("checked", true).dispatch("change"); // it computes nothing
+  if (find() && !isDrawn(find())) d3.select("#views").property("checked", true).dispatch("change"); // a view
   const item = find();
   if (!item?.parent) return;
   reveal(item);

@@ -1,12 +1,12 @@
-// A graph as a tree of boxes: modules hold modules and operators. Repeated blocks, and operators without modules, are gathered in boxes too.
+// A graph as a tree of boxes: modules hold modules and operators. Repeated blocks and long runs of operators are gathered in boxes too.
 "use strict";
 
-const MOST_IN_A_BOX = 60; // more operators side by side are gathered, PER_CHUNK in a box
+const MOST_IN_A_BOX = 60; // more children are gathered in boxes of PER_CHUNK
 const PER_CHUNK = 30;
-const MOST_ENDS = 8; // more inputs or outputs are one box
+const MOST_ENDS = 8; // more inputs or outputs are gathered in one box
 
-/* Returns {root, boxes, operators}: what is drawn for every module and box by id, and every operator and graph input by name. With `views` false, operators that compute
-   nothing are left out: what they return counts as their input's value. */
+/* Returns {root, boxes, operators}: modules and other boxes by id; operators, graph inputs and outputs by name. If `views` is false, views are left
+   out, and their outputs count as values of their inputs. */
 function buildTree(graph, views) {
   const operators = new Map();
   const root = { id: "", kind: "module", label: "", className: "", children: [], parent: null };
@@ -18,7 +18,7 @@ function buildTree(graph, views) {
     boxes.set(path, box);
   }
   const placed = new Set();
-  const place = (box) => { // modules stand where their first operator does
+  const place = (box) => { // a module stands at the place of its first operator
     if (box === root || placed.has(box)) return;
     placed.add(box);
     place(box.parent);
@@ -65,7 +65,7 @@ function shortName(op) {
   return parts.length > 1 ? parts[1] : op;
 }
 
-// From the leaves up: a module of one operator is that operator; what repeats, or is too much to see, is gathered.
+// Simplifies a box, its children first: a module of one operator becomes that operator; repeated blocks and long runs are gathered.
 function simplify(box, boxes) {
   for (const child of box.children) if (child.children) simplify(child, boxes);
   box.children = box.children.map((child) => {
@@ -80,8 +80,8 @@ function simplify(box, boxes) {
   if (box.children.length > MOST_IN_A_BOX) box.children = gatherChunks(box, boxes);
 }
 
-// Blocks repeat if they have the same class and the same modules in them; without modules, the same operators. Operators between modules may
-// differ: what all blocks share is computed in the first.
+// Blocks repeat if they have the same class and the same modules; without modules, the same operators. Operators between modules may differ, as the
+// first block computes what all blocks share.
 function signature(item) {
   if (!item.children) return (item.named ? item.className : "") + item.node.op;
   if (!item.signature) {
@@ -133,14 +133,14 @@ function gatherChunks(box, boxes) {
   return [...box.children.filter(isInput), ...chunks, ...box.children.filter((i) => i.kind === "output")];
 }
 
-// Totals of each box: operators, time, and both by engine.
+// Sums operators and time of each box, in total and by engine.
 function measure(item) {
   item.depth = item.parent ? item.parent.depth + 1 : 0;
   item.us = 0;
   item.count = 0;
   item.engines = {};
   item.refused = 0;
-  item.views = item.hidden || 0; // that are not drawn
+  item.views = item.hidden || 0; // not drawn
   if (!item.children) {
     if (item.kind !== "operator") return;
     item.us = item.node.us || 0;
@@ -163,7 +163,7 @@ function measure(item) {
   }
 }
 
-// Unfolds modules, those that take most time first, while no more than `most` boxes are seen. Repeated blocks stay folded.
+// Unfolds modules, the slowest first, while at most `most` boxes are visible. Repeated blocks stay folded.
 function unfoldSome(root, most) {
   setOpen(root, false);
   let seen = root.children.length;
@@ -200,10 +200,10 @@ function ancestors(item) {
   return found; // the innermost first
 }
 
-/* The edges to draw: [{box, from, to, values}], of each unfolded box. `from` and `to` are children of it, or "in:name" and "out:name" where a
-   value enters and leaves it. */
+/* The edges to draw in unfolded boxes: [{box, from, to, values}]. `from` and `to` are children of the box, or ports: "in:name" where a value enters
+   the box, "out:name" where it leaves. */
 function visibleEdges(graph, tree) {
-  const maker = (name) => { // through views that are not shown, with what they make of the value
+  const maker = (name) => { // follows the value back through views that are not drawn
     let item = tree.operators.get(name);
     const shown = item && item.node.out;
     while (item && item.kind === "operator" && !item.parent.children.includes(item) && item.node.in.length) item = tree.operators.get(item.node.in[0]);

@@ -22,7 +22,15 @@ from typing import Any
 
 import torch
 
-from torch_hybrid_backend.errors import REFUSED_VALUES, STICKY, DeviceError, HybridError, RefusedValuesError, failures
+from torch_hybrid_backend.errors import (
+    REFUSED_VALUES,
+    STICKY,
+    ArtifactError,
+    DeviceError,
+    HybridError,
+    RefusedValuesError,
+    failures,
+)
 from torch_hybrid_backend.machine import unsupported
 from torch_hybrid_backend.runtime.native.description import PlanDescription
 from torch_hybrid_backend.runtime.native.libraries import OpenLibrary, use_library
@@ -154,12 +162,6 @@ class _Operators:
 
     def __init__(self, library: torch.library.Library, ops: Any) -> None:
         self._library = library
-        free_plan, free_guard, free_binding, close_library, close_module = ops.finalizers.default()
-        self.free_plan = _FREE(free_plan)
-        self.free_guard = _FREE(free_guard)
-        self.free_binding = _FREE(free_binding)
-        self._close_library = _CLOSE(close_library)
-        self._close_module = _CLOSE(close_module)
         self.plan_new = ops.plan_new.default
         self.open_library = ops.open_library.default
         self.open_module = ops.open_module.default
@@ -171,9 +173,22 @@ class _Operators:
         self.guard_is_late = ops.guard_is_late.default
         self.watches_writes = ops.watches_writes.default
         self.binding_new = ops.binding_new.default
+        self.artifact_open = ops.artifact_open.default
+        self.artifact_manifest = ops.artifact_manifest.default
+        self.artifact_signatures = ops.artifact_signatures.default
+        self.artifact_segment = ops.artifact_segment.default
+        self.artifact_constant = ops.artifact_constant.default
+        self.artifact_plan = ops.artifact_plan.default
         self.give_back_freed_memory = ops.give_back_freed_memory.default
         self.huffman_encode = ops.huffman_encode.default
         self.huffman_decode = ops.huffman_decode.default
+        free_plan, free_guard, free_binding, free_artifact, close_library, close_module = ops.finalizers.default()
+        self.free_plan = _FREE(free_plan)
+        self.free_guard = _FREE(free_guard)
+        self.free_binding = _FREE(free_binding)
+        self.free_artifact = _FREE(free_artifact)
+        self._close_library = _CLOSE(close_library)
+        self._close_module = _CLOSE(close_module)
 
     def close_library(self, path: str) -> None:
         self._close_library(os.fsencode(path))
@@ -245,6 +260,41 @@ def huffman_decode(coded: torch.Tensor, lengths: torch.Tensor, symbols: torch.Te
     _building(_ops().huffman_decode, coded, lengths, symbols)
 
 
+class Artifact:
+    """An opened `.hybrid` file: see csrc/include/artifact.h. Every check of docs/hybrid_format.md has passed but for signatures.
+
+    share: other processes that open the file share its memory. False copies it, for files that others may write to. threads: how many
+    compare checksums.
+
+    Addresses hold for as long as this object lives, or a plan of it. Raises ArtifactError for a file that cannot be used, with what to do.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, share: bool = True, threads: int = 1) -> None:
+        self._ops = ops = _ops()
+        self.handle: int = _opening(ops.artifact_open, os.fspath(path), share, threads)
+        weakref.finalize(self, ops.free_artifact, self.handle).atexit = False
+
+    @functools.cached_property
+    def manifest(self) -> str:
+        """The JSON text of the manifest, as its signatures sign it."""
+        return str(self._ops.artifact_manifest(self.handle))
+
+    @property
+    def signatures(self) -> list[tuple[bytes, bytes]]:
+        """Public keys and signatures (Ed25519) of the manifest. None is verified."""
+        lines = self._ops.artifact_signatures(self.handle).splitlines()
+        return [(bytes.fromhex(key), bytes.fromhex(signature)) for key, signature in map(str.split, lines)]
+
+    def segment(self, name: str) -> tuple[int, int]:
+        """The address and the size in bytes of a segment."""
+        address, size = _opening(self._ops.artifact_segment, self.handle, name)
+        return address, size
+
+    def constant_address(self, number: int) -> int:
+        """The address of a constant's first element. The memory may be written to, which does not change the file."""
+        return int(_opening(self._ops.artifact_constant, self.handle, number))
+
+
 class Plan:
     """The C++ plan: see csrc/include/plan.h. Making it raises HybridError for what could never run, with the reason.
 
@@ -252,11 +302,7 @@ class Plan:
     """
 
     def __init__(self, description: PlanDescription, callbacks: Sequence[Callback] = ()) -> None:
-        ops = _ops()
-        self._ops = ops
-        self._run = ops.plan_run
-        module = native_module()
-        self._run_directly = module.run if module is not None else _not_implemented
+        self._ops = ops = _ops()
         self._libraries: set[OpenLibrary] = set()
         paths: dict[str, str] = {}  # by the name that C++ knows
 
@@ -267,14 +313,33 @@ class Plan:
 
         text = description.text(functools.cache(opened))
         try:
-            self.handle: int = ops.plan_new(text)
+            handle = ops.plan_new(text)
         except failures(RuntimeError) as error:
             said = str(error)
             for name, path in paths.items():
                 said = said.replace(f"library {name} ", f"library {path} ")
             raise _as_hybrid_error(said) from error
-        _callbacks[self.handle] = tuple(callbacks)
-        weakref.finalize(self, _free_plan, ops, self.handle).atexit = False
+        self._own(handle, callbacks)
+
+    @classmethod
+    def of_artifact(cls, artifact: Artifact, segment: str, callbacks: Sequence[Callback] = ()) -> Plan:
+        """Make the plan in a segment of a `.hybrid` file; from the first one on, code of the file runs.
+
+        The plan keeps the file's memory. Raises ArtifactError for what could never run.
+        """
+        plan = cls.__new__(cls)
+        plan._ops = _ops()
+        plan._own(_opening(plan._ops.artifact_plan, artifact.handle, segment), callbacks)
+        return plan
+
+    def _own(self, handle: int, callbacks: Sequence[Callback]) -> None:
+        """Take over a plan of the C++ side."""
+        self.handle = handle
+        self._run = self._ops.plan_run
+        module = native_module()
+        self._run_directly = module.run if module is not None else _not_implemented
+        _callbacks[handle] = tuple(callbacks)
+        weakref.finalize(self, _free_plan, self._ops, handle).atexit = False
 
     def _open(self, member: str, path: str) -> str:
         """Opens a library or module for C++, and returns the name that it is open under."""
@@ -357,6 +422,13 @@ def _building(operator: Callable[..., Any], *arguments: object) -> Any:
         return operator(*arguments)
     except failures(RuntimeError) as error:
         raise _as_hybrid_error(str(error)) from error
+
+
+def _opening(operator: Callable[..., Any], *arguments: object) -> Any:
+    try:
+        return operator(*arguments)
+    except failures(RuntimeError) as error:
+        raise ArtifactError(str(error)) from error
 
 
 # See csrc/torch/cuda_driver.h.

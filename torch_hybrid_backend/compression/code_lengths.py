@@ -1,4 +1,4 @@
-"""Words of a Huffman code: the best ones of limited length, from how often each symbol occurs.
+"""Code lengths of a Huffman code: the optimal lengths up to a limit, from the count of each symbol.
 
 Source: the package-merge algorithm, Larmore & Hirschberg, "A fast algorithm for optimal length-limited Huffman codes", JACM 1990.
 """
@@ -11,10 +11,10 @@ from operator import itemgetter
 LONGEST = 12  # bits; csrc/include/huffman.h says why
 
 
-def word_lengths(counts: Sequence[int]) -> list[int]:
-    """The bits of each symbol's word, 0 for symbols that do not occur; for at most 2 ** LONGEST symbols, one of which occurs.
+def code_lengths(counts: Sequence[int]) -> list[int]:
+    """The length of each symbol's code word in bits, 0 for symbols that do not occur. At least one of at most 2 ** LONGEST symbols occurs.
 
-    A code is complete: every sequence of bits begins with a word. A symbol that is alone therefore shares it with another one.
+    The code is complete: every sequence of bits begins with a code word. So if only one symbol occurs, another symbol gets a code word too.
     """
     lengths = [0] * len(counts)
     singles = sorted(((count, (symbol,)) for symbol, count in enumerate(counts) if count), key=itemgetter(0))

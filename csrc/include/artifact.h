@@ -1,0 +1,101 @@
+// Artifact: a .hybrid file in memory, checked (docs/hybrid_format.md). Nothing of it has run.
+//
+// Use: Open; then plans are made by PlanOf (artifact_plan.h), constants are read where they lie.
+// Whoever wants to know where a file is from verifies `signatures` first: checksums find damage
+// alone.
+//
+// The file is mapped once: other processes that open it share its memory, page by page, until a
+// process writes to a page. Later writes to the file may show through, hence the owner and
+// permissions that a shared file must have. With `share` false it is copied instead.
+//
+// Ownership: it owns the memory of all segments and constants; its users share it. The file may be
+// deleted or replaced once it is open, but not be truncated while it is shared (SIGBUS).
+//
+// Failure: Open and LibraryPath throw std::runtime_error that begins with the file's path and says
+// what is wrong and what to do, whatever the bytes are. Memory is bounded by the file's size and a
+// constant.
+#ifndef TORCH_HYBRID_BACKEND_ARTIFACT_H_
+#define TORCH_HYBRID_BACKEND_ARTIFACT_H_
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "manifest.h"
+
+namespace torch_hybrid_backend {
+
+// `threads`: how many compare checksums; they end before Open returns.
+struct ArtifactOptions {
+  bool share = true;
+  unsigned threads = 1;
+};
+
+// Ed25519, of the manifest's text. Not verified.
+struct Signature {
+  std::array<uint8_t, 32> key;
+  std::array<uint8_t, 64> signature;
+};
+
+class Artifact {
+ public:
+  static std::shared_ptr<const Artifact> Open(const std::string& path,
+                                              const ArtifactOptions& options);
+  Artifact(const Artifact&) = delete;
+  Artifact& operator=(const Artifact&) = delete;
+  ~Artifact();
+
+  const std::string& path() const { return path_; }
+  const std::string& manifest_text() const { return manifest_text_; }
+  const Manifest& manifest() const { return manifest_; }
+  const std::vector<Signature>& signatures() const { return signatures_; }
+
+  // Both by number, which must be one of the manifest's. The memory may be written to: that changes
+  // it for all users of this object, and neither the file nor other processes.
+  std::span<uint8_t> SegmentBytes(size_t segment) const;
+  void* ConstantAddress(size_t constant) const;
+
+  // True if the file has a library for this machine.
+  bool HasLibrary() const { return target_.has_value(); }
+  // Of the file's library for this machine: its segment, and the path that the loader opens it by,
+  // a copy in memory that nobody can change, while this object lives.
+  const Segment& LibrarySegment() const;
+  std::string LibraryPath() const;
+
+ private:
+  explicit Artifact(const std::string& path) : path_(path) {}
+
+  void Read(const ArtifactOptions& options);
+  void ReadHeader(int file, uint64_t file_bytes);
+  void Map(int file, uint64_t file_bytes, bool share);
+  void CheckPadding() const;
+  void CheckSegments(unsigned threads) const;
+  void CheckPlans() const;
+  std::span<uint8_t> Bytes(uint64_t offset, uint64_t size) const {
+    return {memory_ + offset, static_cast<size_t>(size)};
+  }
+
+  const std::string path_;
+  uint8_t* memory_ = nullptr;  // of the whole file; mapped
+  size_t memory_bytes_ = 0;
+  uint64_t manifest_bytes_ = 0;
+  Sha256Digest manifest_digest_{};
+  std::string manifest_text_;
+  Manifest manifest_;
+  std::vector<Signature> signatures_;
+  std::optional<size_t> target_;
+
+  mutable std::mutex mutex_;
+  mutable int library_file_ = -1;
+  mutable std::string library_path_;
+};
+
+}  // namespace torch_hybrid_backend
+
+#endif  // TORCH_HYBRID_BACKEND_ARTIFACT_H_

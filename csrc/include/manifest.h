@@ -1,0 +1,187 @@
+// Manifest: what a .hybrid file says of itself (docs/hybrid_format.md), read and checked.
+//
+// Use: ReadManifest, then OutlineOf each plan that an entry names and CheckEntry. What then is in
+// a manifest holds: every number names something that is there, every tensor lies within its
+// segment, and sums and products of sizes fit in 64 bits. Names are for people or to be compared;
+// nothing is known of their characters.
+//
+// Ownership: plain data; it refers to nothing of the text it was read from.
+//
+// Failure: all throw std::runtime_error that says what is wrong and where.
+#ifndef TORCH_HYBRID_BACKEND_MANIFEST_H_
+#define TORCH_HYBRID_BACKEND_MANIFEST_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "json.h"
+#include "processor.h"
+#include "sha256.h"
+
+namespace torch_hybrid_backend {
+
+inline constexpr int64_t kHybridFormat = 1;
+// Of the header, and what segments begin at multiples of.
+inline constexpr uint64_t kHybridPage = 4096;
+
+enum class SegmentKind { kPlan, kLibrary, kWeights, kFunctions, kReport };
+
+// `offset` and `size` in bytes of the file.
+struct Segment {
+  std::string name;
+  SegmentKind kind;
+  uint64_t offset;
+  uint64_t size;
+  Sha256Digest digest;
+};
+
+// Machines that the library of that segment is for: those with all the features.
+struct LibraryTarget {
+  std::string system;
+  std::string processor;
+  std::vector<std::string> features;
+  size_t library;
+};
+
+// Sizes and strides in elements; no stride is negative.
+struct TensorForm {
+  std::string dtype;  // as torch names it: "float32"
+  int64_t element_bytes;
+  std::vector<int64_t> sizes;
+  std::vector<int64_t> strides;
+  int64_t span;  // elements from the first to the last one; 0 when empty
+
+  int64_t Bytes() const { return span * element_bytes; }
+};
+
+// `offset` in bytes of its segment.
+struct Constant {
+  size_t segment;
+  uint64_t offset;
+  TensorForm form;
+};
+
+// A tensor that calls change; it begins as the constant.
+struct State {
+  std::string name;
+  size_t constant;
+};
+
+// Where a tensor of a call comes from.
+struct Origin {
+  enum class Kind { kInput, kConstant, kState, kOutput };  // kOutput: of the plan
+  Kind kind;
+  size_t number;
+};
+
+// An input or a result of a call: a tensor of the form, or a value that is a number, a truth
+// value, a text or null.
+struct CallValue {
+  std::string name;
+  std::optional<TensorForm> tensor;
+  Json value;
+};
+
+// After the plan has run, `source` is copied over `target`; where there is an `index`, slices of it
+// along `dim` are, to the positions that the index has. A position outside is an error of the call.
+struct Update {
+  Origin target;
+  Origin source;
+  std::optional<Origin> index;
+  size_t dim = 0;
+};
+
+// Elements of another tensor, from the one `offset` elements behind its first one on; of its dtype.
+struct View {
+  std::vector<int64_t> sizes;
+  std::vector<int64_t> strides;
+  int64_t offset;
+  bool conjugate;
+  bool negative;
+  int64_t span = 0;  // as of a TensorForm
+};
+
+// The tensor of that origin, or a view of it; the value where there is no origin.
+struct CallResult {
+  std::optional<Origin> origin;
+  std::optional<View> view;
+  Json value;
+};
+
+// A function of the model. `plan`, `functions`: segments. `sources`: the plan's inputs. `slots`:
+// constants. `inputs` and `outputs` are those of the caller; `results` make the outputs.
+// `python_parts`: what only Python can run, in words, with the user's lines.
+struct Entry {
+  std::string name;
+  size_t plan;
+  std::optional<size_t> functions;
+  std::vector<std::string> python_parts;
+  bool needs_torch;
+  std::vector<CallValue> inputs;
+  std::vector<Origin> sources;
+  std::vector<size_t> slots;
+  std::vector<Update> updates;
+  std::vector<CallResult> results;
+  std::vector<CallValue> outputs;
+};
+
+// Inputs of a call and the outputs it then had, as constants; nothing for what is no tensor.
+// `tolerance`: how far an output may be off, as a share of the largest absolute value in it.
+struct Sample {
+  size_t entry;
+  std::vector<std::optional<size_t>> inputs;
+  std::vector<std::optional<size_t>> outputs;
+  double tolerance;
+};
+
+struct Manifest {
+  std::string package;  // versions that wrote the file
+  std::string torch;
+  std::string model;
+  std::vector<Segment> segments;
+  std::vector<LibraryTarget> targets;
+  std::vector<Constant> constants;
+  std::vector<State> states;
+  std::vector<Entry> entries;
+  std::vector<Sample> samples;
+
+  // Throws where there is none of that name.
+  size_t SegmentNamed(std::string_view name) const;
+  // The form of what a call of the entry has there; not for outputs of a plan.
+  const TensorForm& FormOf(const Entry& entry, const Origin& origin) const;
+};
+
+// The text is that of a file of `file_bytes`.
+Manifest ReadManifest(std::string_view text, uint64_t file_bytes);
+
+// The sides of a plan that a caller sees, without its steps.
+struct PlanOutline {
+  size_t inputs;
+  std::vector<int64_t> slot_bytes;  // by slot: how many bytes the plan may read of its constant
+  std::vector<TensorForm> outputs;
+  bool has_kernels = false;
+  bool has_operators = false;
+  bool has_callbacks = false;
+};
+
+// Of the text of a plan (plan.h). Refuses what no file may have: steps that are addresses in a
+// process, or on other devices, and libraries other than "library".
+PlanOutline OutlineOf(std::string_view plan);
+
+// Checks an entry against its plan.
+void CheckEntry(const Manifest& manifest, const Entry& entry, const PlanOutline& plan);
+
+// The first target that the machine has all features of; nothing where the file has no targets.
+// Throws where no target fits, with what each lacks.
+std::optional<size_t> ChooseTarget(const Manifest& manifest, const Processor& machine);
+
+// A text of a file for a message: not too long, and without what a terminal would obey.
+std::string Quoted(std::string_view text);
+
+}  // namespace torch_hybrid_backend
+
+#endif  // TORCH_HYBRID_BACKEND_MANIFEST_H_

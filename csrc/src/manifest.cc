@@ -1,0 +1,605 @@
+#include "manifest.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+
+namespace torch_hybrid_backend {
+namespace {
+
+// Of elements of a tensor and of offsets: what is computed with them then fits in 64 bits.
+constexpr int64_t kMost = int64_t{1} << 58;
+constexpr size_t kMostDimensions = 64;
+constexpr uint64_t kTensorAlignment = 64;
+
+[[noreturn]] void Refuse(const std::string& why) { throw std::runtime_error(why); }
+
+// What `read` makes; errors say that they are of this part of the file.
+template <typename Read>
+auto Within(const char* noun, size_t number, const Read& read) {
+  try {
+    return read();
+  } catch (const std::runtime_error& error) {
+    Refuse(std::string(noun) + " " + std::to_string(number) + ": " + error.what());
+  }
+}
+
+template <typename Read>
+auto Each(const Json& list, const char* noun, const Read& read) {
+  std::vector<decltype(read(list))> all;
+  all.reserve(list.AsList().size());
+  for (const Json& one : list.AsList()) {
+    all.push_back(Within(noun, all.size(), [&] { return read(one); }));
+  }
+  return all;
+}
+
+// A whole number that is not negative and at most `most`.
+int64_t Bounded(const Json& json, int64_t most, const char* noun) {
+  const int64_t number = json.AsInt();
+  if (number < 0 || number > most) {
+    Refuse(std::string(noun) + " is " + std::to_string(number) + "; it must be from 0 to " +
+           std::to_string(most));
+  }
+  return number;
+}
+
+// One of `count` things that are numbered from 0 on.
+size_t Numbered(const Json& json, size_t count, const char* noun) {
+  const int64_t number = json.AsInt();
+  if (number < 0 || static_cast<uint64_t>(number) >= count) {
+    Refuse("there is no " + std::string(noun) + " " + std::to_string(number) + ": there are " +
+           std::to_string(count));
+  }
+  return number;
+}
+
+template <typename T>
+void RefuseTwins(const std::vector<T>& all, const char* noun) {
+  std::unordered_set<std::string_view> names;
+  for (const T& one : all) {
+    if (!names.insert(one.name).second) {
+      Refuse("two " + std::string(noun) + " are called " + Quoted(one.name));
+    }
+  }
+}
+
+constexpr std::pair<std::string_view, int64_t> kElementBytes[] = {
+    {"bool", 1},
+    {"uint8", 1},
+    {"uint16", 2},
+    {"uint32", 4},
+    {"uint64", 8},
+    {"int8", 1},
+    {"int16", 2},
+    {"int32", 4},
+    {"int64", 8},
+    {"float16", 2},
+    {"bfloat16", 2},
+    {"float32", 4},
+    {"float64", 8},
+    {"complex32", 4},
+    {"complex64", 8},
+    {"complex128", 16},
+    {"float8_e5m2", 1},
+    {"float8_e4m3fn", 1},
+    {"float8_e5m2fnuz", 1},
+    {"float8_e4m3fnuz", 1},
+    {"float8_e8m0fnu", 1},
+    {"float4_e2m1fn_x2", 1},
+};
+
+template <typename Value, size_t N>
+Value Find(const std::pair<std::string_view, Value> (&known)[N], std::string_view name,
+           const char* noun) {
+  for (const auto& [each, value] : known) {
+    if (each == name) return value;
+  }
+  Refuse("no " + std::string(noun) + " is called " + Quoted(name) +
+         ": a newer version of torch_hybrid_backend may know it");
+}
+
+// Elements from the first to the last one; 0 when empty.
+int64_t CheckedSpan(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides) {
+  if (sizes.size() != strides.size() || sizes.size() > kMostDimensions) {
+    Refuse("a tensor has " + std::to_string(sizes.size()) + " sizes and " +
+           std::to_string(strides.size()) + " strides; it must have as many of both, at most " +
+           std::to_string(kMostDimensions));
+  }
+  int64_t elements = 1;  // where sizes of 0 count as 1
+  int64_t span = 1;
+  bool is_empty = false;
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    if (sizes[d] < 0 || strides[d] < 0 || strides[d] > kMost) {
+      Refuse("a size or stride of a tensor is negative or over 2^58");
+    }
+    is_empty |= sizes[d] == 0;
+    const int64_t steps = std::max<int64_t>(sizes[d], 1) - 1;
+    if (steps >= kMost / elements || (steps > 0 && strides[d] > (kMost - span) / steps)) {
+      Refuse("a tensor has more than 2^58 elements");
+    }
+    elements *= steps + 1;
+    span += steps * strides[d];
+  }
+  return is_empty ? 0 : span;
+}
+
+TensorForm MakeForm(const Json& dtype, const Json& sizes, const Json& strides) {
+  TensorForm form{dtype.AsString(), Find(kElementBytes, dtype.AsString(), "dtype"), sizes.AsInts(),
+                  strides.AsInts(), /*span=*/0};
+  form.span = CheckedSpan(form.sizes, form.strides);
+  return form;
+}
+
+TensorForm ReadForm(const Json& json) {
+  return MakeForm(json["dtype"], json["sizes"], json["strides"]);
+}
+
+bool IsTensorLike(const TensorForm& one, const TensorForm& other) {
+  return one.dtype == other.dtype && one.sizes == other.sizes;
+}
+
+uint8_t DigitOf(char digit) {
+  if (digit >= '0' && digit <= '9') return digit - '0';
+  if (digit >= 'a' && digit <= 'f') return digit - 'a' + 10;
+  Refuse("a SHA-256 must be 64 lower-case hexadecimal digits");
+}
+
+Sha256Digest ReadDigest(const std::string& digits) {
+  Sha256Digest digest;
+  if (digits.size() != 2 * digest.size()) DigitOf('\0');
+  for (size_t i = 0; i < digest.size(); ++i) {
+    digest[i] = static_cast<uint8_t>(DigitOf(digits[2 * i]) << 4 | DigitOf(digits[2 * i + 1]));
+  }
+  return digest;
+}
+
+constexpr std::pair<std::string_view, SegmentKind> kSegmentKinds[] = {
+    {"plan", SegmentKind::kPlan},
+    {"library", SegmentKind::kLibrary},
+    {"weights", SegmentKind::kWeights},
+    {"functions", SegmentKind::kFunctions},
+    {"report", SegmentKind::kReport}};
+
+Segment ReadSegment(const Json& json) {
+  const std::string& encoding = json["encoding"].AsString();
+  if (encoding != "none") {
+    Refuse("it is encoded as " + Quoted(encoding) +
+           ", which only a newer version of torch_hybrid_backend can read");
+  }
+  constexpr int64_t kAny = std::numeric_limits<int64_t>::max();
+  return {json["name"].AsString(), Find(kSegmentKinds, json["kind"].AsString(), "kind of segment"),
+          static_cast<uint64_t>(Bounded(json["offset"], kAny, "the offset")),
+          static_cast<uint64_t>(Bounded(json["size"], kAny, "the size")),
+          ReadDigest(json["sha256"].AsString())};
+}
+
+// They follow one another without overlap or gap, up to the end of the file.
+void CheckPlaces(const std::vector<Segment>& segments, uint64_t begin, uint64_t file_bytes) {
+  uint64_t end = begin;
+  for (const Segment& segment : segments) {
+    const uint64_t expected = end + (kHybridPage - end % kHybridPage) % kHybridPage;
+    if (segment.offset != expected || expected > file_bytes ||
+        segment.size > file_bytes - expected) {
+      Refuse("segment " + Quoted(segment.name) + " has " + std::to_string(segment.size) +
+             " bytes from " + std::to_string(segment.offset) + " on; it must begin at " +
+             std::to_string(expected) + ", and the file has " + std::to_string(file_bytes) +
+             " bytes");
+    }
+    end = expected + segment.size;
+  }
+  if (end != file_bytes) {
+    Refuse("the file has " + std::to_string(file_bytes) + " bytes, and its last segment ends at " +
+           std::to_string(end));
+  }
+}
+
+// Reads a manifest from its beginning to its end: later parts refer to earlier ones.
+class Reader {
+ public:
+  explicit Reader(const Json& json) : json_(json) {}
+
+  Manifest Whole(uint64_t text_bytes, uint64_t file_bytes) {
+    const int64_t format = json_["format"].AsInt();
+    if (format != kHybridFormat) Refuse("it is of format " + std::to_string(format));
+    made_.package = json_["package"].AsString();
+    made_.torch = json_["torch"].AsString();
+    made_.model = json_["model"].AsString();
+    made_.segments = Each(json_["segments"], "segment", ReadSegment);
+    RefuseTwins(made_.segments, "segments");
+    CheckPlaces(made_.segments, kHybridPage + text_bytes, file_bytes);
+    for (size_t i = 0; i < made_.segments.size(); ++i) {
+      segments_.emplace(made_.segments[i].name, i);
+    }
+    const auto each = [&](const char* member, const char* noun, auto read) {
+      return Each(json_[member], noun, [&](const Json& one) { return (this->*read)(one); });
+    };
+    made_.targets = each("targets", "target", &Reader::ReadLibraryTarget);
+    made_.constants = each("constants", "constant", &Reader::ReadConstant);
+    made_.states = each("states", "state", &Reader::ReadState);
+    RefuseTwins(made_.states, "states");
+    made_.entries = each("entries", "entry", &Reader::ReadEntry);
+    RefuseTwins(made_.entries, "entries");
+    if (made_.entries.empty()) Refuse("there is no entry");
+    made_.samples = each("samples", "sample", &Reader::ReadSample);
+    return std::move(made_);
+  }
+
+ private:
+  size_t SegmentOf(const Json& name, SegmentKind kind) const {
+    const auto found = segments_.find(name.AsString());
+    if (found == segments_.end()) Refuse("there is no segment " + Quoted(name.AsString()));
+    if (made_.segments[found->second].kind != kind) {
+      Refuse("segment " + Quoted(name.AsString()) + " is of another kind");
+    }
+    return found->second;
+  }
+
+  LibraryTarget ReadLibraryTarget(const Json& json) {
+    LibraryTarget target{json["system"].AsString(),
+                         json["processor"].AsString(),
+                         {},
+                         SegmentOf(json["library"], SegmentKind::kLibrary)};
+    for (const Json& feature : json["features"].AsList()) {
+      target.features.push_back(feature.AsString());
+    }
+    return target;
+  }
+
+  Constant ReadConstant(const Json& json) {
+    Constant constant{SegmentOf(json["segment"], SegmentKind::kWeights),
+                      static_cast<uint64_t>(Bounded(json["offset"], kMost, "the offset")),
+                      ReadForm(json)};
+    const uint64_t size = made_.segments[constant.segment].size;
+    if (constant.offset % kTensorAlignment != 0 || constant.offset > size ||
+        static_cast<uint64_t>(constant.form.Bytes()) > size - constant.offset) {
+      Refuse("its " + std::to_string(constant.form.Bytes()) + " bytes from " +
+             std::to_string(constant.offset) + " on are not within the segment's " +
+             std::to_string(size) + ", or do not begin at a multiple of 64");
+    }
+    return constant;
+  }
+
+  State ReadState(const Json& json) {
+    return {json["name"].AsString(),
+            Numbered(json["constant"], made_.constants.size(), "constant")};
+  }
+
+  static CallValue ReadValue(const Json& json) {
+    CallValue value{json["name"].AsString(), {}, {}};
+    if (const Json* constant = json.Find("value")) {
+      value.value = ReadLiteral(*constant);
+    } else {
+      value.tensor = ReadForm(json);
+    }
+    return value;
+  }
+
+  static Json ReadLiteral(const Json& json) {
+    if (json.IsList() || json.IsObject()) {
+      Refuse("a value must be a number, a truth value, a text or null");
+    }
+    return json;
+  }
+
+  // `outputs`: whether it may be an output of the plan, which is checked when the plan is read.
+  Origin ReadOrigin(const Json& json, const Entry& entry, bool outputs) const {
+    const std::vector<Json>& fields = json.AsList();
+    if (fields.size() != 2) Refuse("an origin is a kind and a number");
+    const std::string& kind = fields[0].AsString();
+    if (kind == "constant") {
+      return {Origin::Kind::kConstant, Numbered(fields[1], made_.constants.size(), "constant")};
+    }
+    if (kind == "state") {
+      return {Origin::Kind::kState, Numbered(fields[1], made_.states.size(), "state")};
+    }
+    if (kind == "output" && outputs) {
+      return {Origin::Kind::kOutput, static_cast<size_t>(Bounded(fields[1], kMost, "an output"))};
+    }
+    if (kind != "input") Refuse("no tensor comes from " + Quoted(kind) + " there");
+    const size_t input = Numbered(fields[1], entry.inputs.size(), "input");
+    if (!entry.inputs[input].tensor) {
+      Refuse("input " + std::to_string(input) + " is no tensor");
+    }
+    return {Origin::Kind::kInput, input};
+  }
+
+  Update ReadUpdate(const Json& json, const Entry& entry) const {
+    const std::vector<Json>& fields = json.AsList();
+    if (fields.empty()) Refuse("an update has a kind");
+    const std::string& kind = fields[0].AsString();
+    if (kind == "copy" && fields.size() == 3) {
+      const auto output = static_cast<size_t>(Bounded(fields[2], kMost, "an output"));
+      return {ReadTarget(fields[1], entry), {Origin::Kind::kOutput, output}, {}};
+    }
+    if (kind != "rows" || fields.size() != 5) {
+      Refuse("no update is called " + Quoted(kind) + " and has " + std::to_string(fields.size()) +
+             " fields");
+    }
+    const Origin target = ReadTarget(fields[1], entry);
+    const size_t dimensions = made_.FormOf(entry, target).sizes.size();
+    return {target, ReadOrigin(fields[4], entry, /*outputs=*/true),
+            ReadOrigin(fields[3], entry, /*outputs=*/true),
+            Numbered(fields[2], dimensions, "dimension")};
+  }
+
+  Origin ReadTarget(const Json& json, const Entry& entry) const {
+    const Origin target = ReadOrigin(json, entry, /*outputs=*/false);
+    if (target.kind == Origin::Kind::kConstant) Refuse("an update changes a constant");
+    return target;
+  }
+
+  CallResult ReadResult(const Json& json, const Entry& entry) const {
+    const std::vector<Json>& fields = json.AsList();
+    if (fields.empty()) Refuse("a result has a kind");
+    const std::string& kind = fields[0].AsString();
+    if (kind == "literal") {
+      if (fields.size() != 2) Refuse("a literal is one value");
+      return {{}, {}, ReadLiteral(fields[1])};
+    }
+    if (kind != "view") return {ReadOrigin(json, entry, /*outputs=*/true), {}, {}};
+    if (fields.size() != 6) Refuse("a view has six fields");
+    const std::string& bits = fields[5].AsString();
+    if (bits != "" && bits != "conj" && bits != "neg" && bits != "conj neg") {
+      Refuse("no bits of a view are called " + Quoted(bits));
+    }
+    View view{fields[2].AsInts(), fields[3].AsInts(), Bounded(fields[4], kMost, "the offset"),
+              bits.starts_with("conj"), bits.ends_with("neg")};
+    view.span = CheckedSpan(view.sizes, view.strides);
+    return {ReadOrigin(fields[1], entry, /*outputs=*/true), std::move(view), {}};
+  }
+
+  Entry ReadEntry(const Json& json) {
+    Entry entry{};
+    entry.name = json["name"].AsString();
+    entry.plan = SegmentOf(json["plan"], SegmentKind::kPlan);
+    if (const Json& functions = json["functions"]; !functions.IsNull()) {
+      entry.functions = SegmentOf(functions, SegmentKind::kFunctions);
+    }
+    entry.python_parts = Each(json["python_parts"], "part of Python's",
+                              [](const Json& part) { return part.AsString(); });
+    if (!entry.functions && !entry.python_parts.empty()) {
+      Refuse("it has parts of Python's and no functions");
+    }
+    entry.needs_torch = json["needs_torch"].AsBool();
+    entry.inputs = Each(json["inputs"], "input", ReadValue);
+    entry.outputs = Each(json["outputs"], "output", ReadValue);
+    entry.sources = Each(json["sources"], "source", [&](const Json& one) {
+      return ReadOrigin(one, entry, /*outputs=*/false);
+    });
+    entry.slots = Each(json["slots"], "slot", [&](const Json& one) {
+      return Numbered(one, made_.constants.size(), "constant");
+    });
+    entry.updates =
+        Each(json["updates"], "update", [&](const Json& one) { return ReadUpdate(one, entry); });
+    entry.results =
+        Each(json["results"], "result", [&](const Json& one) { return ReadResult(one, entry); });
+    if (entry.results.size() != entry.outputs.size()) {
+      Refuse("it has " + std::to_string(entry.results.size()) + " results and describes " +
+             std::to_string(entry.outputs.size()));
+    }
+    return entry;
+  }
+
+  std::vector<std::optional<size_t>> ReadSampled(const Json& json, const char* noun,
+                                                 const std::vector<CallValue>& values) const {
+    if (json.AsList().size() != values.size()) {
+      Refuse("it has " + std::to_string(json.AsList().size()) + " tensors instead of " +
+             std::to_string(values.size()));
+    }
+    size_t next = 0;
+    return Each(json, noun, [&](const Json& one) -> std::optional<size_t> {
+      const CallValue& value = values[next++];
+      if (one.IsNull() != !value.tensor) Refuse("it must be null, and only be it, for a value");
+      if (!value.tensor) return {};
+      const size_t constant = Numbered(one, made_.constants.size(), "constant");
+      if (!IsTensorLike(made_.constants[constant].form, *value.tensor)) {
+        Refuse("constant " + std::to_string(constant) + " has another dtype or other sizes");
+      }
+      return constant;
+    });
+  }
+
+  Sample ReadSample(const Json& json) {
+    const std::string& name = json["entry"].AsString();
+    const auto entry = std::find_if(made_.entries.begin(), made_.entries.end(),
+                                    [&](const Entry& each) { return each.name == name; });
+    if (entry == made_.entries.end()) Refuse("there is no entry " + Quoted(name));
+    const double tolerance = json["tolerance"].AsDouble();
+    if (!(tolerance >= 0) || std::isinf(tolerance)) Refuse("its tolerance is no such number");
+    return {static_cast<size_t>(entry - made_.entries.begin()),
+            ReadSampled(json["inputs"], "input", entry->inputs),
+            ReadSampled(json["outputs"], "output", entry->outputs), tolerance};
+  }
+
+  const Json& json_;
+  Manifest made_;
+  std::unordered_map<std::string, size_t> segments_;
+};
+
+}  // namespace
+
+std::string Quoted(std::string_view text) {
+  constexpr size_t kLongest = 80;
+  std::string quoted = "\"";
+  for (const char c : text.substr(0, kLongest)) {
+    quoted += static_cast<unsigned char>(c) < 0x20 || c == 0x7f ? '?' : c;
+  }
+  return quoted + (text.size() > kLongest ? "...\"" : "\"");
+}
+
+size_t Manifest::SegmentNamed(std::string_view name) const {
+  for (size_t i = 0; i < segments.size(); ++i) {
+    if (segments[i].name == name) return i;
+  }
+  Refuse("there is no segment " + Quoted(name));
+}
+
+const TensorForm& Manifest::FormOf(const Entry& entry, const Origin& origin) const {
+  switch (origin.kind) {
+    case Origin::Kind::kInput:
+      return *entry.inputs[origin.number].tensor;
+    case Origin::Kind::kConstant:
+      return constants[origin.number].form;
+    case Origin::Kind::kState:
+      return constants[states[origin.number].constant].form;
+    case Origin::Kind::kOutput:
+      break;
+  }
+  Refuse("the form of a plan's output is the plan's to tell");
+}
+
+Manifest ReadManifest(std::string_view text, uint64_t file_bytes) {
+  const Json json = Json::ParseUntrusted(text);
+  return Reader(json).Whole(text.size(), file_bytes);
+}
+
+PlanOutline OutlineOf(std::string_view plan) {
+  const Json json = Json::ParseUntrusted(plan);
+  const auto count = [&](const char* member) {
+    return static_cast<size_t>(Bounded(json[member], Json::kMostUntrustedValues, member));
+  };
+  PlanOutline outline{count("inputs"), std::vector<int64_t>(count("constants")), {}};
+  // Sums of what is bounded here fit in 64 bits where the plan is built.
+  for (const Json& arena : json["arenas"].AsList()) {
+    if (arena.AsList().size() != 2) Refuse("an arena is a device and a size");
+    Bounded(arena.AsList()[1], kMost, "the size of an arena");
+  }
+  const auto values = Each(json["values"], "value", [&](const Json& value) {
+    const std::vector<Json>& fields = value.AsList();
+    if (fields.size() != 6 && fields.size() != 7) Refuse("it has six fields, or seven");
+    const int64_t payload = Bounded(fields[1], kMost, "the payload");
+    TensorForm form = MakeForm(fields[2], fields[3], fields[4]);
+    const int64_t offset =
+        fields.size() == 7 ? Bounded(fields[6], kMost - form.span, "the offset") : 0;
+    if (fields[0].AsString() == "constant") {
+      if (static_cast<size_t>(payload) >= outline.slot_bytes.size()) {
+        Refuse("there is no slot " + std::to_string(payload));
+      }
+      int64_t& bytes = outline.slot_bytes[payload];
+      if (form.span > 0) bytes = std::max(bytes, (offset + form.span) * form.element_bytes);
+    }
+    return form;
+  });
+  size_t step_number = 0;
+  for (const Json& step : json["steps"].AsList()) {
+    const std::string& kind = step["kind"].AsString();
+    Within("step", step_number++, [&] {
+      if (kind == "kernel") {
+        outline.has_kernels = true;
+        if (step["library"].AsString() != "library") {
+          Refuse("its library must be called \"library\", not " +
+                 Quoted(step["library"].AsString()));
+        }
+      } else if (kind == "operator") {
+        outline.has_operators = true;
+      } else if (kind == "callback") {
+        outline.has_callbacks = true;
+      } else if (kind != "copy" && kind != "check") {
+        Refuse("no step in a file is called " + Quoted(kind));
+      }
+    });
+  }
+  outline.outputs = Each(json["outputs"], "output", [&](const Json& output) {
+    return values[Numbered(output, values.size(), "value")];
+  });
+  return outline;
+}
+
+void CheckEntry(const Manifest& manifest, const Entry& entry, const PlanOutline& plan) {
+  if (entry.sources.size() != plan.inputs || entry.slots.size() != plan.slot_bytes.size()) {
+    Refuse("its plan takes " + std::to_string(plan.inputs) + " inputs and " +
+           std::to_string(plan.slot_bytes.size()) + " constants, and it gives " +
+           std::to_string(entry.sources.size()) + " and " + std::to_string(entry.slots.size()));
+  }
+  if (plan.has_operators && !entry.needs_torch) {
+    Refuse("its plan has operators of PyTorch, and it says that it needs none");
+  }
+  if (plan.has_callbacks && !entry.functions) {
+    Refuse("its plan calls functions, and it has no segment of them");
+  }
+  if (plan.has_kernels && manifest.targets.empty()) {
+    Refuse("its plan has kernels, and the file has no library of them");
+  }
+  for (size_t slot = 0; slot < entry.slots.size(); ++slot) {
+    const TensorForm& constant = manifest.constants[entry.slots[slot]].form;
+    if (constant.Bytes() < plan.slot_bytes[slot]) {
+      Refuse("slot " + std::to_string(slot) + ": its plan reads " +
+             std::to_string(plan.slot_bytes[slot]) + " bytes of a constant of " +
+             std::to_string(constant.Bytes()));
+    }
+  }
+  const auto form_of = [&](const Origin& origin) -> const TensorForm& {
+    if (origin.kind != Origin::Kind::kOutput) return manifest.FormOf(entry, origin);
+    if (origin.number >= plan.outputs.size()) {
+      Refuse("its plan has no output " + std::to_string(origin.number));
+    }
+    return plan.outputs[origin.number];
+  };
+  for (size_t i = 0; i < entry.updates.size(); ++i) {
+    Within("update", i, [&] {
+      const Update& update = entry.updates[i];
+      const TensorForm& target = form_of(update.target);
+      const TensorForm& source = form_of(update.source);
+      TensorForm expected = target;
+      if (update.index) {
+        const TensorForm& index = form_of(*update.index);
+        if (index.dtype != "int64" || index.sizes.size() != 1) {
+          Refuse("its index must be int64 and have one dimension");
+        }
+        expected.sizes[update.dim] = index.sizes[0];
+      }
+      if (!IsTensorLike(source, expected)) Refuse("its source has another dtype or other sizes");
+    });
+  }
+  for (size_t i = 0; i < entry.results.size(); ++i) {
+    Within("result", i, [&] {
+      const CallResult& result = entry.results[i];
+      const CallValue& output = entry.outputs[i];
+      if (result.origin.has_value() != output.tensor.has_value()) {
+        Refuse("it is a tensor, or a value, and is described as the other");
+      }
+      if (!result.origin) return;
+      TensorForm form = form_of(*result.origin);
+      if (result.view) {
+        const View& view = *result.view;
+        if (view.span > 0 && view.offset + view.span > form.span) {
+          Refuse("the view ends behind what it views");
+        }
+        form.sizes = view.sizes;
+      }
+      if (!IsTensorLike(form, *output.tensor)) Refuse("it has another dtype or other sizes");
+    });
+  }
+}
+
+std::optional<size_t> ChooseTarget(const Manifest& manifest, const Processor& machine) {
+  std::string lacking;
+  for (size_t i = 0; i < manifest.targets.size(); ++i) {
+    const LibraryTarget& target = manifest.targets[i];
+    std::string why;
+    if (target.system != machine.system || target.processor != machine.name) {
+      why = " is for " + Quoted(target.system) + " on " + Quoted(target.processor);
+    } else {
+      for (const std::string& feature : target.features) {
+        if (!machine.features.contains(feature)) {
+          why += (why.empty() ? " needs " : ", ") + Quoted(feature);
+        }
+      }
+    }
+    if (why.empty()) return i;
+    constexpr size_t kLongest = 1000;
+    if (lacking.size() < kLongest) {
+      lacking += "; " + Quoted(manifest.segments[target.library].name) + why.substr(0, kLongest);
+    }
+  }
+  if (manifest.targets.empty()) return {};
+  Refuse("no library in it is for this processor (" + machine.system + " on " + machine.name + ")" +
+         lacking + ": export the model for this processor, or use one that has these features");
+}
+
+}  // namespace torch_hybrid_backend

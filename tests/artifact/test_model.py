@@ -1,0 +1,369 @@
+"""Models from files compute what the exported models do, with their structures, states and aliases."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import torch_hybrid_backend
+from tests.artifact.exported_for_tests import exported
+from torch_hybrid_backend.errors import ArgumentError, ArtifactError, NotExportableError
+
+ROOT = Path(__file__).parents[2]
+
+
+def _network() -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 6 * 6, 10)
+    return nn.Sequential(*layers).eval()
+
+
+class Structured(nn.Module):
+    """Takes and returns nested structures."""
+
+    def forward(
+        self, pair: tuple[torch.Tensor, torch.Tensor], *, scale: torch.Tensor, name: str = "a"
+    ) -> dict[str, Any]:
+        x, y = pair
+        return {"sum": x + y * scale, "parts": [x * 2, None, 3], "first": x}
+
+
+class Views(nn.Module):
+    """Returns views of inputs, of results and of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x @ self.weight
+        return y, y.t(), y[1:], x.view(-1), x[0], self.weight, self.weight.t() * 2
+
+
+class Counter(nn.Module):
+    """Changes a buffer in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(3))
+        self.count: torch.Tensor
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.total.add_(x.sum(0))
+        self.count.add_(1)
+        return self.total * 2 + self.count
+
+
+class Cache(nn.Module):
+    """Writes one position of a cache, in the two ways in which models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("keys", torch.zeros(1, 2, 32, 4))
+        self.register_buffer("values", torch.zeros(1, 2, 32, 4))
+
+    def forward(self, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        new = self.linear(x).view(1, -1, 2, 4).transpose(1, 2)
+        self.keys.index_copy_(2, position, new)
+        self.values[:, :, position] = new * 2
+        return functional.scaled_dot_product_attention(new, self.keys, self.values)
+
+
+class WritesItsInput(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        return x + y
+
+
+class Constants(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.tensor([1.0, 2.0, 3.0]) + torch.arange(3)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.embedding(ids)))
+
+
+class Sorts(nn.Module):
+    """Has operators that no kernel computes."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values, indices = torch.sort(functional.gelu(x), dim=-1)
+        return values * 2, indices
+
+
+class Modes(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            y = x * 2
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return functional.linear(y, y)
+
+
+class Point(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+class Named(nn.Module):
+    def forward(self, point: Point) -> Point:
+        return Point(point.y + 1, point.x * 2)
+
+
+_CASES: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
+    "convolution": (_network, (torch.randn(2, 3, 8, 8),), {}),
+    "structures": (Structured, ((torch.randn(3), torch.randn(3)),), {"scale": torch.randn(3), "name": "b"}),
+    "views": (Views, (torch.randn(3, 4),), {}),
+    "constants": (Constants, (torch.randn(2, 3),), {}),
+    "tied weights": (Tied, (torch.tensor([[1, 2, 3]]),), {}),
+    "eager operators": (Sorts, (torch.randn(4, 5),), {}),
+    "modes": (Modes, (torch.randn(4, 8),), {}),
+    "empty": (lambda: nn.Linear(3, 4), (torch.randn(0, 3),), {}),
+    "one number": (lambda: nn.Softmax(-1), (torch.randn(()).view(1),), {}),
+    "bfloat16": (lambda: nn.Linear(16, 16).bfloat16(), (torch.randn(2, 16, dtype=torch.bfloat16),), {}),
+    "complex": (lambda: nn.Identity().eval(), (torch.randn(3, dtype=torch.complex64),), {}),
+}
+
+
+@pytest.mark.parametrize("name", _CASES)
+def test_results_are_those_of_the_model(name: str, tmp_path: Path) -> None:
+    """Values, dtypes, strides and structures are eager's; opening the file has compared the sample call bit for bit, or nearly so."""
+    make, args, kwargs = _CASES[name]
+    torch.manual_seed(1)
+    model = make().eval()
+    _, loaded = exported(model, args, tmp_path, kwargs=kwargs)
+    with torch.no_grad():
+        expected = model(*args, **kwargs)
+    found = loaded(*args, **kwargs)
+    leaves, structure = torch.utils._pytree.tree_flatten(found)
+    wanted, expected_structure = torch.utils._pytree.tree_flatten(expected)
+    assert structure == expected_structure
+    for one, other in zip(leaves, wanted, strict=True):
+        if isinstance(other, torch.Tensor):
+            assert one.stride() == other.stride()
+            tolerance = {"rtol": 2e-2, "atol": 2e-2} if other.dtype == torch.bfloat16 else {}
+            torch.testing.assert_close(one, other, **tolerance)
+        else:
+            assert one == other
+
+
+def test_views_share_memory_as_in_eager(tmp_path: Path) -> None:
+    """A write to one result is seen through its views, and through views of the input; parameters of the file stay as they are."""
+    _, loaded = exported(Views(), (torch.randn(3, 4),), tmp_path)
+    x = torch.randn(3, 4)
+    whole, transposed, rest, flat, first, weight, _ = loaded(x)
+    whole[1, 2] = 7
+    assert transposed[2, 1] == 7
+    assert rest[0, 2] == 7
+    x[0, 0] = 9
+    assert flat[0] == 9
+    assert first[0] == 9
+    weight.zero_()
+    assert not torch.equal(loaded(x)[5], weight)
+
+
+def test_states_belong_to_each_opened_model(tmp_path: Path) -> None:
+    """They go on from call to call, begin as they were exported, and the sample call of opening leaves them so."""
+    model = Counter()
+    model(torch.ones(2, 3))
+    report, loaded = exported(model, (torch.ones(2, 3),), tmp_path)
+    other = torch_hybrid_backend.load(report.path)
+    for _ in range(3):
+        expected = model(torch.full((2, 3), 2.0))
+        assert torch.equal(loaded(torch.full((2, 3), 2.0)), expected)
+    assert torch.equal(other(torch.zeros(2, 3)), torch.full((3,), 2.0 * 2 + 2))
+
+
+def test_a_cache_is_written_in_place(tmp_path: Path) -> None:
+    """Only the new position is written; a negative one counts from the end, and one outside is an error."""
+    torch.manual_seed(0)
+    model = Cache().eval()
+    with torch.no_grad():
+        _, loaded = exported(model, (torch.randn(1, 1, 8), torch.tensor([0])), tmp_path)
+        assert [type(update).__name__ for update in loaded._manifest.entries[0].updates] == ["RowsUpdate", "RowsUpdate"]
+        for position in (0, 1, 5, 31):
+            x = torch.randn(1, 1, 8)
+            torch.testing.assert_close(loaded(x, torch.tensor([position])), model(x, torch.tensor([position])))
+        with pytest.raises(IndexError):
+            loaded(torch.randn(1, 1, 8), torch.tensor([32]))
+
+
+def test_an_input_that_the_model_writes_to_is_written_to(tmp_path: Path) -> None:
+    _, loaded = exported(WritesItsInput(), (torch.ones(3), torch.ones(3)), tmp_path)
+    x = torch.full((3,), 2.0)
+    assert torch.equal(loaded(x, torch.ones(3)), torch.full((3,), 5.0))
+    assert torch.equal(x, torch.full((3,), 4.0))
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "said"),
+    [
+        ((torch.randn(2, 3, 8, 9),), {}, r"input must be float32 \(2, 3, 8, 8\); it got float32 \(2, 3, 8, 9\)"),
+        ((torch.randn(2, 3, 8, 8).double(),), {}, "input must be float32 .* it got float64"),
+        ((3,), {}, "it got a int"),
+        ((), {}, "it got 0 positional"),
+        ((torch.randn(2, 3, 8, 8), 1), {}, "it got 2 positional"),
+        ((), {"x": torch.randn(2, 3, 8, 8)}, r"keywords \['x'\]"),
+    ],
+)
+def test_wrong_inputs_are_refused(args: tuple[Any, ...], kwargs: dict[str, Any], said: str, tmp_path: Path) -> None:
+    """The error says what was expected and what came."""
+    _, loaded = exported(_network(), (torch.randn(2, 3, 8, 8),), tmp_path)
+    with pytest.raises(ArgumentError, match=said):
+        loaded(*args, **kwargs)
+
+
+def test_other_strides_are_copied(tmp_path: Path) -> None:
+    model = _network()
+    _, loaded = exported(model, (torch.randn(2, 3, 8, 8),), tmp_path)
+    x = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
+    torch.testing.assert_close(loaded(x), model(x))
+
+
+def test_keywords_come_in_any_order(tmp_path: Path) -> None:
+    scale = torch.randn(3)
+    pair = (torch.randn(3), torch.randn(3))
+    _, loaded = exported(Structured(), (pair,), tmp_path, kwargs={"scale": scale, "name": "b"})
+    assert torch.equal(loaded(pair, name="b", scale=scale)["sum"], Structured()(pair, scale=scale)["sum"])
+    with pytest.raises(ArgumentError, match="name was 'b' when the model was exported"):
+        loaded(pair, name="c", scale=scale)
+
+
+def test_what_only_python_can_run_is_told(tmp_path: Path) -> None:
+    report, _ = exported(Sorts(), (torch.randn(4, 5),), tmp_path)
+    assert len(report.python_parts) == 1
+    assert "aten.sort" in report.python_parts[0]
+    assert "test_model.py" in report.python_parts[0]
+    assert "not_exportable" in str(report)
+
+
+def test_a_class_that_has_no_name_in_files_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NotExportableError, match=r"Point.*serialized_type_name"):
+        exported(Named(), (Point(torch.randn(2), torch.randn(2)),), tmp_path)
+
+
+def test_the_plan_is_told(tmp_path: Path) -> None:
+    """The same plan as in the report of the export."""
+    report, loaded = exported(_network(), (torch.randn(2, 3, 8, 8),), tmp_path)
+    assert loaded.explain().plans == report.explanation.plans
+    assert "tvm runs" in str(loaded.explain())
+
+
+def test_threads_call_at_once(tmp_path: Path) -> None:
+    """Eight threads, also of a model with a state: no call of it is lost."""
+    _, network = exported(_network(), (torch.randn(2, 3, 8, 8),), tmp_path)
+    (tmp_path / "counter").mkdir()
+    _, counter = exported(Counter(), (torch.ones(2, 3),), tmp_path / "counter")
+    x = torch.randn(2, 3, 8, 8)
+    expected, wrong = network(x), []
+
+    def call() -> None:
+        for _ in range(20):
+            if not torch.equal(network(x), expected):
+                wrong.append(1)
+            counter(torch.ones(2, 3))
+
+    threads = [threading.Thread(target=call) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert torch.equal(counter(torch.zeros(2, 3)), torch.full((3,), 160 * 2.0 * 2 + 161))
+
+
+def test_memory_is_free_when_the_model_is_gone(tmp_path: Path) -> None:
+    """A mapping of the file lives as long as tensors of it do."""
+    report, loaded = exported(_network(), (torch.randn(2, 3, 8, 8),), tmp_path)
+
+    def maps() -> int:
+        gc.collect()
+        return Path("/proc/self/maps").read_text().count(str(report.path))
+
+    assert maps() == 1
+    second = torch_hybrid_backend.load(report.path)
+    result = second(torch.randn(2, 3, 8, 8))
+    del loaded, second
+    assert maps() == 0
+    assert result.shape == (2, 10)
+
+
+_ELSEWHERE = """
+import sys
+sys.modules["tvm"] = None
+import torch
+import torch_hybrid_backend
+model = torch_hybrid_backend.load(sys.argv[1])
+x = torch.load(sys.argv[2])
+torch.save(model(x), sys.argv[3])
+loaded = [name for name in sys.modules if name.startswith(("torch._dynamo", "torch._inductor", "torch._functorch.aot", "tvm"))]
+assert loaded == ["tvm"], loaded
+"""
+
+
+def test_another_process_needs_no_compiler(tmp_path: Path) -> None:
+    """Without a home, a cache, a linker on the PATH and TVM, the answer is the same bit for bit; no Dynamo is imported."""
+    report, loaded = exported(_network(), (torch.randn(2, 3, 8, 8),), tmp_path)
+    x = torch.randn(2, 3, 8, 8)
+    torch.save(x, tmp_path / "x.pt")
+    environment = {
+        "PATH": "",
+        "HOME": "/nonexistent",
+        "HYBRID_CACHE_DIR": "/nonexistent/cache",
+        "PYTHONPATH": str(ROOT),
+    }
+    command = [sys.executable, "-c", _ELSEWHERE, str(report.path), str(tmp_path / "x.pt"), str(tmp_path / "y.pt")]
+    done = subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert torch.equal(torch.load(tmp_path / "y.pt"), loaded(x))
+
+
+def test_equal_exports_give_equal_bytes(tmp_path: Path) -> None:
+    first, _ = exported(_network(), (torch.ones(2, 3, 8, 8),), tmp_path)
+    before = first.path.read_bytes()
+    second, _ = exported(_network(), (torch.ones(2, 3, 8, 8),), tmp_path)
+    assert second.path.read_bytes() == before
+
+
+def test_a_file_that_others_may_write_is_copied_only(tmp_path: Path) -> None:
+    report, _ = exported(_network(), (torch.randn(2, 3, 8, 8),), tmp_path)
+    report.path.chmod(0o666)
+    with pytest.raises(ArtifactError, match="share=False"):
+        torch_hybrid_backend.load(report.path)
+    loaded = torch_hybrid_backend.load(report.path, share=False)
+    os.truncate(report.path, 0)
+    assert loaded(torch.randn(2, 3, 8, 8)).shape == (2, 10)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8", "int8-weights", "int4-weights"])
+def test_precisions(precision: str, tmp_path: Path) -> None:
+    """The weights are stored as kernels read them: in 8 or 4 bits, a fraction of the parameters' bytes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 1024), nn.GELU(), nn.Linear(1024, 512)).eval()
+    x = torch.randn(4, 512)
+    report, loaded = exported(
+        model, (x,), tmp_path, options={"precision": precision, "placement": "measure", "strict": False}
+    )
+    parameters = sum(each.numel() for each in model.parameters()) * 4
+    most = {"bf16": 1.2, "int8": 1.2, "int8-weights": 0.4, "int4-weights": 0.25}[precision]
+    assert report.size_bytes < most * parameters
+    assert (loaded(x) - model(x)).norm() < 0.3 * model(x).norm()

@@ -1,0 +1,175 @@
+"""`.hybrid` files put together byte by byte, for tests of their reader: also files that no writer would write.
+
+`python -m tests.runtime.hybrid_files csrc/tests/corpus` renews what csrc/tests/fuzz_artifact.cc begins with.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import platform
+import struct
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+PAGE = 4096
+N = 8  # elements of each tensor of `small_file`
+
+
+@dataclass
+class HybridFile:
+    """The contents of a file. `segments`: kind and bytes by name. `edit` changes the manifest once it is complete, lengths included."""
+
+    manifest: dict[str, Any]
+    segments: dict[str, tuple[str, bytes]]
+    signatures: list[bytes] = field(default_factory=list)  # 96 bytes each
+    edit: Callable[[dict[str, Any]], object] = lambda manifest: None
+
+    def text(self) -> bytes:
+        """The JSON of the manifest. Its own length decides where segments lie."""
+        text = b""
+        while True:
+            described, end = [], PAGE + len(text)
+            for name, (kind, content) in self.segments.items():
+                offset = -(-end // PAGE) * PAGE
+                digest = hashlib.sha256(content).hexdigest()
+                described.append(
+                    {
+                        "name": name,
+                        "kind": kind,
+                        "offset": offset,
+                        "size": len(content),
+                        "sha256": digest,
+                        "encoding": "none",
+                    }
+                )
+                end = offset + len(content)
+            manifest = copy.deepcopy({**self.manifest, "segments": described})
+            self.edit(manifest)
+            made = json.dumps(manifest, separators=(",", ":"), ensure_ascii=False).encode()
+            if len(made) == len(text):
+                return made
+            text = made
+
+    def to_bytes(self) -> bytes:
+        return with_text(self.text(), [content for _, content in self.segments.values()], self.signatures)
+
+
+def with_text(text: bytes, contents: list[bytes], signatures: list[bytes] | None = None) -> bytes:
+    """A file whose manifest is `text`, whatever that is."""
+    body = text
+    for content in contents:
+        body += b"\0" * (-len(body) % PAGE) + content
+    signatures = signatures or []
+    fields = b"\x89HYBRID\n", 1, len(signatures), len(text), hashlib.sha256(text).digest(), PAGE + len(body)
+    return with_header(struct.pack("<8sIIQ32sQ", *fields) + b"".join(signatures)) + body
+
+
+def with_header(begin: bytes) -> bytes:
+    """A header that begins so, with its checksum."""
+    header = begin.ljust(PAGE - 32, b"\0")
+    return header + hashlib.sha256(header).digest()
+
+
+def value(kind: str, payload: int = 0, sizes: tuple[int, ...] = (N,), dtype: str = "float32") -> list[Any]:
+    """A value of a plan, contiguous."""
+    return [kind, payload, dtype, list(sizes), contiguous(sizes), "cpu"]
+
+
+def contiguous(sizes: tuple[int, ...]) -> list[int]:
+    strides = [1]
+    for size in sizes[:0:-1]:
+        strides.insert(0, strides[0] * size)
+    return strides if sizes else []
+
+
+def form(name: str, sizes: tuple[int, ...] = (N,), dtype: str = "float32") -> dict[str, Any]:
+    """The form of a tensor among inputs and outputs, contiguous."""
+    return {"name": name, "dtype": dtype, "sizes": list(sizes), "strides": contiguous(sizes)}
+
+
+def plan_text(values: list[Any], steps: list[Any], inputs: int, constants: int, outputs: list[int]) -> bytes:
+    plan = {"version": 1, "values": values, "steps": steps, "ranges": [], "arenas": []}
+    return json.dumps({**plan, "inputs": inputs, "constants": constants, "outputs": outputs}).encode()
+
+
+def small_file() -> HybridFile:
+    """A model without kernels that copies an input and a state, and has nearly all that a manifest can have."""
+    plan = plan_text(
+        [value("input"), value("constant"), value("input", 1), value("fresh"), value("fresh"), value("fresh")],
+        [
+            {"kind": "copy", "source": 0, "destination": 3},
+            {"kind": "copy", "source": 2, "destination": 4},
+            {"kind": "copy", "source": 0, "destination": 5},
+        ],
+        inputs=2,
+        constants=1,
+        outputs=[3, 4, 5],
+    )
+    weights = struct.pack(f"<{N}f", *range(N)) + b"\0" * 32 + struct.pack(f"<{N}f", *range(N))
+    tensor = {"dtype": "float32", "sizes": [N], "strides": [1]}
+    entry = {
+        "name": "forward",
+        "plan": "plan.forward",
+        "functions": None,
+        "python_parts": [],
+        "needs_torch": False,
+        "inputs": [form("x"), {"name": "flag", "value": True}],
+        "sources": [["input", 0], ["state", 0]],
+        "slots": [0],
+        "updates": [["copy", ["state", 0], 1], ["rows", ["state", 0], 0, ["constant", 3], ["constant", 4]]],
+        "results": [
+            ["output", 0],
+            ["input", 0],
+            ["state", 0],
+            ["constant", 1],
+            ["literal", 3],
+            ["view", ["output", 2], [2, 2], [4, 1], 2, "conj neg"],
+        ],
+        "outputs": [*map(form, "abcd"), {"name": "e", "value": 3}, form("f", (2, 2))],
+        "structure": {"in": "", "out": ""},
+    }
+    manifest = {
+        "format": 1,
+        "package": "0",
+        "torch": "2",
+        "model": "small",
+        "targets": [],
+        "constants": [{"segment": "weights.0", "offset": offset, **tensor} for offset in (0, 64)],
+        "states": [{"name": "cache", "constant": 1}],
+        "entries": [entry],
+        "samples": [{"entry": "forward", "inputs": [0, None], "outputs": [0, 0, 1, 1, None, 2], "tolerance": 1e-5}],
+    }
+    for dtype, sizes in (("float32", (2, 2)), ("int64", (2,)), ("float32", (2,))):
+        strides = contiguous(sizes)
+        more = {"segment": "weights.0", "offset": 0, "dtype": dtype, "sizes": list(sizes), "strides": strides}
+        manifest["constants"].append(more)  # type: ignore[attr-defined]
+    return HybridFile(manifest, {"plan.forward": ("plan", plan), "weights.0": ("weights", weights)})
+
+
+def target(library: str, *features: str) -> dict[str, Any]:
+    """The library of that segment, for machines like this one that have the features."""
+    return {
+        "system": "linux",
+        "processor": platform.machine(),
+        "features": list(features),
+        "library": library,
+    }
+
+
+def main(folder: Path) -> None:
+    """Write the seeds of the fuzzer: a whole file, and the text of a manifest with that of a plan."""
+    file = small_file()
+    whole = file.to_bytes()
+    [plan, _] = (content for _, content in file.segments.values())
+    folder.mkdir(exist_ok=True)
+    (folder / "whole").write_bytes(b"F" + whole)
+    (folder / "texts").write_bytes(b"M" + str(len(whole)).encode() + b"\n" + file.text() + b"\0" + plan)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,74 @@
+"""The part of a call that comes after the plan has run: inputs and states that change, and the results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from torch_hybrid_backend.artifact.manifest import (
+    CopyUpdate,
+    Entry,
+    LiteralResult,
+    Origin,
+    Result,
+    RowsUpdate,
+    ViewResult,
+)
+from torch_hybrid_backend.core.lazy_bits import LazyBits, copied
+
+# Tensor of an origin in the call at hand.
+Find = Callable[[Origin], torch.Tensor]
+
+_BITS = {
+    "conj": LazyBits(conjugate=True),
+    "neg": LazyBits(negative=True),
+    "conj neg": LazyBits(True, True),
+    "": LazyBits(),
+}
+
+
+def bits_in_words(bits: LazyBits) -> str:
+    """The text of a `ViewResult` for these bits."""
+    return next(text for text, each in _BITS.items() if each == bits)
+
+
+def finish(entry: Entry, find: Find) -> list[Any]:
+    """Carry out the entry's updates, then return its results. Raises IndexError for a position outside of a state or input."""
+    for update in entry.updates:
+        _carry_out(update, find)
+    return [_value(result, find) for result in entry.results]
+
+
+def finisher(entry: Entry) -> Callable[[Sequence[torch.Tensor], Find], list[Any]] | None:
+    """`finish` for an entry, or None where the results are the plan's outputs as they are."""
+    outputs = [result.origin for result in entry.results if isinstance(result, Result)]
+    if (
+        not entry.updates
+        and len(outputs) == len(entry.results)
+        and outputs == [("output", k) for k in range(len(outputs))]
+    ):
+        return None
+    return lambda _outputs, find: finish(entry, find)
+
+
+def _carry_out(update: CopyUpdate | RowsUpdate, find: Find) -> None:
+    target = find(update.target)
+    if isinstance(update, CopyUpdate):
+        target.copy_(find(("output", update.output)))
+        return
+    index, source = find(update.index), find(update.source)
+    source = source[(None,) * (target.dim() - source.dim())]
+    target.index_copy_(update.dim, torch.where(index < 0, index + target.shape[update.dim], index), source)
+
+
+def _value(result: Result | LiteralResult | ViewResult, find: Find) -> Any:
+    match result:
+        case LiteralResult(value):
+            return value
+        case ViewResult(origin, sizes, strides, offset, bits):
+            base = find(origin)
+            return _BITS[bits].view_of(base.as_strided(sizes, strides, base.storage_offset() + offset))
+    tensor = find(result.origin)
+    return copied(tensor) if result.origin[0] == "constant" else tensor

@@ -1,0 +1,272 @@
+"""The manifest of a `.hybrid` file: what its segments hold, and how a call gets from its inputs to its results, as data.
+
+Member by member, docs/hybrid_format.md describes the JSON that `Manifest.to_json` writes. csrc/src/artifact.cc reads and checks it; what
+`Manifest.from_json` is given was checked there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+FORMAT = 1
+
+# Origin of a tensor in a call: "input", "constant", "state", or in results also "output" (of the plan), and its number.
+Origin = tuple[str, int]
+Literal = bool | int | float | str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A range of the file's bytes. `sha256`: hexadecimal digits."""
+
+    name: str
+    kind: str
+    offset: int
+    size: int
+    sha256: str
+    encoding: str = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryTarget:
+    """The machines that a library of kernels is for: those that have all `features`, by the names of /proc/cpuinfo. `library`: a segment."""
+
+    system: str
+    processor: str
+    features: tuple[str, ...]
+    library: str
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A tensor in a segment, `offset` bytes from its begin on. Sizes and strides are in elements."""
+
+    segment: str
+    offset: int
+    dtype: str
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A tensor that calls change, such as a KV cache, and the number of the constant that it begins as."""
+
+    name: str
+    constant: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorForm:
+    """The form of a tensor that a call takes or returns. `name` is for people."""
+
+    name: str
+    dtype: str
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LiteralForm:
+    """A value that is no tensor: a call must pass, or returns, exactly this one."""
+
+    name: str
+    value: Literal
+
+
+Form = TensorForm | LiteralForm
+
+
+@dataclass(frozen=True, slots=True)
+class CopyUpdate:
+    """After the plan has run, its output number `output` is copied over `target`."""
+
+    target: Origin
+    output: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowsUpdate:
+    """After the plan has run, slices of `source` along `dim` are copied to the positions in `target` that `index` has."""
+
+    target: Origin
+    dim: int
+    index: Origin
+    source: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A result that is a tensor of the call itself; a constant is copied, as the caller may write to it."""
+
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class LiteralResult:
+    """A result that is no tensor."""
+
+    value: Literal
+
+
+@dataclass(frozen=True, slots=True)
+class ViewResult:
+    """A view of another result: `offset` elements behind that one's first. `bits`: how its memory is read: "", "conj", "neg" or "conj neg"."""
+
+    origin: Origin
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    bits: str
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """The pytrees of a call: of its positional and keyword arguments, and of what it returns, as PyTorch writes them."""
+
+    inputs: str
+    outputs: str
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A function of the model. `functions`: the segment of what only Python can run, None where there is nothing such; `python_parts` tells
+    people what each is, and the user's line. `needs_torch`: the plan calls operators of PyTorch's."""
+
+    name: str
+    plan: str
+    functions: str | None
+    python_parts: tuple[str, ...]
+    needs_torch: bool
+    inputs: tuple[Form, ...]
+    sources: tuple[Origin, ...]
+    slots: tuple[int, ...]
+    updates: tuple[CopyUpdate | RowsUpdate, ...]
+    results: tuple[Result | LiteralResult | ViewResult, ...]
+    outputs: tuple[Form, ...]
+    structure: Structure
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Inputs of a call of an entry and what it then returned, as numbers of constants; None for what is no tensor.
+
+    `tolerance`: how far an output may be off, as a share of the largest absolute value in it.
+    """
+
+    entry: str
+    inputs: tuple[int | None, ...]
+    outputs: tuple[int | None, ...]
+    tolerance: float
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """All that a file says of itself. `package`, `torch`: the versions that wrote it. `report`: the segment with the plans as JSON."""
+
+    package: str
+    torch: str
+    model: str
+    segments: tuple[Segment, ...]
+    targets: tuple[LibraryTarget, ...]
+    constants: tuple[Constant, ...]
+    states: tuple[State, ...]
+    entries: tuple[Entry, ...]
+    samples: tuple[Sample, ...]
+    report: str
+    format: int = FORMAT
+
+    def to_json(self) -> str:
+        """The manifest as it stands in a file: equal manifests give equal text."""
+        entries = [_entry_to_plain(entry) for entry in self.entries]
+        plain = {**_plain(self), "entries": entries}
+        return json.dumps(plain, separators=(",", ":"), ensure_ascii=False)
+
+    @staticmethod
+    def from_json(text: str) -> Manifest:
+        """The inverse of `to_json`, for text that was checked."""
+        plain = json.loads(text)
+        return Manifest(
+            package=plain["package"],
+            torch=plain["torch"],
+            model=plain["model"],
+            segments=tuple(_made(Segment, each) for each in plain["segments"]),
+            targets=tuple(_made(LibraryTarget, each) for each in plain["targets"]),
+            constants=tuple(_made(Constant, each) for each in plain["constants"]),
+            states=tuple(_made(State, each) for each in plain["states"]),
+            entries=tuple(map(_entry_from_plain, plain["entries"])),
+            samples=tuple(_made(Sample, each) for each in plain["samples"]),
+            report=plain["report"],
+        )
+
+
+def _plain(value: Any) -> dict[str, Any]:
+    return dataclasses.asdict(value)
+
+
+def _made(kind: Any, plain: Mapping[str, Any]) -> Any:
+    names = [field.name for field in dataclasses.fields(kind)]
+    return kind(**{name: _frozen(plain[name]) for name in names if name in plain})
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+def _entry_to_plain(entry: Entry) -> dict[str, Any]:
+    def update(each: CopyUpdate | RowsUpdate) -> list[Any]:
+        if isinstance(each, CopyUpdate):
+            return ["copy", each.target, each.output]
+        return ["rows", each.target, each.dim, each.index, each.source]
+
+    def result(each: Result | LiteralResult | ViewResult) -> list[Any]:
+        match each:
+            case Result():
+                return list(each.origin)
+            case LiteralResult():
+                return ["literal", each.value]
+        return ["view", each.origin, each.sizes, each.strides, each.offset, each.bits]
+
+    return {
+        **_plain(entry),
+        "updates": [update(each) for each in entry.updates],
+        "results": [result(each) for each in entry.results],
+        "structure": {"in": entry.structure.inputs, "out": entry.structure.outputs},
+    }
+
+
+def _entry_from_plain(plain: Mapping[str, Any]) -> Entry:
+    def form(each: Mapping[str, Any]) -> Form:
+        return _made(LiteralForm if "value" in each else TensorForm, each)  # type: ignore[no-any-return]
+
+    def update(each: list[Any]) -> CopyUpdate | RowsUpdate:
+        kind, target, *rest = _frozen(each)
+        return CopyUpdate(target, *rest) if kind == "copy" else RowsUpdate(target, *rest)
+
+    def result(each: list[Any]) -> Result | LiteralResult | ViewResult:
+        kind, *rest = _frozen(each)
+        match kind:
+            case "literal":
+                return LiteralResult(*rest)
+            case "view":
+                return ViewResult(*rest)
+        return Result((kind, *rest))
+
+    return Entry(
+        name=plain["name"],
+        plan=plain["plan"],
+        functions=plain["functions"],
+        python_parts=tuple(plain["python_parts"]),
+        needs_torch=plain["needs_torch"],
+        inputs=tuple(map(form, plain["inputs"])),
+        sources=_frozen(plain["sources"]),
+        slots=tuple(plain["slots"]),
+        updates=tuple(map(update, plain["updates"])),
+        results=tuple(map(result, plain["results"])),
+        outputs=tuple(map(form, plain["outputs"])),
+        structure=Structure(plain["structure"]["in"], plain["structure"]["out"]),
+    )

@@ -1,0 +1,303 @@
+"""Models opened from `.hybrid` files: `load`, and what a call of such a model does. Neither Dynamo nor a compiler is imported."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_hybrid_backend.artifact.calls import finisher
+from torch_hybrid_backend.artifact.functions import functions_from_text
+from torch_hybrid_backend.artifact.manifest import (
+    CopyUpdate,
+    Entry,
+    LiteralForm,
+    Manifest,
+    Origin,
+    Sample,
+    TensorForm,
+)
+from torch_hybrid_backend.artifact.signing import check_signed
+from torch_hybrid_backend.core.plan import Plan as PlanReport
+from torch_hybrid_backend.errors import ArgumentError, ArtifactError, failures
+from torch_hybrid_backend.report import Explanation
+from torch_hybrid_backend.runtime.native.ops import Artifact, Binding, Guard, Plan
+from torch_hybrid_backend.torch_private import TreeSpec, tree_flatten, tree_unflatten, treespec_loads
+
+
+def load(path: str | os.PathLike[str], *, keys: Sequence[Any] | None = None, share: bool = True) -> LoadedModel:
+    """Open a model that `export` wrote.
+
+    keys: public keys of Ed25519 that are trusted, as objects of the package cryptography, as 32 bytes, or as paths of PEM files; one of them
+    must have signed the file (`torch_hybrid_backend.sign`, `hybrid sign`). None: signatures are not looked at. share: map the file, so that
+    processes share its weights; the file must then be one that only this user or root may write. False: read it into memory.
+
+    `load` makes the sample call that is in the file, and compares its results with those in the file. A file is code: its checksums find damage,
+    but only a signature tells where it comes from. Open files that you trust.
+
+    Raises ArtifactError for a file that is damaged, is not signed by one of the keys, does not suit this machine or PyTorch, or whose sample
+    call has other results here.
+
+        model = torch_hybrid_backend.load("resnet50.hybrid")
+        logits = model(images)
+    """
+    return LoadedModel(Path(path), keys=keys, share=share)
+
+
+class LoadedModel:
+    """A model from a file: called as the model that was exported. Threads may call it at once; calls that change a state take turns."""
+
+    def __init__(self, path: Path, *, keys: Sequence[Any] | None, share: bool) -> None:
+        self._path = path
+        self._artifact = Artifact(path, share=share, threads=torch.get_num_threads())
+        if keys is not None:
+            check_signed(path, self._artifact.manifest.encode(), self._artifact.signatures, keys)
+        self._manifest = Manifest.from_json(self._artifact.manifest)
+        self._check_torch()
+        memory = _Memory(self._artifact, self._manifest)
+        self._states = [memory.constant(state.constant).clone() for state in self._manifest.states]
+        lock = threading.RLock()
+        try:
+            self._entries = {
+                entry.name: LoadedEntry(entry, path, self._artifact, memory, self._states, lock)
+                for entry in self._manifest.entries
+            }
+        except failures(ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            raise ArtifactError(
+                f"{path} names something that this installation does not have: {error}; import the library that the model is of, "
+                f"and use torch {self._manifest.torch} and torch_hybrid_backend {self._manifest.package}, which wrote it"
+            ) from error
+        self._default = self._entries[self._manifest.entries[0].name]
+        for sample in self._manifest.samples:
+            self._check_sample(sample, memory)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the first entry."""
+        return self._default(args, kwargs)
+
+    @property
+    def entries(self) -> tuple[str, ...]:
+        """Names of the functions in the file; a call of the model is one of the first."""
+        return tuple(self._entries)
+
+    def entry(self, name: str) -> Callable[..., Any]:
+        """The function of that name. Raises ArgumentError for a name that the file does not have."""
+        if name not in self._entries:
+            raise ArgumentError(f"{self._path} has no entry {name!r}; it has {', '.join(map(repr, self._entries))}")
+        found = self._entries[name]
+        return lambda *args, **kwargs: found(args, kwargs)
+
+    def flat_entry(self, name: str | None = None) -> LoadedEntry:
+        """The entry of that name, or the first, as a function of flat arguments. Raises ArgumentError as `entry` does."""
+        if name is not None:
+            self.entry(name)
+        return self._default if name is None else self._entries[name]
+
+    def explain(self) -> Explanation:
+        """The plans that the file was written with, as `torch_hybrid_backend.explain` tells them."""
+        told = json.loads(_bytes(*self._artifact.segment(self._manifest.report)))
+        plans = tuple(PlanReport.from_json(json.dumps(plan)) for plan in told["plans"])
+        about = {
+            "model": self._manifest.model,
+            "file": str(self._path),
+            "versions": f"torch {self._manifest.torch}, hybrid {self._manifest.package}",
+        }
+        return Explanation(plans, about=about)
+
+    def __repr__(self) -> str:
+        return f"LoadedModel({str(self._path)!r}, {self._manifest.model}: {', '.join(self._entries)})"
+
+    def _check_torch(self) -> None:
+        bound = [entry.name for entry in self._manifest.entries if entry.needs_torch or entry.functions is not None]
+        if bound and torch.__version__.partition("+")[0] != self._manifest.torch.partition("+")[0]:
+            raise ArtifactError(
+                f"{self._path} holds operators of torch {self._manifest.torch}, and this is torch {torch.__version__}: install that version, "
+                "or export the model again with this one"
+            )
+
+    def _check_sample(self, sample: Sample, memory: _Memory) -> None:
+        """Make the call that is kept in the file. Raises ArtifactError where its results are others than in the file."""
+        entry = self._entries[sample.entry]
+        literals = [form.value if isinstance(form, LiteralForm) else None for form in entry.entry.inputs]
+        entry.sample_inputs = [
+            literal if number is None else memory.constant(number)
+            for number, literal in zip(sample.inputs, literals, strict=True)
+        ]
+        inputs = [value.clone() if isinstance(value, torch.Tensor) else value for value in entry.sample_inputs]
+        kept = [state.clone() for state in self._states] if entry.entry.updates else []
+        results = entry.run(inputs)
+        for number, result in zip(sample.outputs, results, strict=True):
+            if number is not None and not _is_close(result, memory.constant(number), sample.tolerance):
+                raise ArtifactError(
+                    f"{self._path}: the sample call of {sample.entry} has other results on this machine than in the file: "
+                    "export the model again on a machine of this kind"
+                )
+        for state, before in zip(self._states, kept, strict=False):
+            state.copy_(before)
+
+
+class _Memory:
+    """Tensors over the memory of a file."""
+
+    def __init__(self, artifact: Artifact, manifest: Manifest) -> None:
+        self._artifact = artifact
+        self._constants = manifest.constants
+
+    def constant(self, number: int) -> torch.Tensor:
+        """The constant of that number."""
+        constant = self._constants[number]
+        dtype = getattr(torch, constant.dtype)
+        span = 1 + sum((n - 1) * s for n, s in zip(constant.sizes, constant.strides, strict=True))
+        if 0 in constant.sizes:
+            return torch.empty_strided(constant.sizes, constant.strides, dtype=dtype)
+        memory = (ctypes.c_byte * (span * dtype.itemsize)).from_address(self._artifact.constant_address(number))
+        memory.owner = self._artifact  # type: ignore[attr-defined]
+        return torch.frombuffer(memory, dtype=dtype, count=span).as_strided(constant.sizes, constant.strides)
+
+
+class LoadedEntry:
+    """An entry that is ready to run. `sample_inputs`: the flat arguments of the call that is kept in the file."""
+
+    sample_inputs: Sequence[Any] = ()
+
+    def __init__(
+        self,
+        entry: Entry,
+        path: Path,
+        artifact: Artifact,
+        memory: _Memory,
+        states: Sequence[torch.Tensor],
+        lock: threading.RLock,
+    ) -> None:
+        self.entry = entry
+        self._path = path
+        functions = (
+            functions_from_text(_bytes(*artifact.segment(entry.functions))) if entry.functions is not None else {}
+        )
+        callbacks = [functions.get(number, _never) for number in range(max(functions, default=-1) + 1)]
+        self._plan = Plan.of_artifact(artifact, entry.plan, callbacks)
+        addresses = {slot: artifact.constant_address(number) for slot, number in enumerate(entry.slots)}
+        self._binding = Binding(self._plan, Guard([]), {}, addresses)
+        self._in_spec = treespec_loads(entry.structure.inputs)
+        self._out_spec = treespec_loads(entry.structure.outputs)
+        self._arguments = len(entry.inputs)
+        used = {update.target for update in entry.updates}
+        origins = {*entry.sources, *(origin for origin in _origins(entry) if origin[0] in ("constant", "state"))}
+        self._fixed: dict[Origin, torch.Tensor] = {
+            origin: states[origin[1]] if origin[0] == "state" else memory.constant(origin[1])
+            for origin in origins
+            if origin[0] in ("constant", "state")
+        }
+        self._sources = [
+            (number, None) if kind == "input" else (0, self._fixed[kind, number]) for kind, number in entry.sources
+        ]
+        self._finish = finisher(entry)
+        self._lock: Any = lock if any(kind == "state" for kind, _ in used) else nullcontext()
+        self._needs_no_grad = bool(functions) or bool(entry.updates)
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        leaves, spec = tree_flatten((args, kwargs))
+        if spec != self._in_spec:
+            leaves = self._in_order(args, kwargs)
+        return tree_unflatten(self.run(leaves), self._out_spec)
+
+    def run(self, leaves: Sequence[Any]) -> list[Any]:
+        """The flat results of a call with flat arguments."""
+        for form, value in zip(self.entry.inputs, leaves, strict=True):
+            if isinstance(form, TensorForm):
+                if (
+                    not isinstance(value, torch.Tensor)
+                    or value.shape != form.sizes
+                    or value.dtype is not _DTYPES[form.dtype]
+                ):
+                    self._refuse(form, value)
+            elif type(value) is not type(form.value) or value != form.value:
+                self._refuse(form, value)
+        inputs = [leaves[number] if tensor is None else tensor for number, tensor in self._sources]
+        with self._lock:
+            if torch.is_grad_enabled() and self._needs_no_grad:
+                with torch.no_grad():
+                    return self._results(leaves, inputs)
+            return self._results(leaves, inputs)
+
+    def _results(self, leaves: Sequence[Any], inputs: list[torch.Tensor]) -> list[Any]:
+        outputs = self._plan.run(self._binding, inputs)
+        assert outputs is not None, "a binding without a guard is never stale"
+        if self._finish is None:
+            return outputs
+        values = {"input": leaves, "output": outputs}
+
+        def find(origin: Origin) -> torch.Tensor:
+            kind, number = origin
+            return values[kind][number] if kind in values else self._fixed[origin]  # type: ignore[return-value]
+
+        return self._finish(outputs, find)
+
+    def _in_order(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The flat arguments of a call whose keyword arguments come in another order. Raises ArgumentError where that is not all."""
+        positional, keywords = _children(self._in_spec)
+        if set(keywords.context) == set(kwargs):
+            leaves, spec = tree_flatten((args, {name: kwargs[name] for name in keywords.context}))
+            if spec == self._in_spec:
+                return leaves
+        names = ", ".join(form.name for form in self.entry.inputs)
+        raise ArgumentError(
+            f"{self._path}: {self.entry.name} takes its arguments nested as it was exported ({names}): {len(_children(positional))} positional"
+            f", keywords {list(keywords.context)}; it got {len(args)} positional, keywords {list(kwargs)}"
+        )
+
+    def _refuse(self, form: TensorForm | LiteralForm, value: Any) -> None:
+        if isinstance(form, LiteralForm):
+            raise ArgumentError(
+                f"{self._path}: {form.name} was {form.value!r} when the model was exported, and is part of it; it got {value!r}"
+            )
+        if isinstance(value, torch.Tensor):
+            got = f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+        else:
+            got = f"a {type(value).__name__}"
+        raise ArgumentError(f"{self._path}: {form.name} must be {form.dtype} {form.sizes}; it got {got}")
+
+
+_DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+
+
+def _children(structure: TreeSpec) -> list[TreeSpec]:
+    """The structures within a structure; torch 2.13 renamed their attribute."""
+    children = getattr(structure, "children", None)
+    return list(children()) if children is not None else structure.children_specs
+
+
+def _origins(entry: Entry) -> list[Origin]:
+    """The origins that an entry's updates and results name."""
+    found = [result.origin for result in entry.results if hasattr(result, "origin")]
+    for update in entry.updates:
+        found.append(update.target)
+        if not isinstance(update, CopyUpdate):
+            found += [update.index, update.source]
+    return found
+
+
+def _never(_: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    raise AssertionError("the plan calls no such function")
+
+
+def _bytes(address: int, size: int) -> bytes:
+    return ctypes.string_at(address, size)
+
+
+def _is_close(result: object, expected: torch.Tensor, tolerance: float) -> bool:
+    if not isinstance(result, torch.Tensor) or (result.shape, result.dtype) != (expected.shape, expected.dtype):
+        return False
+    if torch.equal(result, expected) or result.numel() == 0:
+        return True
+    if not result.is_floating_point() and not result.is_complex():
+        return False
+    off = (result - expected).abs().nan_to_num(0.0 if torch.equal(result.isnan(), expected.isnan()) else torch.inf)
+    return bool(off.max() <= tolerance * expected.nan_to_num(0.0).abs().max())

@@ -1,0 +1,140 @@
+"""Writes `.hybrid` files: header, manifest, segments. Equal contents give equal bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from torch_hybrid_backend.artifact.manifest import FORMAT, Constant, Manifest, Segment
+from torch_hybrid_backend.errors import HybridError
+
+MAGIC = b"\x89HYBRID\n"
+PAGE_BYTES = 4096
+CHECKSUM_BYTES = 32
+MAX_MANIFEST_BYTES = 16 << 20
+HEADER = struct.Struct("<8sIIQ32sQ")  # magic, format, signatures, manifest's size and SHA-256, file's size
+_TENSOR_ALIGNMENT = 64
+# Segments of weights are checked by several threads: a larger segment than that has one tensor.
+_WEIGHTS_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """A segment before its place in the file is known."""
+
+    name: str
+    kind: str
+    content: bytes
+
+
+class Writer:
+    """Collects segments and tensors, then writes the file. Tensors with equal bytes are kept once."""
+
+    def __init__(self) -> None:
+        self._parts: list[_Part] = []
+        self._weights: list[tuple[bytearray, str]] = []
+        self._blobs: dict[tuple[int, bytes], tuple[str, int]] = {}  # (size, SHA-256) -> segment, offset
+        self._constants: dict[Constant, int] = {}
+
+    def add_segment(self, kind: str, name: str, content: bytes) -> str:
+        """Add a segment that is no weights; return its name."""
+        self._parts.append(_Part(name, kind, content))
+        return name
+
+    def add_tensor(self, tensor: torch.Tensor) -> int:
+        """Add a strided tensor on the CPU, with its sizes and strides; return its number among the constants."""
+        memory = _memory(tensor)
+        segment, offset = self._place(memory)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        constant = Constant(segment, offset, dtype, tuple(tensor.shape), tensor.stride())
+        return self._constants.setdefault(constant, len(self._constants))
+
+    @property
+    def constants(self) -> tuple[Constant, ...]:
+        """The tensors that were added, by number."""
+        return tuple(self._constants)
+
+    def write(self, path: Path, manifest: Callable[[tuple[Segment, ...]], Manifest]) -> int:
+        """Write the file in one step, replacing one that is there; return its size in bytes.
+
+        `manifest` makes the manifest of the segments. Raises OSError where the file cannot be written, HybridError for a manifest that is too
+        large.
+        """
+        parts = [*self._parts, *(_Part(name, "weights", bytes(content)) for content, name in self._weights)]
+        segments = [
+            Segment(part.name, part.kind, 0, len(part.content), hashlib.sha256(part.content).hexdigest())
+            for part in parts
+        ]
+        text, segments, end = _laid_out(segments, manifest)
+        if len(text) > MAX_MANIFEST_BYTES:
+            raise HybridError(
+                f"the manifest of {path} would have {len(text)} bytes; at most {MAX_MANIFEST_BYTES} are allowed: "
+                "export fewer entries to one file"
+            )
+        header = HEADER.pack(MAGIC, FORMAT, 0, len(text), hashlib.sha256(text).digest(), end)
+        header = header.ljust(PAGE_BYTES - CHECKSUM_BYTES, b"\0")
+        header += hashlib.sha256(header).digest()
+        pieces = [(0, header), (PAGE_BYTES, text)]
+        pieces += [(segment.offset, part.content) for segment, part in zip(segments, parts, strict=True)]
+        replace_file(path, pieces)
+        return end
+
+    def _place(self, memory: bytes) -> tuple[str, int]:
+        key = (len(memory), hashlib.sha256(memory).digest())
+        if key not in self._blobs:
+            fits = self._weights and len(self._weights[-1][0]) + len(memory) + _TENSOR_ALIGNMENT <= _WEIGHTS_BYTES
+            if not fits:
+                self._weights.append((bytearray(), f"weights.{len(self._weights)}"))
+            content, name = self._weights[-1]
+            content.extend(b"\0" * (-len(content) % _TENSOR_ALIGNMENT))
+            self._blobs[key] = (name, len(content))
+            content.extend(memory)
+        return self._blobs[key]
+
+
+def _laid_out(
+    segments: Sequence[Segment], manifest: Callable[[tuple[Segment, ...]], Manifest]
+) -> tuple[bytes, list[Segment], int]:
+    """The manifest's text, the segments in their places, and where the file ends. Places decide the length of the text, and it decides them."""
+    length = 0
+    while True:
+        end = PAGE_BYTES + length
+        placed = []
+        for segment in segments:
+            begin = end + -end % PAGE_BYTES
+            placed.append(replace(segment, offset=begin))
+            end = begin + segment.size
+        text = manifest(tuple(placed)).to_json().encode()
+        if len(text) == length:
+            return text, placed, end
+        length = len(text)
+
+
+def _memory(tensor: torch.Tensor) -> bytes:
+    """The bytes of a tensor from its first element to its last."""
+    span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
+    flat = tensor.detach().as_strided((span,), (1,)) if span else tensor.detach().reshape(-1)
+    return flat.contiguous().view(torch.uint8).numpy().tobytes() if span else b""
+
+
+def replace_file(path: Path, pieces: Sequence[tuple[int, bytes]]) -> None:
+    """Write pieces at their offsets to a file, in one step, with zeros between them. Raises OSError where that cannot be."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
+    try:
+        with temporary.open("xb") as file:
+            for offset, content in pieces:
+                file.write(b"\0" * (offset - file.tell()))
+                file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

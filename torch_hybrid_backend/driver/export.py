@@ -1,0 +1,442 @@
+"""Export: a model as one `.hybrid` file. Part of the wiring.
+
+torch.export      -> ExportedProgram
+capture.exported  -> ATen graph, and what becomes of its outputs, as data
+HybridGraph       -> a plan, by the passes, partitions, timings and accuracy checks of a call
+artifact          -> the plan, one library of its kernels, packed weights, a report and a sample call in a file
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_hybrid_backend._version import __version__
+from torch_hybrid_backend.arguments import described, is_compiled
+from torch_hybrid_backend.artifact.calls import bits_in_words, finish
+from torch_hybrid_backend.artifact.functions import functions_to_text
+from torch_hybrid_backend.artifact.manifest import (
+    CopyUpdate,
+    Entry,
+    Form,
+    LibraryTarget,
+    LiteralForm,
+    LiteralResult,
+    Manifest,
+    Origin,
+    Result,
+    RowsUpdate,
+    Sample,
+    Segment,
+    State,
+    Structure,
+    TensorForm,
+    ViewResult,
+)
+from torch_hybrid_backend.artifact.writer import Writer
+from torch_hybrid_backend.backend import with_instructions
+from torch_hybrid_backend.capture.exported import (
+    Copied,
+    ExportedGraph,
+    GraphInput,
+    GraphOutput,
+    Rows,
+    ViewOf,
+    capture_exported,
+)
+from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.core.engine import LinkedLibrary
+from torch_hybrid_backend.core.hoisted_inputs import CallInput
+from torch_hybrid_backend.core.plan import Plan
+from torch_hybrid_backend.core.program import KernelCall, OperatorCall
+from torch_hybrid_backend.driver.hybrid_graph import HybridGraph
+from torch_hybrid_backend.driver.ready import Ready
+from torch_hybrid_backend.driver.session import Session, open_session
+from torch_hybrid_backend.driver.stages import Assignment
+from torch_hybrid_backend.errors import ArgumentError, NotExportableError, failures
+from torch_hybrid_backend.progress import Progress
+from torch_hybrid_backend.report import Explanation, about_call
+from torch_hybrid_backend.runtime.executor import Executor, PlanOutput, SavedPlan
+from torch_hybrid_backend.torch_private import OpOverload, tree_flatten, treespec_dumps
+
+ENTRY = "forward"
+# The name of the library in a file's plans, whatever it is linked for.
+LIBRARY = "library"
+
+# How far the outputs of the sample call may be off on another machine, whose mathematical functions round otherwise.
+_TOLERANCES = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
+_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class ExportReport:
+    """The outcome of an export. Prints as text.
+
+    `python_parts`: what only Python can run, one text for each: `load` runs such a file, the runner refuses it. `needs_torch`: operators of
+    PyTorch's are among its steps.
+    """
+
+    path: Path
+    size_bytes: int
+    entries: tuple[str, ...]
+    explanation: Explanation
+    python_parts: tuple[str, ...]
+    needs_torch: bool
+
+    def __str__(self) -> str:
+        if self.python_parts:
+            runs = "runs with torch_hybrid_backend.load; the runner without Python refuses it (not_exportable):"
+            needs = "\n".join([runs, *(f"  {part}" for part in self.python_parts)])
+        elif self.needs_torch:
+            needs = "runs with torch_hybrid_backend.load, which has PyTorch: it calls operators of PyTorch's"
+        else:
+            needs = "runs with torch_hybrid_backend.load, and in the runner without Python and PyTorch"
+        return f"{self.path}: {self.size_bytes / 1e6:.1f} MB, {', '.join(self.entries)}\n{needs}\n\n{self.explanation}"
+
+
+def export(
+    model: torch.nn.Module | torch.export.ExportedProgram | str | os.PathLike[str],
+    args: Sequence[Any] | None,
+    path: str | os.PathLike[str],
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+    options: Mapping[str, object] | None = None,
+) -> ExportReport:
+    """Compile a model for inference and write it to one file, which `load` and the runner open without tracing or compiling anything.
+
+    model: a module, as it is to be called (`model.eval()`), an `ExportedProgram`, or a `.pt2` file of one. args, kwargs: a call of it; engines
+    are chosen on these inputs, as in the first call of a compiled model, and the call is kept in the file as a sample. None: those that the
+    program was exported with. dynamic_shapes: as for `torch.export.export`. options: settings, as for `torch.compile`; under `precision`
+    weights are stored in the form that kernels read. Regions stay with kernels even where an operator of PyTorch's would be faster, so that the
+    file needs no PyTorch.
+
+    Raises ArgumentError for what cannot be exported at all, NotExportableError for a model that no file can hold, ConfigError for settings, and
+    OSError where the file cannot be written.
+
+        report = torch_hybrid_backend.export(model.eval(), (torch.randn(1, 3, 224, 224),), "resnet50.hybrid")
+    """
+    path = _checked(Path(path))
+    config = Config.from_env(os.environ).with_options(options, None)
+    config = with_instructions(dataclasses.replace(config, background=False, prefer_kernels=True))
+    program = _program(model, args, kwargs, dynamic_shapes)
+    example_args, example_kwargs = _example(program, args, kwargs)
+    name = type(model).__name__ if isinstance(model, torch.nn.Module) else "Model"
+    session = open_session(config)
+    ready = Ready(name, config)
+    with ready.working():
+        with Progress("tracing"):
+            keep_ops = frozenset[OpOverload]().union(*(engine.keep_ops for engine in session.engines))
+            graph = capture_exported(program, keep_ops)
+        flat, _ = tree_flatten((tuple(example_args), dict(example_kwargs)))
+        inputs = [tensor for _, tensor in graph.tensors] + [
+            flat[position].detach().clone() for position in graph.arguments
+        ]
+        plans: list[Plan] = []
+        compiled = HybridGraph(graph.captured, session, config, ready.telling(plans.append), name)
+        with torch.no_grad():
+            outputs = compiled(list(inputs))
+        about = about_call(model, example_args, example_kwargs) if callable(model) else {"model": name}
+        exporter = _Exporter(session, name)
+        exporter.add(ENTRY, program, graph, compiled, inputs, outputs, flat)
+        with Progress("writing"):
+            return exporter.written(path, Explanation(tuple(plans[-1:]), about=about))
+
+
+def _checked(path: Path) -> Path:
+    if path.is_dir():
+        raise ArgumentError(
+            f"cannot write {path}: it is a folder; give the name of a file in it, such as {path / 'model.hybrid'}"
+        )
+    if not path.parent.is_dir():
+        raise ArgumentError(f"cannot write {path}: there is no folder {path.parent}; make it first")
+    return path
+
+
+def _program(model: Any, args: Any, kwargs: Any, dynamic_shapes: Any) -> torch.export.ExportedProgram:
+    if isinstance(model, torch.export.ExportedProgram | str | os.PathLike):
+        if dynamic_shapes is not None:
+            raise ArgumentError(
+                "dynamic_shapes is for a module; sizes of an exported program were chosen when it was exported"
+            )
+        return model if isinstance(model, torch.export.ExportedProgram) else torch.export.load(model)
+    if is_compiled(model):
+        raise ArgumentError("export got a compiled model; pass the model that was given to torch.compile")
+    if not isinstance(model, torch.nn.Module):
+        raise ArgumentError(
+            f"export got {described(model)}; its first argument must be a model (torch.nn.Module), an ExportedProgram, or the path of a .pt2 "
+            "file"
+        )
+    if not isinstance(args, tuple | list):
+        raise ArgumentError(
+            f"export got {described(args)} as args; it must be a tuple of positional arguments, () if there are none"
+        )
+    with torch.no_grad():
+        try:
+            return torch.export.export(
+                model, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
+            )
+        except failures(Exception) as error:  # torch.export raises many kinds of errors for what it cannot trace
+            raise NotExportableError(
+                f"torch.export cannot trace {type(model).__name__}: {str(error).strip().splitlines()[0]}; the error before this one has the "
+                "rest, https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/export.html what it can trace"
+            ) from error
+
+
+def _example(program: torch.export.ExportedProgram, args: Any, kwargs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """The call that the program is compiled on."""
+    if args is not None:
+        return args, kwargs or {}
+    if program.example_inputs is None:
+        raise ArgumentError("the exported program has no example inputs; pass args and kwargs of a call")
+    example_args, example_kwargs = program.example_inputs
+    return example_args, example_kwargs
+
+
+class _Exporter:
+    """Collects the entries of one file. Tensors that entries share are written once, and states that they share are one."""
+
+    def __init__(self, session: Session, model: str) -> None:
+        self._session = session
+        self._model = model
+        self._writer = Writer()
+        self._libraries: dict[str, None] = {}
+        self._engines: set[str] = set()
+        self._tensors: dict[int, torch.Tensor] = {}  # of constants, by number
+        self._states: dict[int, State] = {}  # by the address of the tensor that it begins as
+        self._state_tensors: list[torch.Tensor] = []
+        self._entries: list[Entry] = []
+        self._samples: list[Sample] = []
+
+    def add(
+        self,
+        name: str,
+        program: torch.export.ExportedProgram,
+        graph: ExportedGraph,
+        compiled: HybridGraph,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[Any],
+        flat: Sequence[Any],
+    ) -> None:
+        """Add an entry. `inputs`, `outputs`: of the graph, in the call that chose its engines; `flat`: that call's arguments."""
+        executor = compiled.executor
+        if not isinstance(executor, Executor):
+            raise NotExportableError(_why_not_static(graph, executor))
+        saved = executor.saved(inputs)
+        self._take_libraries(compiled.assignment)
+        steps = saved.description.steps
+        description = dataclasses.replace(saved.description, titles=())
+        plan = self._writer.add_segment(
+            "plan", f"plan.{name}", description.text(lambda _member, _path: LIBRARY).encode()
+        )
+        functions = None
+        if saved.functions:
+            functions = self._writer.add_segment("functions", f"functions.{name}", functions_to_text(saved.functions))
+        origin = self._origins(graph, saved)
+        entry = Entry(
+            name=name,
+            plan=plan,
+            functions=functions,
+            python_parts=_python_parts(compiled.assignment, saved),
+            needs_torch=any(isinstance(step.step, OperatorCall) for step in steps),
+            inputs=_input_forms(program, flat),
+            sources=tuple(map(origin, saved.inputs)),
+            slots=tuple(self._writer.add_tensor(tensor) for tensor in saved.slots),
+            updates=tuple(_update(each, origin) for each in graph.updates),
+            results=tuple(_result(each, origin, saved) for each in graph.results),
+            outputs=(),
+            structure=_structure(program),
+        )
+        results = self._results(entry, saved, outputs, flat)
+        forms = tuple(_form(f"output{number}", value) for number, value in enumerate(results))
+        self._entries.append(dataclasses.replace(entry, outputs=forms))
+        self._samples.append(self._sample(entry, flat, results))
+
+    def written(self, path: Path, explanation: Explanation) -> ExportReport:
+        """Write the file."""
+        targets: tuple[LibraryTarget, ...] = ()
+        if self._libraries:
+            library = self._linked()
+            self._writer.add_segment("library", LIBRARY, library.code)
+            targets = (LibraryTarget(library.system, library.processor, library.features, LIBRARY),)
+        self._writer.add_segment("report", "report", explanation.to_json().encode())
+
+        def manifest(segments: tuple[Segment, ...]) -> Manifest:
+            return Manifest(
+                package=__version__,
+                torch=torch.__version__,
+                model=self._model,
+                segments=segments,
+                targets=targets,
+                constants=self._writer.constants,
+                states=tuple(self._states.values()),
+                entries=tuple(self._entries),
+                samples=tuple(self._samples),
+                report="report",
+            )
+
+        size_bytes = self._writer.write(path, manifest)
+        return ExportReport(
+            path,
+            size_bytes,
+            tuple(entry.name for entry in self._entries),
+            explanation,
+            tuple(part for entry in self._entries for part in entry.python_parts),
+            any(entry.needs_torch for entry in self._entries),
+        )
+
+    def _take_libraries(self, assignment: Assignment) -> None:
+        for name, region in assignment.compiled.items():
+            calls = (
+                [step for step in region.program.steps if isinstance(step, KernelCall)]
+                if region.program is not None
+                else []
+            )
+            if calls:
+                self._engines.add(assignment.decisions[name].engine)
+            self._libraries.update(dict.fromkeys(call.library for call in calls))
+
+    def _linked(self) -> LinkedLibrary:
+        engines = [engine for engine in self._session.engines if engine.name in self._engines]
+        linked = engines[0].link(list(self._libraries)) if len(engines) == 1 else None
+        if linked is None:
+            raise NotExportableError(
+                f"the kernels of {' and '.join(sorted(self._engines))} cannot be linked to one library: leave one engine, of those that link "
+                "kernels (tvm), by the option `engines`"
+            )
+        return linked
+
+    def _origins(self, graph: ExportedGraph, saved: SavedPlan) -> Any:
+        """Function that gives the origin of a graph's input or output, or of a tensor that stays the same."""
+        changed = {update.position for update in graph.updates}
+
+        def of_input(position: int) -> Origin:
+            if position >= len(graph.tensors):
+                return "input", graph.arguments[position - len(graph.tensors)]
+            name, tensor = graph.tensors[position]
+            return ("state", self._state(name, tensor)) if position in changed else self._constant(tensor)
+
+        def origin(of: object) -> Origin:
+            match of:
+                case GraphOutput(number):
+                    return origin(saved.outputs[number])
+                case GraphInput(position) | CallInput(position):
+                    return of_input(position)
+                case PlanOutput(number):
+                    return "output", number
+            assert isinstance(of, torch.Tensor), of
+            return self._constant(of)
+
+        return origin
+
+    def _constant(self, tensor: torch.Tensor) -> Origin:
+        number = self._writer.add_tensor(tensor)
+        self._tensors[number] = tensor
+        return "constant", number
+
+    def _state(self, name: str, tensor: torch.Tensor) -> int:
+        """The number of the state that begins as a tensor."""
+        key = tensor.data_ptr()
+        if key not in self._states:
+            self._states[key] = State(name, self._writer.add_tensor(tensor))
+            self._state_tensors.append(tensor)
+        return list(self._states).index(key)
+
+    def _results(self, entry: Entry, saved: SavedPlan, outputs: Sequence[Any], flat: Sequence[Any]) -> list[Any]:
+        """The results of the call that chose the engines; its arguments and the states stay as they were."""
+        by_plan = {of.number: out for of, out in zip(saved.outputs, outputs, strict=True) if isinstance(of, PlanOutput)}
+        copies: dict[Origin, torch.Tensor] = {}
+
+        def find(origin: Origin) -> torch.Tensor:
+            kind, number = origin
+            if kind == "output":
+                return by_plan[number]
+            if kind == "constant":
+                return self._tensors[number]
+            if origin not in copies:
+                copies[origin] = (flat[number] if kind == "input" else self._state_tensors[number]).detach().clone()
+            return copies[origin]
+
+        with torch.no_grad():
+            return finish(entry, find)
+
+    def _sample(self, entry: Entry, flat: Sequence[Any], results: Sequence[Any]) -> Sample:
+        def numbers(values: Sequence[Any]) -> tuple[int | None, ...]:
+            return tuple(self._writer.add_tensor(v) if isinstance(v, torch.Tensor) else None for v in values)
+
+        outputs = [value for value in results if isinstance(value, torch.Tensor) and value.is_floating_point()]
+        tolerance = max((_TOLERANCES.get(value.dtype, _TOLERANCE) for value in outputs), default=0.0)
+        return Sample(entry.name, numbers(flat), numbers(results), tolerance)
+
+
+def _why_not_static(graph: ExportedGraph, executor: object) -> str:
+    if executor is None:
+        return "its graph is run from Python, segment by segment; HYBRID_LOG=info says why"
+    return "sizes known only at run time cannot be exported yet: export one file for each set of sizes, without dynamic_shapes"
+
+
+def _structure(program: torch.export.ExportedProgram) -> Structure:
+    try:
+        return Structure(treespec_dumps(program.call_spec.in_spec), treespec_dumps(program.call_spec.out_spec))
+    except failures(NotImplementedError) as error:
+        raise NotExportableError(
+            f"its arguments or results have a class that PyTorch cannot write by name: {error}; use tuples, lists and dicts, or register the "
+            "class with a serialized_type_name (torch.export.register_dataclass)"
+        ) from error
+
+
+def _python_parts(assignment: Assignment, saved: SavedPlan) -> tuple[str, ...]:
+    segments = assignment.partition.graph.segments
+    parts = []
+    for number, function in saved.functions.items():
+        if number < len(segments):
+            region = segments[number].region
+            operators = dict.fromkeys(
+                str(node.target) for node in region.graph_module.graph.nodes if node.op == "call_function"
+            )
+            where = f" ({region.source})" if region.source else ""
+            parts.append(f"{', '.join(operators)}{where}")
+        else:
+            parts.append(str(getattr(function, "args", [function])[0]))
+    return tuple(parts)
+
+
+def _input_forms(program: torch.export.ExportedProgram, flat: Sequence[Any]) -> tuple[Form, ...]:
+    kinds = torch.export.graph_signature.InputKind
+    names = [spec.arg.name for spec in program.graph_signature.input_specs if spec.kind == kinds.USER_INPUT]
+    return tuple(_form(name, value) for name, value in zip(names, flat, strict=True))
+
+
+def _form(name: str, value: Any) -> Form:
+    if isinstance(value, torch.Tensor):
+        return TensorForm(name, str(value.dtype).removeprefix("torch."), tuple(value.shape), value.stride())
+    if value is not None and not isinstance(value, bool | int | float | str):
+        raise NotExportableError(
+            f"{name} is {described(value)}; inputs and outputs of a file are tensors, numbers, strings or None"
+        )
+    return LiteralForm(name, value)
+
+
+def _update(update: Copied | Rows, origin: Any) -> CopyUpdate | RowsUpdate:
+    target = origin(GraphInput(update.position))
+    if isinstance(update, Copied):
+        _, number = origin(GraphOutput(update.output))
+        return CopyUpdate(target, number)
+    return RowsUpdate(target, update.dim, origin(update.index), origin(update.source))
+
+
+def _result(result: object, origin: Any, saved: SavedPlan) -> Result | LiteralResult | ViewResult:
+    match result:
+        case ViewOf(of, view):
+            return ViewResult(origin(of), view.size, view.stride, view.offset, bits_in_words(view.bits))
+        case GraphOutput(number) if not isinstance(saved.outputs[number], PlanOutput | CallInput | torch.Tensor):
+            return LiteralResult(saved.outputs[number])  # type: ignore[arg-type]
+        case GraphOutput() | GraphInput():
+            return Result(origin(result))
+    return LiteralResult(result)  # type: ignore[arg-type]
