@@ -17,7 +17,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 ARGS ?=
-CXX_SOURCES := $(shell find csrc -name '*.cc' -o -name '*.cpp' -o -name '*.h')
+CXX_SOURCES := $(shell find csrc examples/runner -name '*.cc' -o -name '*.cpp' -o -name '*.c' -o -name '*.h' -o -name '*.hpp')
 FULL_OUT ?= build/test-full
 GPU_OUT ?= build/bench-gpu
 DOCS := $(VENV)/docs
@@ -194,6 +194,7 @@ wheel: $(VENV)/.installed $(WHEEL)/.installed
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis $(VENV)/.installed $(VENV)/.built $(VENV)/.bench
 	find torch_hybrid_backend -name '*.so' -delete
+	rm -rf torch_hybrid_backend/runner
 
 distclean: clean
 	rm -rf $(VENV)

@@ -30,7 +30,7 @@ from torch_hybrid_backend.machine import parallelism
 _log = logging.getLogger(__name__)
 
 PREFIX = "HYBRID_"
-# csrc/src/cuda_driver.cc has the same name.
+# csrc/torch/cuda_driver.cc has the same name.
 CUDA_DRIVER = "libcuda.so.1"
 _CACHE_NAME = "torch_hybrid_backend"
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}

@@ -1,6 +1,7 @@
 // Device: where a value lives, and the stream of work that the caller uses there.
 //
-// Devices are plain data. `type` is PyTorch's number for the kind of device.
+// Devices are plain data. `type` is PyTorch's number for the kind of device. The runner knows no
+// other than the host (runner/device.cc).
 //
 // Failure: Device::Named and CurrentStream throw std::runtime_error.
 #ifndef TORCH_HYBRID_BACKEND_DEVICE_H_
@@ -36,6 +37,10 @@ struct Device {
 // The stream that the calling thread uses on a CUDA device now: a CUstream, null for the default
 // one. Throws for other devices, and where this torch is built without CUDA.
 void* CurrentStream(const Device& device);
+
+// True while what is queued on the stream of a GPU is captured into a graph of the caller's, to run
+// later. The default stream, which is null, cannot be captured.
+bool IsCapturing(void* stream);
 
 }  // namespace torch_hybrid_backend
 

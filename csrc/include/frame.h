@@ -22,8 +22,6 @@
 #ifndef TORCH_HYBRID_BACKEND_FRAME_H_
 #define TORCH_HYBRID_BACKEND_FRAME_H_
 
-#include <torch/csrc/stable/tensor.h>
-
 #include <chrono>
 #include <cstddef>
 #include <memory>
@@ -33,9 +31,9 @@
 #include <vector>
 
 #include "aligned_block.h"
-#include "cuda_graph.h"
 #include "device.h"
 #include "kernel_abi.h"
+#include "tensor.h"
 
 namespace torch_hybrid_backend {
 
@@ -43,20 +41,24 @@ namespace torch_hybrid_backend {
 // on, in the plan's order. Empty, and so free, for plans of the host alone.
 using Streams = std::vector<std::pair<Device, void*>>;
 
+// What a step keeps in a frame from one call to the next.
+struct StepState {
+  virtual ~StepState() = default;
+};
+
 struct Frame {
   Streams streams;
-  bool is_captured = false;                          // made while the caller captures
-  AlignedBlock arena;                                // the host's
-  std::vector<torch::stable::Tensor> device_arenas;  // from PyTorch's allocator, for those streams
-  std::vector<DLTensor> views;                       // one for each value
+  bool is_captured = false;           // made while the caller captures
+  AlignedBlock arena;                 // the host's
+  std::vector<Tensor> device_arenas;  // from PyTorch's allocator, for those streams
+  std::vector<DLTensor> views;        // one for each value
   std::vector<TVMFFIAny> arguments;  // of all kernels, one after the other; they point into `views`
   std::vector<void*> parameters;     // of all launches and external calls, likewise
-  std::vector<FrameGraph> graphs;    // of all graphs of launches
-  std::vector<std::optional<torch::stable::Tensor>>
-      tensors;  // one for each value; filled while alive
+  std::vector<std::unique_ptr<StepState>> states;  // of those steps that keep one
+  std::vector<std::optional<Tensor>> tensors;      // one for each value; filled while alive
   // Of the constants that operators take: where each lay in the last call, and a tensor over that
   // memory, which it does not own.
-  std::vector<std::pair<void*, std::optional<torch::stable::Tensor>>> constants;
+  std::vector<std::pair<void*, std::optional<Tensor>>> constants;
 };
 
 class FramePool {

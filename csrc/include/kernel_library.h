@@ -1,5 +1,5 @@
-// Kernel libraries: shared objects exported by TVM, opened once per name, wired to PyTorch's
-// threads.
+// Kernel libraries: shared objects exported by TVM, opened once per name, wired to the
+// threads of worker_threads.h.
 //
 // Ownership: every kernel found shares its library. A library is unloaded when it was closed and
 // the last plan with a kernel of it is gone; one that nobody closes stays until the process ends.

@@ -1,25 +1,26 @@
-// ParallelFor: torch::stable::parallel_for whose function may throw.
+// ParallelFor: a loop on the threads of worker_threads.h whose body may throw.
 //
-// An exception must not pass through libtorch: it would lose its type in the C interface, and may
-// be of another C++ runtime library than libtorch's (`make wheel` links one of its own).
+// In `_runtime.so` they are PyTorch's. An exception must not pass through libtorch: it would lose
+// its type in the C interface, and may be of another C++ runtime library than libtorch's (`make
+// wheel` links one of its own).
 #ifndef TORCH_HYBRID_BACKEND_PARALLEL_H_
 #define TORCH_HYBRID_BACKEND_PARALLEL_H_
-
-#include <torch/csrc/stable/ops.h>
 
 #include <atomic>
 #include <cstdint>
 #include <exception>
 
+#include "worker_threads.h"
+
 namespace torch_hybrid_backend {
 
-// Calls `function(begin, end)` for parts of [begin, end) of at least `grain`, on PyTorch's threads.
+// Calls `function(begin, end)` for parts of [begin, end) of at least `grain`, on all threads.
 // Throws what the first call threw that did, after all have ended.
 template <typename Function>
 void ParallelFor(int64_t begin, int64_t end, int64_t grain, const Function& function) {
   std::atomic_flag has_failed;
   std::exception_ptr failure;
-  torch::stable::parallel_for(begin, end, grain, [&](int64_t first, int64_t last) {
+  RunParts(begin, end, grain, [&](int64_t first, int64_t last) {
     try {
       function(first, last);
     } catch (...) {

@@ -23,8 +23,7 @@
 #ifndef TORCH_HYBRID_BACKEND_PLAN_H_
 #define TORCH_HYBRID_BACKEND_PLAN_H_
 
-#include <torch/csrc/stable/tensor.h>
-
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -35,6 +34,7 @@
 #include "frame.h"
 #include "host_kernel.h"
 #include "step.h"
+#include "team.h"
 #include "values.h"
 
 namespace torch_hybrid_backend {
@@ -43,7 +43,7 @@ namespace torch_hybrid_backend {
 enum class RunStatus : int64_t { kDone = 0, kStaleBinding = 1, kCallbackRaised = 2 };
 
 struct RunResult {
-  std::vector<torch::stable::Tensor> outputs;
+  std::vector<Tensor> outputs;
   RunStatus status;
 };
 
@@ -65,16 +65,19 @@ class Plan {
 
   int64_t constants() const { return constants_; }
 
-  // `key` is the plan's handle, by which callbacks find their Python side. `profiled`: show ranges,
-  // and each kernel inside its range.
-  RunResult Run(int64_t key, const Binding& binding,
-                const std::vector<torch::stable::Tensor>& inputs, bool profiled);
+  // `key` is the plan's handle, by which callbacks find their Python side.
+  RunResult Run(int64_t key, const Binding& binding, const std::vector<Tensor>& inputs);
+
+  // The two below are torch/plan_profile.cc's: the runner has neither.
+
+  // A run that shows the plan's ranges to PyTorch's profiler, and each kernel inside its range.
+  RunResult RunProfiled(int64_t key, const Binding& binding, const std::vector<Tensor>& inputs);
 
   // A run that also tells what each step took, on the host or on its device, whichever is more.
   // Waits for the devices. `in_teams`: kernels share parallel regions, as in Run; otherwise the
   // time of a kernel includes the start of its own.
-  TimedResult Time(int64_t key, const Binding& binding,
-                   const std::vector<torch::stable::Tensor>& inputs, bool in_teams);
+  TimedResult Time(int64_t key, const Binding& binding, const std::vector<Tensor>& inputs,
+                   bool in_teams);
 
  private:
   struct PlannedStep {
@@ -103,18 +106,17 @@ class Plan {
   const Arena* ArenaOf(const Device& device) const;
 
   std::unique_ptr<Frame> NewFrame(Streams streams) const;
-  std::unique_ptr<Frame> BoundFrame(const Binding& binding,
-                                    const std::vector<torch::stable::Tensor>& inputs);
-  void BindInputs(Frame& frame, const std::vector<torch::stable::Tensor>& inputs) const;
+  std::unique_ptr<Frame> BoundFrame(const Binding& binding, const std::vector<Tensor>& inputs);
+  void BindInputs(Frame& frame, const std::vector<Tensor>& inputs) const;
   void BindConstants(Frame& frame, const Binding& binding) const;
-  torch::stable::Tensor NewTensor(const Value& value) const;
+  Tensor NewTensor(const Value& value) const;
   bool RunStep(const RunContext& context, const PlannedStep& step) const;
   // Calls `run` with each step, with those that can share a parallel region inside one, until it
   // returns false.
   template <typename RunOne>
   bool InTeams(const RunOne& run) const;
   bool RunStepsProfiled(const RunContext& context) const;
-  std::vector<torch::stable::Tensor> Outputs(Frame& frame) const;
+  std::vector<Tensor> Outputs(Frame& frame) const;
 
   Values values_;
   std::vector<PlannedStep> steps_;
@@ -125,12 +127,32 @@ class Plan {
   std::vector<Device> streams_;  // devices whose current stream a frame is for
   size_t arguments_ = 0;
   size_t parameters_ = 0;
-  size_t graphs_ = 0;
+  size_t states_ = 0;
   size_t inputs_ = 0;
   int64_t constants_ = 0;
   FramePool frames_;
   std::shared_ptr<KeptBlocks> kept_;  // null where no fresh value is large
 };
+
+template <typename RunOne>
+bool Plan::InTeams(const RunOne& run) const {
+  const auto in_team = [](const PlannedStep& step) { return step.in_team; };
+  for (auto step = steps_.begin(); step != steps_.end();) {
+    // Other steps start parallel regions of their own.
+    const auto end = std::find_if_not(step, steps_.end(), in_team);
+    const auto kernels = std::count_if(step, end, [](const auto& each) { return each.kernel; });
+    const auto checks = end - step - kernels;
+    // What a kernel and the short one of its flag do is not worth the start of a team.
+    if (kernels - checks > 1) {
+      RunInTeam([&] {
+        for (; step != end; ++step) run(*step);
+      });
+    } else if (!run(*step++)) {
+      return false;
+    }
+  }
+  return true;
+}
 
 }  // namespace torch_hybrid_backend
 

@@ -1,5 +1,6 @@
-// Step: one thing that a plan does in each call. Each kind is a class in src/steps/, which a
-// description of that kind makes (MakeStep), and which a class in core/program.py describes.
+// Step: one thing that a plan does in each call. Each kind is a class in src/steps/ or
+// torch/steps/, which a description of that kind makes (MakeStep), and which a class in
+// core/program.py describes.
 //
 // Ownership: the plan owns its steps. A step holds nothing of a call: that is in the frame.
 //
@@ -11,7 +12,9 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "frame.h"
@@ -59,7 +62,7 @@ struct PlanParts {
   // Entries of the frames' tables that steps made before take.
   size_t arguments = 0;
   size_t parameters = 0;
-  size_t graphs = 0;
+  size_t states = 0;
   // By value, of roots: whether steps made before use it.
   std::vector<bool> touched;
   // Devices other than the host on which steps need the caller's stream, each once.
@@ -82,15 +85,20 @@ struct PlanParts {
 // The step that a description stands for. Throws for a kind that this build does not know.
 std::unique_ptr<Step> MakeStep(const Json& description, PlanParts& plan);
 
-// One for each kind, each in its file in src/steps/.
+// A kind of step, and the function that makes one.
+struct StepKind {
+  std::string_view name;
+  std::unique_ptr<Step> (*make)(const Json& description, PlanParts& plan);
+};
+
+// Each in its file in src/steps/.
 std::unique_ptr<Step> MakeHostKernel(const Json& description, PlanParts& plan);
-std::unique_ptr<Step> MakeDeviceLaunch(const Json& description, PlanParts& plan);
-std::unique_ptr<Step> MakeLaunchGraph(const Json& description, PlanParts& plan);
-std::unique_ptr<Step> MakeOperatorCall(const Json& description, PlanParts& plan);
-std::unique_ptr<Step> MakeExternalCall(const Json& description, PlanParts& plan);
-std::unique_ptr<Step> MakeCallback(const Json& description, PlanParts& plan);
 std::unique_ptr<Step> MakeCopy(const Json& description, PlanParts& plan);
 std::unique_ptr<Step> MakeCheck(const Json& description, PlanParts& plan);
+
+// The kinds that need LibTorch, Python or a GPU: torch/steps/ has them. In the runner they refuse
+// (runner/steps.cc).
+std::span<const StepKind> OtherStepKinds();
 
 }  // namespace torch_hybrid_backend
 

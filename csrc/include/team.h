@@ -1,9 +1,9 @@
-// Team: PyTorch's threads, kept together for a run of kernels.
+// Team: the threads of worker_threads.h, kept together for a run of kernels.
 //
 // Starting and ending a parallel region costs as much as a small kernel's loop. A team is one
 // region for many kernels: the calling thread, its leader, runs them one after the other; the
 // others wait, spinning, for the tasks of the parallel loops that it launches. Whatever number of
-// them PyTorch provides, also none, the leader itself runs what nobody else has taken.
+// them there are, also none, the leader itself runs what nobody else has taken.
 //
 // Ownership: a team lives on the stack of its leader, for the time of RunInTeam.
 //
@@ -54,7 +54,7 @@ class Team {
   alignas(64) std::atomic<int> ended_{0};
 };
 
-// Runs `leader` on the calling thread, PyTorch's other threads serving the loops that it launches.
+// Runs `leader` on the calling thread, the other threads serving the loops that it launches.
 void RunInTeam(const std::function<void()>& leader);
 
 }  // namespace torch_hybrid_backend

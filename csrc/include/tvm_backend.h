@@ -1,6 +1,7 @@
-// What a TVM kernel asks of its runtime, answered by PyTorch: threads and scratch memory.
+// What a TVM kernel asks of its runtime: threads and scratch memory.
 //
-// Every parallel loop runs on PyTorch's own threads and honours torch.set_num_threads: on those of
+// In `_runtime.so` every parallel loop runs on PyTorch's own threads and honours
+// torch.set_num_threads, in the runner on its own (worker_threads.h): on those of
 // the team that the calling thread leads (team.h), else in a parallel region of its own; a launch
 // inside another's region runs serially on the calling thread. No second thread pool exists.
 //
@@ -22,7 +23,7 @@ struct ParallelGroupEnv {
 };
 using ParallelLambda = int (*)(int task_id, ParallelGroupEnv* env, void* closure);
 
-// Runs tasks 0 .. num_task-1; as many as PyTorch has threads where num_task is 0.
+// Runs tasks 0 .. num_task-1; as many as there are threads where num_task is 0.
 int ParallelLaunch(ParallelLambda lambda, void* closure, int num_task);
 
 void* AllocWorkspace(int device_type, int device_id, uint64_t size_bytes, int dtype_code,

@@ -4,8 +4,6 @@
 #ifndef TORCH_HYBRID_BACKEND_VALUE_H_
 #define TORCH_HYBRID_BACKEND_VALUE_H_
 
-#include <torch/csrc/stable/tensor.h>
-
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -14,8 +12,9 @@
 #include <vector>
 
 #include "device.h"
+#include "dtype.h"
 #include "kept_blocks.h"
-#include "kernel_abi.h"
+#include "tensor.h"
 
 namespace torch_hybrid_backend {
 
@@ -33,13 +32,10 @@ enum class ValueKind {
 // The kind of that name in a description of a plan; throws std::runtime_error for an unknown one.
 ValueKind ValueKindNamed(std::string_view name);
 
-// The dtype that torch calls so ("float32"); throws std::runtime_error for an unknown one.
-torch::headeronly::ScalarType DtypeNamed(std::string_view name);
-
 // Sizes and strides in elements. The host never reads memory of another device and never waits for
 // one.
 struct Layout {
-  torch::headeronly::ScalarType dtype;
+  Dtype dtype;
   std::vector<int64_t> sizes;
   std::vector<int64_t> strides;
   Device device;
@@ -73,35 +69,32 @@ enum class Match { kExact, kSameMemory, kCopy, kDifferent };
 // view into a larger tensor may begin anywhere.
 // kDifferent: another dtype or shape, not on the CPU where it must be, or on another device than it
 // is addressed on.
-Match Compare(const torch::stable::Tensor& tensor, const Value& expected);
+Match Compare(const Tensor& tensor, const Value& expected);
 
-Device DeviceOf(const torch::stable::Tensor& tensor);
+std::string Describe(const Tensor& tensor);
 
-std::string Describe(const torch::stable::Tensor& tensor);
-
-int64_t ElementBytes(torch::headeronly::ScalarType dtype);
-
-DLDataType ToDlpack(torch::headeronly::ScalarType dtype);
+// What follows is torch/tensor.cc's in `_runtime.so`, and runner/tensor.cc's in the runner.
 
 // A new tensor, not initialised; on a device with streams for work on the current one. Throws
 // std::runtime_error, "could not allocate ...", where there is no memory, not even with what
 // KeptBlocks kept.
-torch::stable::Tensor Empty(const Layout& layout);
+Tensor Empty(const Layout& layout);
 
 // A tensor over the block, which is on the host, not initialised; the block goes back to `kept`,
 // while that lives, with the last tensor that shares its memory.
-torch::stable::Tensor Over(AlignedBlock block, const Layout& layout,
-                           const std::shared_ptr<KeptBlocks>& kept);
+Tensor Over(AlignedBlock block, const Layout& layout, const std::shared_ptr<KeptBlocks>& kept);
+
+// Copies elements between tensors of one shape and dtype, whatever their strides and devices.
+void CopyElements(const Tensor& source, const Tensor& destination);
 
 // A copy on the same device with the expected strides; the shape must already be as expected.
-torch::stable::Tensor Restride(const torch::stable::Tensor& tensor, const Layout& expected);
+Tensor Restride(const Tensor& tensor, const Layout& expected);
 
 // A tensor over the memory of `tensor`, from the element `offset` on.
-torch::stable::Tensor Reinterpret(const torch::stable::Tensor& tensor, const Layout& layout,
-                                  int64_t offset = 0);
+Tensor Reinterpret(const Tensor& tensor, const Layout& layout, int64_t offset = 0);
 
 // A tensor over memory that somebody else owns, and must keep as long as the tensor is used.
-torch::stable::Tensor Borrowed(void* data, const Layout& layout);
+Tensor Borrowed(void* data, const Layout& layout);
 
 }  // namespace torch_hybrid_backend
 

@@ -10,8 +10,6 @@
 #ifndef TORCH_HYBRID_BACKEND_VALUES_H_
 #define TORCH_HYBRID_BACKEND_VALUES_H_
 
-#include <torch/csrc/stable/tensor.h>
-
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -42,11 +40,10 @@ class Values {
   // Where `root` lies in this call, and all that share its memory.
   void SetData(Frame& frame, size_t root, void* data) const;
   // As SetData, where a step needs the address at all.
-  void SetDataOf(Frame& frame, size_t root, const torch::stable::Tensor& tensor) const;
-  const torch::stable::Tensor& TensorOf(Frame& frame, size_t value) const;
+  void SetDataOf(Frame& frame, size_t root, const Tensor& tensor) const;
+  const Tensor& TensorOf(Frame& frame, size_t value) const;
   // The tensor becomes the value, with its strides. `from` says in errors where it comes from.
-  void Receive(Frame& frame, size_t value, torch::stable::Tensor tensor,
-               const std::string& from) const;
+  void Receive(Frame& frame, size_t value, Tensor tensor, const std::string& from) const;
 
  private:
   std::vector<Value> values_;

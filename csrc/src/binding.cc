@@ -6,18 +6,9 @@
 #include <utility>
 
 namespace torch_hybrid_backend {
-namespace {
 
-void* DataOf(const torch::stable::Tensor& tensor) {
-  int32_t layout = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
-  return layout == aoti_torch_layout_strided() ? tensor.mutable_data_ptr() : nullptr;
-}
-
-}  // namespace
-
-Binding::Binding(std::shared_ptr<const Guard> guard, int64_t slots,
-                 const std::vector<int64_t>& owned_slots, std::vector<torch::stable::Tensor> owned,
+Binding::Binding(std::shared_ptr<const StaleCheck> guard, int64_t slots,
+                 const std::vector<int64_t>& owned_slots, std::vector<Tensor> owned,
                  const std::vector<int64_t>& borrowed_slots, const std::vector<int64_t>& borrowed)
     : guard_(std::move(guard)),
       owned_(std::move(owned)),
@@ -27,7 +18,7 @@ Binding::Binding(std::shared_ptr<const Guard> guard, int64_t slots,
   if (owned_slots.size() != owned_.size() || borrowed_slots.size() != borrowed.size()) {
     throw std::runtime_error("a binding needs one slot for each constant");
   }
-  for (size_t i = 0; i < owned_.size(); ++i) Fill(owned_slots[i], DataOf(owned_[i]));
+  for (size_t i = 0; i < owned_.size(); ++i) Fill(owned_slots[i], MemoryOf(owned_[i]));
   for (size_t i = 0; i < borrowed.size(); ++i) {
     Fill(borrowed_slots[i], reinterpret_cast<void*>(borrowed[i]));
   }
@@ -45,7 +36,7 @@ void Binding::Fill(int64_t slot, void* data) {
   filled_[slot] = true;
 }
 
-const torch::stable::Tensor& Binding::tensor(size_t slot) const {
+const Tensor& Binding::tensor(size_t slot) const {
   const auto found =
       std::find(owned_slots_.begin(), owned_slots_.end(), static_cast<int64_t>(slot));
   if (found == owned_slots_.end()) {

@@ -47,7 +47,7 @@ Plan::Plan(std::string_view description, const LibraryPaths& library_path) {
   for (const size_t value : outputs_) values_.RequireTensor(value, "the plan returns");
   arguments_ = parts.arguments;
   parameters_ = parts.parameters;
-  graphs_ = parts.graphs;
+  states_ = parts.states;
   streams_ = std::move(parts.streams);
   tensor_constants_ = std::move(parts.tensor_constants);
   FindLifetimes();

@@ -1,23 +1,16 @@
-// The running half of plan.h; plan.cc builds.
+// The running half of plan.h; plan.cc builds, torch/plan_profile.cc measures.
 #include <algorithm>
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <new>
-#include <optional>
 #include <stdexcept>
 #include <utility>
 
-#include "cuda_driver.h"
 #include "plan.h"
-#include "profiler_range.h"
-#include "team.h"
 
 namespace torch_hybrid_backend {
 namespace {
-
-using torch::stable::Tensor;
 
 [[noreturn]] void Refuse(const std::string& why) { throw std::runtime_error(why); }
 
@@ -63,8 +56,8 @@ std::unique_ptr<Frame> Plan::NewFrame(Streams streams) const {
       begin = static_cast<char*>(frame->arena.data());
     } else {
       // On the caller's current stream, for which the frame is kept.
-      frame->device_arenas.push_back(Empty(
-          Layout{torch::headeronly::ScalarType::Byte, {arena.size_bytes}, {1}, arena.device}));
+      frame->device_arenas.push_back(
+          Empty(Layout{Dtype::kUint8, {arena.size_bytes}, {1}, arena.device}));
       begin = static_cast<char*>(frame->device_arenas.back().data_ptr());
       if (reinterpret_cast<uintptr_t>(begin) % kDeviceAlignment != 0)
         Refuse("PyTorch's memory on " + arena.device.ToString() +
@@ -77,7 +70,7 @@ std::unique_ptr<Frame> Plan::NewFrame(Streams streams) const {
   }
   frame->arguments.reserve(arguments_);
   frame->parameters.reserve(parameters_);
-  frame->graphs.reserve(graphs_);
+  frame->states.reserve(states_);
   for (const PlannedStep& step : steps_) step.step->Prepare(*frame);
   return frame;
 }
@@ -100,68 +93,13 @@ std::unique_ptr<Frame> Plan::BoundFrame(const Binding& binding, const std::vecto
   return frame;
 }
 
-template <typename RunOne>
-bool Plan::InTeams(const RunOne& run) const {
-  const auto in_team = [](const PlannedStep& step) { return step.in_team; };
-  for (auto step = steps_.begin(); step != steps_.end();) {
-    // Other steps start parallel regions of their own.
-    const auto end = std::find_if_not(step, steps_.end(), in_team);
-    const auto kernels = std::count_if(step, end, [](const auto& each) { return each.kernel; });
-    const auto checks = end - step - kernels;
-    // What a kernel and the short one of its flag do is not worth the start of a team.
-    if (kernels - checks > 1) {
-      RunInTeam([&] {
-        for (; step != end; ++step) run(*step);
-      });
-    } else if (!run(*step++)) {
-      return false;
-    }
-  }
-  return true;
-}
-
-TimedResult Plan::Time(int64_t key, const Binding& binding, const std::vector<Tensor>& inputs,
-                       bool in_teams) {
-  std::unique_ptr<Frame> bound = BoundFrame(binding, inputs);
-  if (!bound) return {{{}, RunStatus::kStaleBinding}, {}};
-  const FramePool::Lease frame(frames_, std::move(bound));
-  const RunContext context{values_, *frame, key};
-  std::vector<int64_t> times;
-  times.reserve(steps_.size());
-  // Of one device, as a program is: on others only the host's time is known.
-  const auto elsewhere = std::find_if(steps_.begin(), steps_.end(),
-                                      [](const PlannedStep& step) { return step.device.IsCuda(); });
-  std::optional<CudaEvents> events;
-  if (elsewhere != steps_.end())
-    events.emplace(elsewhere->device.index, CurrentStream(elsewhere->device));
-  if (events) events->Mark();
-  const auto timed = [&](const PlannedStep& step) {
-    const auto start = std::chrono::steady_clock::now();
-    if (!RunStep(context, step)) return false;
-    const auto spent = std::chrono::steady_clock::now() - start;
-    times.push_back(std::chrono::duration_cast<std::chrono::nanoseconds>(spent).count());
-    if (events) events->Mark();
-    return true;
-  };
-  if (!(in_teams ? InTeams(timed) : std::all_of(steps_.begin(), steps_.end(), timed)))
-    return {{{}, RunStatus::kCallbackRaised}, {}};
-  if (events) {
-    const std::vector<int64_t> on_device = events->Nanoseconds();
-    for (size_t s = 0; s < times.size(); ++s) times[s] = std::max(times[s], on_device[s]);
-  }
-  return {{Outputs(*frame), RunStatus::kDone}, std::move(times)};
-}
-
-RunResult Plan::Run(int64_t key, const Binding& binding, const std::vector<Tensor>& inputs,
-                    bool profiled) {
+RunResult Plan::Run(int64_t key, const Binding& binding, const std::vector<Tensor>& inputs) {
   std::unique_ptr<Frame> bound = BoundFrame(binding, inputs);
   if (!bound) return {{}, RunStatus::kStaleBinding};
   const FramePool::Lease frame(frames_, std::move(bound));
   const RunContext context{values_, *frame, key};
-  const bool done = profiled
-                        ? RunStepsProfiled(context)
-                        : InTeams([&](const PlannedStep& step) { return RunStep(context, step); });
-  if (!done) return {{}, RunStatus::kCallbackRaised};
+  if (!InTeams([&](const PlannedStep& step) { return RunStep(context, step); }))
+    return {{}, RunStatus::kCallbackRaised};
   return {Outputs(*frame), RunStatus::kDone};
 }
 
@@ -234,21 +172,6 @@ bool Plan::RunStep(const RunContext& context, const PlannedStep& step) const {
   for (const size_t v : step.releases) {
     frame.tensors[v].reset();
     for (const size_t alias : values_.aliases(v)) frame.tensors[alias].reset();
-  }
-  return true;
-}
-
-bool Plan::RunStepsProfiled(const RunContext& context) const {
-  std::optional<ProfilerRange> range;
-  size_t next = 0;
-  for (size_t s = 0; s < steps_.size(); ++s) {
-    for (; next < ranges_.size() && ranges_[next].first_step <= s; ++next) {
-      range.reset();  // ends before the next one begins: ranges of one thread nest
-      range.emplace(ranges_[next].name);
-    }
-    std::optional<ProfilerRange> inner;
-    if (const std::string title = steps_[s].step->Title(); !title.empty()) inner.emplace(title);
-    if (!RunStep(context, steps_[s])) return false;
   }
   return true;
 }

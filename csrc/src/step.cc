@@ -8,13 +8,8 @@
 namespace torch_hybrid_backend {
 namespace {
 
-using Make = std::unique_ptr<Step> (*)(const Json& description, PlanParts& plan);
-
-constexpr std::pair<std::string_view, Make> kKinds[] = {
-    {"kernel", &MakeHostKernel},     {"launch", &MakeDeviceLaunch}, {"operator", &MakeOperatorCall},
-    {"external", &MakeExternalCall}, {"callback", &MakeCallback},   {"copy", &MakeCopy},
-    {"graph", &MakeLaunchGraph},     {"check", &MakeCheck},
-};
+constexpr StepKind kKinds[] = {
+    {"kernel", &MakeHostKernel}, {"copy", &MakeCopy}, {"check", &MakeCheck}};
 
 }  // namespace
 
@@ -22,11 +17,14 @@ std::unique_ptr<Step> MakeStep(const Json& description, PlanParts& plan) {
   const std::string& kind = description["kind"].AsString();
   const Json* device = description.Find("device");
   plan.device = device == nullptr ? Device::Host() : Device::Named(device->AsString());
-  for (const auto& [name, make] : kKinds) {
-    if (name == kind) return make(description, plan);
-  }
   std::string known;
-  for (const auto& [name, make] : kKinds) known += (known.empty() ? "" : ", ") + std::string(name);
+  for (const std::span<const StepKind> kinds :
+       {std::span<const StepKind>(kKinds), OtherStepKinds()}) {
+    for (const StepKind& each : kinds) {
+      if (each.name == kind) return each.make(description, plan);
+      known += (known.empty() ? "" : ", ") + std::string(each.name);
+    }
+  }
   throw std::runtime_error("no kind of step is called \"" + kind + "\": it must be one of " +
                            known);
 }

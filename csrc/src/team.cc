@@ -1,7 +1,5 @@
 #include "team.h"
 
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 #include <bit>
 #include <thread>
@@ -103,7 +101,7 @@ void Team::Serve(int64_t thread) {
 }
 
 void RunInTeam(const std::function<void()>& leader) {
-  const int threads = static_cast<int>(torch::stable::get_num_threads());
+  const int threads = ThreadCount();
   if (threads == 1) return leader();
   Team team(threads);
   ParallelFor(0, threads, 1, [&](int64_t begin, int64_t /*end*/) {

@@ -1,7 +1,5 @@
 #include "tvm_backend.h"
 
-#include <torch/csrc/stable/ops.h>
-
 #include <atomic>
 #include <exception>
 #include <vector>
@@ -61,7 +59,7 @@ int ParallelLaunch(ParallelLambda lambda, void* closure, int num_task) {
     return team->Launch(lambda, closure, num_task > 0 ? num_task : team->threads());
   }
   try {
-    const int tasks = num_task > 0 ? num_task : static_cast<int>(torch::stable::get_num_threads());
+    const int tasks = num_task > 0 ? num_task : ThreadCount();
     std::atomic<int> status{0};
     // Relaxed: the end of parallel_for orders every task before the final read.
     ParallelFor(0, tasks, 1, [&](int64_t begin, int64_t end) {

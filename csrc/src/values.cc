@@ -8,8 +8,6 @@
 namespace torch_hybrid_backend {
 namespace {
 
-using torch::stable::Tensor;
-
 [[noreturn]] void Refuse(const std::string& why) { throw std::runtime_error(why); }
 
 }  // namespace

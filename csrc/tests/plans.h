@@ -9,6 +9,7 @@
 
 #include "binding.h"
 #include "check.h"
+#include "guard.h"
 #include "plan.h"
 
 // A JSON text of a plan without constants. `values`, `steps`, `arenas` and `outputs` are the
@@ -33,7 +34,7 @@ inline std::vector<torch::stable::Tensor> RunOnce(
   const auto guard =
       std::make_shared<const Guard>(std::vector<torch::stable::Tensor>{}, GuardKind::kEveryByte);
   const Binding binding(guard, 0, {}, {}, {}, {});
-  RunResult result = plan.Run(/*key=*/7, binding, inputs, /*profiled=*/false);
+  RunResult result = plan.Run(/*key=*/7, binding, inputs);
   Check(result.status == RunStatus::kDone, "the run is done");
   return std::move(result.outputs);
 }

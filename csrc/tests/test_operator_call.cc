@@ -92,7 +92,7 @@ void TestSeveralResults() {
               "a result of test::split has 2 tensors instead of 1");
   Plan other(
       Described(values, Operator("test::split", "", R"(["tensor",0])", "2,[null,1],null"), 1, "1"));
-  CheckThrows([&] { RunOnce(other, {Floats({1}, {5})}); }, "a result of test::split is Float(1)");
+  CheckThrows([&] { RunOnce(other, {Floats({1}, {5})}); }, "a result of test::split is float32(1)");
 }
 
 void TestWhatIsRefused() {

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "check.h"
+#include "guard.h"
 #include "plan.h"
 #include "plans.h"
 #include "pytorch_tensors.h"
@@ -110,8 +111,7 @@ void TestCallbacks() {
   Check(Read(RunOnce(plan, {Floats({1}, {3})})[0]) == Floats32{8}, "kernels read what it returns");
   raises = true;
   const auto guard = std::make_shared<const Guard>(Tensors{}, GuardKind::kEveryByte);
-  const RunResult result =
-      plan.Run(7, Binding(guard, 0, {}, {}, {}, {}), {Floats({1}, {3})}, false);
+  const RunResult result = plan.Run(7, Binding(guard, 0, {}, {}, {}, {}), {Floats({1}, {3})});
   Check(result.status == RunStatus::kCallbackRaised, "an exception ends the run");
   const auto time = [&](bool in_teams) {
     return plan.Time(7, Binding(guard, 0, {}, {}, {}, {}), {Floats({1}, {3})}, in_teams);
@@ -186,7 +186,7 @@ void TestWhatIsRefused() {
   CheckThrows([] { Plan("{\"version\": 2}"); }, "reads plans of version 1, not of version 2");
   CheckThrows([] { Plan("no text"); }, "no JSON");
   CheckThrows([] { Plan(Described("", R"({"kind":"dance"})", 0, "")); },
-              "no kind of step is called \"dance\": it must be one of kernel, launch, operator");
+              "no kind of step is called \"dance\": it must be one of kernel, copy, check, launch");
   CheckThrows([] { Plan(Described(Row("borrowed", 0, 1), "", 0, "")); },
               "no kind of value \"borrowed\"");
   CheckThrows([] { Plan(Described(R"(["fresh",0,"int5",[],[],"cpu"])", "", 0, "")); },

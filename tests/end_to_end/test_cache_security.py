@@ -95,15 +95,16 @@ def test_nothing_is_unpickled_or_evaluated() -> None:
 
 def test_libraries_are_opened_in_one_place() -> None:
     """Only the C++ loader opens kernel libraries, and only `runtime/native/libraries.py` says which. The GPU's driver is what settings name.
-    Elsewhere PyTorch's own are looked into, which the process has open already: RTLD_NOLOAD opens none."""
-    opens = {
-        path.name: re.findall(r"dlopen\(([^;]*);", path.read_text()) for path in (ROOT / "csrc" / "src").rglob("*.cc")
-    }
+    The runner opens OpenMP's. Elsewhere PyTorch's own are looked into, which the process has open already: RTLD_NOLOAD opens none."""
+    sources = [path for folder in ("src", "torch", "runner") for path in (ROOT / "csrc" / folder).rglob("*.cc")]
+    opens = {path.name: re.findall(r"dlopen\(([^;]*);", path.read_text()) for path in sources}
     assert {name for name, calls in opens.items() if any("RTLD_NOLOAD" not in call for call in calls)} == {
         "cuda_driver.cc",
         "kernel_library.cc",
+        "worker_threads.cc",
     }
-    driver = (ROOT / "csrc" / "src" / "cuda_driver.cc").read_text()
+    assert opens["worker_threads.cc"] == ['"libgomp.so.1", RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE)']
+    driver = (ROOT / "csrc" / "torch" / "cuda_driver.cc").read_text()
     assert re.findall(r"dlopen\(([^,]*),", driver) == ["drivers.path.c_str()"]
     assert not [path for path in MODULES if "CDLL" in path.read_text() or "load_module(" in path.read_text()]
     callers = {path.name for path in MODULES if "ops.open_library" in path.read_text()}

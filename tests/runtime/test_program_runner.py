@@ -261,7 +261,7 @@ def test_operators_in_python_read_packed_constants() -> None:
         ),
         (
             OperatorCall("aten::abs", (T(0),), (1,), ""),
-            r"the result of aten::abs is Float\(4, 6\).* instead of Float\(2\)",
+            r"the result of aten::abs is float32\(4, 6\).* instead of float32\(2\)",
         ),
         (
             OperatorCall("aten::topk", (T(0), 99, -1, True, True), (1, None), ""),

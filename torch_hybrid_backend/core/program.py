@@ -304,7 +304,7 @@ class ExternalRunner(Protocol):
 
     @property
     def native(self) -> tuple[int, int] | None:
-        """The addresses of a C function and of its context, valid as long as this object lives: see csrc/src/steps/external_call.cc.
+        """The addresses of a C function and of its context, valid as long as this object lives: see csrc/torch/steps/external_call.cc.
 
         None where there is none: then the plan calls this object.
         """

@@ -1,5 +1,3 @@
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-
 #include "step.h"
 
 namespace torch_hybrid_backend {
@@ -13,10 +11,8 @@ class Copy final : public Step {
   std::vector<size_t> Touched() const override { return {source_, destination_}; }
 
   bool Run(const RunContext& context) const override {
-    TORCH_ERROR_CODE_CHECK(
-        aoti_torch_copy_(context.values.TensorOf(context.frame, destination_).get(),
-                         context.values.TensorOf(context.frame, source_).get(),
-                         /*non_blocking=*/0));
+    CopyElements(context.values.TensorOf(context.frame, source_),
+                 context.values.TensorOf(context.frame, destination_));
     return true;
   }
 

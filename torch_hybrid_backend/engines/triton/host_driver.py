@@ -1,4 +1,4 @@
-"""A driver for the CPU: the functions of NVIDIA's that csrc/src/cuda_driver.cc asks for, behind which Triton's interpreter runs the kernels.
+"""A driver for the CPU: the functions of NVIDIA's that csrc/torch/cuda_driver.cc asks for, behind which Triton's interpreter runs the kernels.
 
 A module's image is an artifact without machine code; a launch on the host's memory has ended when it returns. So the very steps that launch
 kernels on a GPU, with their addresses, numbers and grids, are run without one.
@@ -63,7 +63,7 @@ class HostDriver:
     """Modules by number, as a driver's callers know them; a module's only kernel has its number. Graphs and their nodes have numbers too.
     Threads may use it at once.
 
-    Modules stay loaded: nothing asks a driver to let go of them (csrc/include/cuda_driver.h).
+    Modules stay loaded: nothing asks a driver to let go of them (csrc/torch/cuda_driver.h).
     """
 
     def __init__(self) -> None:

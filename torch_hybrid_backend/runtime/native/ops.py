@@ -55,7 +55,7 @@ _CLOSE = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 
 
 class GuardKind(IntEnum):
-    """Bytes that a guard compares when it is asked; the numbers are those of csrc/include/guard.h."""
+    """Bytes that a guard compares when it is asked; the numbers are those of csrc/torch/guard.h."""
 
     EVERY_BYTE = 0
     LIVE = 1  # the pages that the kernel says were written to; where it cannot say, as the next
@@ -81,7 +81,7 @@ _callbacks: dict[int, tuple[Callback, ...]] = {}  # by plan handle; entries go w
 
 
 def _run_segment(plan: int, segment: int, outputs: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Runs a callback for the C++ plan. Returns `outputs` tensors, or one more where it raised (see csrc/src/steps/callback.cc)."""
+    """Runs a callback for the C++ plan. Returns `outputs` tensors, or one more where it raised (see csrc/torch/steps/callback.cc)."""
     try:
         results = list(_callbacks[plan][segment](inputs))
         if len(results) != outputs:
@@ -203,7 +203,7 @@ def load() -> None:
 
 
 class Guard:
-    """Notices changes of tensors' contents that bump no version counter: see csrc/include/guard.h.
+    """Notices changes of tensors' contents that bump no version counter: see csrc/torch/guard.h.
 
     It keeps no tensor alive: ask `is_stale` only while all of them live and have the data pointers they had. Tensors that are not
     on the CPU are not looked at.
@@ -431,7 +431,7 @@ def _opening(operator: Callable[..., Any], *arguments: object) -> Any:
         raise ArtifactError(str(error)) from error
 
 
-# See csrc/include/cuda_driver.h.
+# See csrc/torch/cuda_driver.h.
 _BY_DRIVER = re.compile(r" failed: CUDA_ERROR_\w+ \((\d+)\)")
 
 

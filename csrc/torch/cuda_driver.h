@@ -104,10 +104,6 @@ struct KernelNode {
   void** parameters;  // read when they are handed over
 };
 
-// Whether what is queued on the stream of a GPU is captured into a graph of the caller's, to run
-// later. The default stream, which is null, cannot be captured.
-bool IsCapturing(void* stream);
-
 // Graphs that there may be at once in the process: the driver keeps memory for each, on the device
 // too (how much was not measured).
 inline constexpr int kMostGraphs = 1024;

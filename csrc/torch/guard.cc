@@ -14,7 +14,6 @@ namespace torch_hybrid_backend {
 namespace {
 
 using torch::headeronly::IntHeaderOnlyArrayRef;
-using torch::stable::Tensor;
 
 constexpr int64_t kSamplesPerTensor = 8;
 // A sample is 10 to 25 ns of waiting for memory, waking the other threads about a microsecond.

@@ -14,6 +14,8 @@
 #include <unordered_map>
 #include <utility>
 
+#include "device.h"
+
 namespace torch_hybrid_backend {
 namespace {
 

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "cuda_driver.h"
+#include "frame.h"
 
 namespace torch_hybrid_backend {
 
@@ -33,7 +34,7 @@ struct Access {
 std::vector<std::vector<size_t>> Dependencies(const std::vector<std::vector<Access>>& launches);
 
 // What a frame keeps for one graph of its plan.
-struct FrameGraph {
+struct FrameGraph final : StepState {
   bool used = false;  // by a call
   std::unique_ptr<CudaGraph> graph;
   // Of all nodes: the parameters that may change from call to call, in the last call and in this.

@@ -30,6 +30,7 @@
 #include <utility>
 #include <vector>
 
+#include "binding.h"
 #include "shared_value.h"
 #include "write_watch.h"
 
@@ -42,14 +43,14 @@ enum class GuardKind : int64_t {
   kLiveUnwatched = 2,  // as kLive where the kernel cannot tell
 };
 
-class Guard {
+class Guard final : public StaleCheck {
  public:
   static constexpr size_t kCallsPerRound = 256;
 
-  Guard(const std::vector<torch::stable::Tensor>& tensors, GuardKind kind);
+  Guard(const std::vector<Tensor>& tensors, GuardKind kind);
 
   // Whether the tensors changed since the guard was made; once true, always true.
-  bool IsStale() const;
+  bool IsStale() const override;
 
   // Whether an earlier call may have missed the change that IsStale found.
   bool IsLate() const { return late_; }
@@ -75,7 +76,7 @@ class Guard {
   // Those that begin in the range.
   static std::pair<Segments::const_iterator, Segments::const_iterator> In(
       const Segments& segments, const AddressRange& range);
-  void TakeSamples(const torch::stable::Tensor& tensor);
+  void TakeSamples(const Tensor& tensor);
 
   bool IsWatchedMemoryStale() const;
   bool IsUnwatchedMemoryStale() const;

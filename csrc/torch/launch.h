@@ -6,6 +6,7 @@
 #define TORCH_HYBRID_BACKEND_LAUNCH_H_
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "cuda_driver.h"
@@ -23,6 +24,8 @@ class Launch : public Step {
   // as many in each call.
   virtual void AddVarying(const Frame& frame, std::vector<uint64_t>& words) const = 0;
 };
+
+std::unique_ptr<Step> MakeDeviceLaunch(const Json& description, PlanParts& plan);
 
 }  // namespace torch_hybrid_backend
 

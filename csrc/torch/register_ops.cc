@@ -35,7 +35,6 @@
 namespace torch_hybrid_backend {
 namespace {
 
-using torch::stable::Tensor;
 using Numbers = std::vector<int64_t>;
 
 int64_t PlanNew(std::string description) {
@@ -50,7 +49,10 @@ void OpenDeviceModule(std::string path) { OpenModule(path); }
 
 std::tuple<std::vector<Tensor>, int64_t> PlanRun(int64_t plan, int64_t binding,
                                                  std::vector<Tensor> inputs, bool profiled) {
-  RunResult result = Plans().Get(plan)->Run(plan, *Bindings().Get(binding), inputs, profiled);
+  const std::shared_ptr<Plan> running = Plans().Get(plan);
+  const std::shared_ptr<const Binding> bound = Bindings().Get(binding);
+  RunResult result =
+      profiled ? running->RunProfiled(plan, *bound, inputs) : running->Run(plan, *bound, inputs);
   return {std::move(result.outputs), static_cast<int64_t>(result.status)};
 }
 

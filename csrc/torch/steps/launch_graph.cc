@@ -45,7 +45,7 @@ class LaunchGraph final : public Step {
         after_(Dependencies(accesses)),
         on_host_(plan.device.is_host),
         stream_(on_host_ ? 0 : plan.StreamOf(plan.device)),
-        number_(plan.graphs++) {
+        number_(plan.states++) {
     for (const auto& launch : launches_) {
       if (launch->HasBlocks()) nodes_.push_back(launch.get());
     }
@@ -62,12 +62,12 @@ class LaunchGraph final : public Step {
 
   void Prepare(Frame& frame) const override {
     for (const auto& launch : launches_) launch->Prepare(frame);
-    frame.graphs.emplace_back();
+    frame.states.push_back(std::make_unique<FrameGraph>());
   }
 
   bool Run(const RunContext& context) const override {
     Frame& frame = context.frame;
-    FrameGraph& own = frame.graphs[number_];
+    auto& own = static_cast<FrameGraph&>(*frame.states[number_]);
     std::string failure;
     if (own.used && !nodes_.empty() && !frame.is_captured && !gave_up_) {
       try {
@@ -118,7 +118,7 @@ class LaunchGraph final : public Step {
   const std::vector<std::vector<size_t>> after_;
   const bool on_host_;
   const size_t stream_;
-  const size_t number_;  // of its entry in the frame's graphs
+  const size_t number_;  // of its entry in the frame's states
   mutable std::atomic<bool> gave_up_ = false;
 };
 

@@ -152,7 +152,7 @@ Wrap Wrapper() {
   return wrap;
 }
 
-PyObject* AsList(const std::vector<torch::stable::Tensor>& tensors) {
+PyObject* AsList(const std::vector<Tensor>& tensors) {
   PyObject* const list = PyList_New(static_cast<Py_ssize_t>(tensors.size()));
   if (list == nullptr) return nullptr;
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -190,7 +190,7 @@ PyObject* Run(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   if (Wrapper() == nullptr || !PyList_Check(list)) return Py_NewRef(Py_NotImplemented);
   try {
     const Py_ssize_t size = PyList_Size(list);
-    std::vector<torch::stable::Tensor> inputs;
+    std::vector<Tensor> inputs;
     inputs.reserve(static_cast<size_t>(size));
     for (Py_ssize_t i = 0; i < size; ++i) {
       const AtenTensorHandle tensor = TensorIn(list, i);
@@ -204,7 +204,7 @@ PyObject* Run(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     std::optional<RunResult> result;
     {
       const InterpreterUnlocked unlocked;
-      result = running->Run(plan, *bound, inputs, /*profiled=*/false);
+      result = running->Run(plan, *bound, inputs);
     }
     if (result->status == RunStatus::kDone) return AsList(result->outputs);
     return PyLong_FromLongLong(static_cast<int64_t>(result->status));

@@ -17,7 +17,6 @@ namespace {
 using torch::headeronly::Layout;
 using torch::headeronly::MemoryFormat;
 using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 using torch::stable::detail::from;
 using torch::stable::detail::to;
 
@@ -78,7 +77,7 @@ Argument ReadArgument(const Json& description, PlanParts& plan, std::vector<size
   if (kind == "float") return {word.AsDouble()};
   if (kind == "bool") return {word.AsBool()};
   if (kind == "str") return {word.AsString()};
-  if (kind == "dtype") return {DtypeNamed(word.AsString())};
+  if (kind == "dtype") return {static_cast<ScalarType>(DtypeNamed(word.AsString()))};
   if (kind == "layout") return {Named(kLayouts, word.AsString())};
   if (kind == "memory_format") return {Named(kMemoryFormats, word.AsString())};
   if (kind == "device") return {DeviceArgument{Device::Named(word.AsString())}};

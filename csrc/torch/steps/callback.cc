@@ -8,8 +8,6 @@
 namespace torch_hybrid_backend {
 namespace {
 
-using torch::stable::Tensor;
-
 // Runs a function of the plan's Python side: an eager segment, or a step that only Python can run.
 class Callback final : public Step {
  public:

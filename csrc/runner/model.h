@@ -1,0 +1,76 @@
+// Model: an opened .hybrid file whose entries can be called (docs/hybrid_format.md).
+//
+// Use: construct it, then Run from any number of threads at once. Calls of a model with states wait
+// for each other.
+//
+// Ownership: a model owns its plans and states, and shares its file.
+//
+// Failure: all throw std::runtime_error; opening one begins it with the file's path.
+#ifndef TORCH_HYBRID_BACKEND_MODEL_H_
+#define TORCH_HYBRID_BACKEND_MODEL_H_
+
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "artifact.h"
+#include "binding.h"
+#include "plan.h"
+#include "tensor.h"
+
+namespace torch_hybrid_backend {
+
+struct ModelOptions {
+  int threads = 0;  // of a call; see ThreadsFor
+  bool share = true;
+  bool skip_sample = false;
+};
+
+// The tensors of a call, by the numbers of the entry's inputs or results: nothing for what is none.
+using CallTensors = std::vector<std::optional<Tensor>>;
+
+class Model {
+ public:
+  Model(const std::string& path, const ModelOptions& options);
+  Model(const Model&) = delete;
+  Model& operator=(const Model&) = delete;
+
+  const Artifact& artifact() const { return *artifact_; }
+  const Manifest& manifest() const { return artifact_->manifest(); }
+
+  // Runs an entry and calls `use` with its results. `inputs` have the dtypes and sizes of the
+  // entry's. A result that is borrowed (an input, a state, a constant, or a view of one) is good
+  // until `use` returns.
+  void Run(size_t entry, const CallTensors& inputs,
+           const std::function<void(const CallTensors&)>& use);
+
+  // Sets the states to what they are in the file.
+  void Reset();
+
+ private:
+  struct Function {
+    std::shared_ptr<Plan> plan;
+    std::optional<Binding> binding;
+  };
+  struct Call;
+
+  Tensor ConstantTensor(size_t number) const;
+  Tensor TensorOf(const Call& call, const Origin& origin) const;
+  void ApplyUpdates(const Call& call) const;
+  std::optional<Tensor> Result(const Call& call, const CallResult& result) const;
+  void CheckSample(const Sample& sample);
+
+  const int threads_;
+  std::shared_ptr<const Artifact> artifact_;
+  std::vector<Function> functions_;  // one for each entry
+  std::vector<Tensor> states_;
+  std::mutex states_mutex_;  // held by calls where there are states
+};
+
+}  // namespace torch_hybrid_backend
+
+#endif  // TORCH_HYBRID_BACKEND_MODEL_H_

@@ -1,0 +1,416 @@
+"""libhybrid_runner.so and hybrid-run, built by CMake where neither PyTorch nor Python is looked for (csrc/runner)."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.artifact.exported_for_tests import exported
+from tests.runner.hybrid_files import HybridFile, kernel, named, plan, value
+from tests.runner.hybrid_files import tensor as form
+from tests.runner.runner_in_python import Model, Runner, RunnerError
+
+ROOT = Path(__file__).resolve().parents[2]
+F32 = np.float32
+MOST_BYTES = 2 << 20
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not (shutil.which("cmake") and shutil.which("g++") and sys.platform == "linux"), reason="needs cmake and g++"
+    ),
+]
+
+
+def _run(*command: object) -> str:
+    result = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that CMake has installed the runner to, stripped."""
+    folder = tmp_path_factory.mktemp("runner")
+    generator = ["-G", "Ninja"] if shutil.which("ninja") else []
+    _run("cmake", *generator, "-S", ROOT / "csrc/runner", "-B", folder / "build")
+    _run("cmake", "--build", folder / "build", "--parallel", "2")
+    _run("cmake", "--install", folder / "build", "--prefix", folder / "installed", "--strip")
+    return folder / "installed"
+
+
+@pytest.fixture(scope="module")
+def library(installed: Path) -> Path:
+    (path,) = installed.glob("lib*/libhybrid_runner.so")
+    return path
+
+
+@pytest.fixture(scope="module")
+def runner(library: Path) -> Runner:
+    return Runner(library)
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A library of kernels: double(x, y), plus(x, y, size) and fail(x, y)."""
+    path = tmp_path_factory.mktemp("kernels") / "kernels.so"
+    source = ROOT / "csrc/tests/host_kernels.cc"
+    _run("g++", "-std=c++20", "-O1", "-fPIC", "-shared", f"-I{ROOT / 'csrc/include'}", source, "-o", path)
+    return path.read_bytes()
+
+
+@pytest.fixture
+def doubling(kernels: bytes, tmp_path: Path) -> Path:
+    """A file: y = 2 (2 x) + 5 for three elements, with a sample."""
+    file = HybridFile(kernels)
+    row = form("float32", 3)
+    values = [value("input", 0, row), value("arena", 0, row), value("arena", 64, row), value("fresh", 0, row)]
+    steps = [kernel("double", 0, 1), kernel("double", 1, 2), kernel("plus", 2, 3, sizes=[5])]
+    file.entry(
+        "forward",
+        plan(values, steps, inputs=1, outputs=[3], arena=128),
+        inputs=[named("x", row), {"name": "scale", "value": 2}],
+        sources=[["input", 0]],
+        results=[["output", 0], ["literal", True]],
+        outputs=[named("y", row), {"name": "is_good", "value": True}],
+    )
+    sample = {"inputs": [file.constant(np.array([1, 2, 3], F32)), None]}
+    sample["outputs"] = [file.constant(np.array([9, 13, 17], F32)), None]
+    file.samples.append({"entry": "forward", "tolerance": 1e-6, **sample})
+    return file.write(tmp_path / "doubling.hybrid")
+
+
+def test_it_needs_neither_pytorch_nor_tvm_nor_python(library: Path) -> None:
+    """Stripped, it is small, and the loader looks for the system's libraries alone."""
+    needed = _run("ldd", library)
+    assert not [name for name in ("torch", "tvm", "python", "c10") if name in needed], needed
+    assert library.stat().st_size <= MOST_BYTES
+    exported = _run("nm", "-D", "--defined-only", library).split()[2::3]
+    assert all(name.startswith("hybrid_") for name in exported), exported
+
+
+def test_a_call(runner: Runner, doubling: Path) -> None:
+    """Arrays with any strides; what is no tensor is left out."""
+    model = runner.open(doubling)
+    for threads in (0, 1, 3):
+        model = runner.open(doubling, threads=threads, share=threads != 1)
+        np.testing.assert_array_equal(model.run(np.array([1, 2, 3], F32))[0], [9, 13, 17])
+    backwards = np.arange(7, dtype=F32)[::-3]
+    np.testing.assert_array_equal(model.run(backwards)[0], [29, 17, 5])
+
+
+def test_wrong_inputs(runner: Runner, doubling: Path) -> None:
+    """The error says what was expected and what came; a call that is right succeeds after it."""
+    model = runner.open(doubling)
+    good = np.array([1, 2, 3], F32)
+    for inputs, said in [
+        ([np.zeros(4, F32)], r'input 0 \("x"\) is float32\(4\), but the model was exported for float32\(3\)'),
+        ([np.zeros(3)], r"is float64\(3\), but the model was exported for float32\(3\)"),
+        ([good, good], '"forward" has 1 input, not 2'),
+    ]:
+        with pytest.raises(RunnerError, match=said):
+            model.run(*inputs)
+    with pytest.raises(RunnerError, match='"forward" has 1 output, not 2'):
+        model.run(good, outputs=2)
+    with pytest.raises(RunnerError, match='the model has no entry "decode": it has forward'):
+        model.run(good, entry="decode")
+    np.testing.assert_array_equal(model.run(good)[0], [9, 13, 17])
+
+
+def test_wrong_files(runner: Runner, doubling: Path, tmp_path: Path) -> None:
+    """A flipped bit, a file that others may write to, no file."""
+    data = bytearray(doubling.read_bytes())
+    data[-1] ^= 1
+    broken = tmp_path / "broken.hybrid"
+    broken.write_bytes(data)
+    with pytest.raises(RunnerError, match=r"broken\.hybrid: it is damaged"):
+        runner.open(broken)
+    with pytest.raises(RunnerError, match="none"):
+        runner.open(tmp_path / "none.hybrid")
+    doubling.chmod(0o666)
+    with pytest.raises(RunnerError, match="chmod go-w"):
+        runner.open(doubling)
+    runner.open(doubling, share=False)
+
+
+def test_eight_threads_at_once(runner: Runner, doubling: Path) -> None:
+    """Each gets the results of its own inputs."""
+    model = runner.open(doubling)
+    failures: list[Any] = []
+
+    def call(number: int) -> None:
+        for i in range(200):
+            x = np.array([number, i, 1], F32)
+            (y,) = model.run(x)
+            if not np.array_equal(y, 4 * x + 5):
+                failures.append((number, i, y))
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+def test_a_sample_that_does_not_come_out(runner: Runner, kernels: bytes, tmp_path: Path) -> None:
+    """The file is refused, unless it is opened without its samples."""
+    file = HybridFile(kernels)
+    row = form("float32", 2)
+    file.entry(
+        "forward",
+        plan([value("input", 0, row), value("fresh", 0, row)], [kernel("double", 0, 1)], inputs=1, outputs=[1]),
+        inputs=[named("x", row)],
+        sources=[["input", 0]],
+        results=[["output", 0]],
+        outputs=[named("y", row)],
+    )
+    x, y = (file.constant(np.array(each, F32)) for each in ([1, 2], [2, 4.5]))
+    file.samples.append({"entry": "forward", "inputs": [x], "outputs": [y], "tolerance": 0.1})
+    path = file.write(tmp_path / "wrong.hybrid")
+    with pytest.raises(RunnerError, match=r'output 0 of the sample of "forward" is 0\.5 off, and 0\.45 are allowed'):
+        runner.open(path)
+    np.testing.assert_array_equal(runner.open(path, skip_sample=True).run(np.array([1, 2], F32))[0], [2, 4])
+
+
+def _with_state(kernels: bytes, path: Path) -> Path:
+    """A cache of 4 x 2: a call writes 2 x to the rows that `at` names, and gives the cache, x, a row of the cache, and x transposed."""
+    file = HybridFile(kernels)
+    rows, at, cache = form("float32", 2, 2), form("int64", 2), form("float32", 4, 2)
+    flat = form("float32", 4)
+    file.state("cache", np.arange(8, dtype=F32).reshape(4, 2))
+    values = [
+        value("input", 0, rows),
+        value("input", 1, at),
+        value("alias", 0, flat),
+        value("fresh", 0, flat),
+        value("alias", 3, rows),
+    ]
+    file.entry(
+        "decode",
+        plan(values, [kernel("double", 2, 3)], inputs=2, outputs=[4, 1]),
+        inputs=[named("x", rows), named("at", at)],
+        sources=[["input", 0], ["input", 1]],
+        updates=[["rows", ["state", 0], 0, ["output", 1], ["output", 0]]],
+        results=[
+            ["state", 0],
+            ["input", 0],
+            ["view", ["state", 0], [2], [1], 2, ""],
+            ["view", ["input", 0], [2, 2], [1, 2], 0, "neg"],
+        ],
+        outputs=[named(name, each) for name, each in zip("abcd", [cache, rows, form("float32", 2), rows], strict=True)],
+    )
+    file.entry(
+        "replace",
+        plan(
+            [value("input", 0, cache), value("fresh", 0, cache)],
+            [{"kind": "copy", "source": 0, "destination": 1}],
+            inputs=1,
+            outputs=[1],
+        ),
+        inputs=[named("x", cache)],
+        sources=[["input", 0]],
+        updates=[["copy", ["state", 0], 0]],
+        results=[],
+        outputs=[],
+    )
+    return file.write(path)
+
+
+def test_states(runner: Runner, kernels: bytes, tmp_path: Path) -> None:
+    """A cache is an opened model's own; it changes by rows or as a whole, and a call that fails leaves it."""
+    path = _with_state(kernels, tmp_path / "state.hybrid")
+    model, other = runner.open(path), runner.open(path)
+    expected = np.arange(8, dtype=F32).reshape(4, 2)
+    x = np.array([[1, 2], [3, 4]], F32)
+
+    def decode(model: Model, at: list[int]) -> list[Any]:
+        return model.run(x, np.array(at), outputs=4, entry="decode")
+
+    cache, same, row, transposed = decode(model, [1, -1])
+    expected[[1, 3]] = 2 * x
+    np.testing.assert_array_equal(cache, expected)
+    np.testing.assert_array_equal(same, x)
+    np.testing.assert_array_equal(row, expected[1])
+    np.testing.assert_array_equal(transposed, -x.T)
+    with pytest.raises(RunnerError, match="position 4 is not within a tensor of 4 positions"):
+        decode(model, [0, 4])
+    np.testing.assert_array_equal(decode(model, [1, 3])[0], expected)
+    model.run(np.ones((4, 2), F32), outputs=0, entry="replace")
+    np.testing.assert_array_equal(decode(model, [3, 3])[0], [[1, 1], [1, 1], [1, 1], [6, 8]])
+    np.testing.assert_array_equal(decode(other, [0, 0])[0], [[6, 8], [2, 3], [4, 5], [6, 7]])
+    model.reset()
+    np.testing.assert_array_equal(decode(model, [0, 0])[0], [[6, 8], [2, 3], [4, 5], [6, 7]])
+
+
+def test_inputs_that_a_call_changes(runner: Runner, kernels: bytes, tmp_path: Path) -> None:
+    """The caller's memory, with the caller's strides."""
+    file = HybridFile(kernels)
+    row = form("float32", 3)
+    file.entry(
+        "forward",
+        plan([value("input", 0, row), value("fresh", 0, row)], [kernel("double", 0, 1)], inputs=1, outputs=[1]),
+        inputs=[named("x", row)],
+        sources=[["input", 0]],
+        updates=[["copy", ["input", 0], 0]],
+        results=[],
+        outputs=[],
+    )
+    memory = np.arange(6, dtype=F32)
+    runner.open(file.write(tmp_path / "m.hybrid")).run(memory[::2], outputs=0)
+    np.testing.assert_array_equal(memory, [0, 1, 4, 3, 8, 5])
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "float32", "float64", "complex128"])
+def test_copies_of_any_strides(runner: Runner, kernels: bytes, tmp_path: Path, dtype: str) -> None:
+    """Inputs in other orders of dimensions than the plan was built for, and copies to others."""
+    file = HybridFile(kernels)
+    sizes = (2, 5, 3, 1, 40)
+    there, back = form(dtype, *sizes), form(dtype, *sizes, strides=[1, 80, 400, 400, 2])
+    file.entry(
+        "forward",
+        plan(
+            [value("input", 0, there), value("fresh", 0, back)],
+            [{"kind": "copy", "source": 0, "destination": 1}],
+            inputs=1,
+            outputs=[1],
+        ),
+        inputs=[named("x", there)],
+        sources=[["input", 0]],
+        results=[["output", 0]],
+        outputs=[named("y", back)],
+    )
+    model = runner.open(file.write(tmp_path / "m.hybrid"))
+    random = np.random.default_rng(0)
+    x = random.integers(0, 100, sizes).astype(dtype)
+    for order in [(0, 1, 2, 3, 4), (4, 3, 2, 1, 0), (1, 4, 0, 2, 3)]:
+        (y,) = model.run(np.ascontiguousarray(x.transpose(order)).transpose(np.argsort(order)))
+        np.testing.assert_array_equal(y, x)
+        assert [y.strides[d] // x.itemsize for d in (0, 1, 2, 4)] == [1, 80, 400, 2]
+
+
+def test_what_it_refuses(runner: Runner, kernels: bytes, tmp_path: Path) -> None:
+    """Operators of PyTorch, and what only Python can run."""
+    row = form("float32", 2)
+    for step, members, said in [
+        (
+            {"kind": "operator", "name": "aten::sort", "overload": "", "arguments": [["tensor", 0]], "results": [1]},
+            {"needs_torch": True},
+            "calls PyTorch's operator aten::sort, which the runner has not",
+        ),
+        (
+            {"kind": "callback", "function": 0, "inputs": [0], "outputs": [1]},
+            {"functions": "functions", "python_parts": ["aten.nonzero, at model.py:7: x[x > 0]"]},
+            r"only Python can run \(not_exportable\).*\n  aten.nonzero, at model.py:7: x\[x > 0\]",
+        ),
+    ]:
+        file = HybridFile(kernels)
+        file.entry(
+            "forward",
+            plan([value("input", 0, row), value("returned", 0, row)], [step], inputs=1, outputs=[1]),
+            inputs=[named("x", row)],
+            sources=[["input", 0]],
+            results=[["output", 0]],
+            outputs=[named("y", row)],
+            **members,
+        )
+        with pytest.raises(RunnerError, match=said):
+            runner.open(file.write(tmp_path / "refused.hybrid"))
+
+
+def test_the_program(installed: Path, doubling: Path, tmp_path: Path) -> None:
+    """hybrid-run reads and writes .npy files, tells what a model takes, and times it."""
+    program = installed / "bin/hybrid-run"
+    for x in (np.array([1, 2, 3], F32), np.asfortranarray(np.array([0, -1, 5], F32))):
+        np.save(tmp_path / "x.npy", x)
+        _run(program, doubling, "--input", tmp_path / "x.npy", "--output", tmp_path / "y.npy", "--threads", 2)
+        np.testing.assert_array_equal(np.load(tmp_path / "y.npy"), 4 * x + 5)
+    assert _run(program, doubling, "--inspect") == "forward\n  takes x: float32(3)\n  gives y: float32(3)\n"
+    assert "median" in _run(program, doubling, "--bench", "0.01")
+    np.save(tmp_path / "x.npy", np.zeros(3))
+    wrong = [program, doubling, "--input", tmp_path / "x.npy"]
+    result = subprocess.run([str(word) for word in wrong], capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "its elements are '<f8', and the input takes '<f4'" in result.stderr
+
+
+def test_the_examples(installed: Path, doubling: Path, tmp_path: Path) -> None:
+    """A C program and a C++ program, built against what is installed."""
+    _run("cmake", "-S", ROOT / "examples/runner", "-B", tmp_path, f"-DCMAKE_PREFIX_PATH={installed}")
+    _run("cmake", "--build", tmp_path)
+    assert _run(tmp_path / "run_c", doubling) == "y: float32(3)\n"
+    assert [float(line) for line in _run(tmp_path / "run_cpp", doubling, 3).split()] == pytest.approx([5, 5.4, 5.8])
+
+
+class Network(nn.Module):
+    """Convolutions, attention and products: two results of a call, of which one is a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolutions = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2))
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        words = self.layer(self.convolutions(images).flatten(2).mT)
+        return self.head(words.mean(1)), words.mT
+
+
+class Cached(nn.Module):
+    """Writes rows to a cache, and returns the sums of its rows and the cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(2, 8, 4))
+
+    def forward(self, x: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert isinstance(self.cache, torch.Tensor)
+        self.cache.index_copy_(1, at, x * 2)
+        return self.cache.sum(-1), self.cache
+
+
+def test_the_answers_are_those_of_python(runner: Runner, tmp_path: Path) -> None:
+    """Bit for bit, also from eight threads at once."""
+    torch.manual_seed(0)
+    images = torch.rand(2, 3, 18, 18)
+    _, model = exported(Network().eval(), (images,), tmp_path)
+    with torch.no_grad():
+        expected = [result.numpy() for result in model(images)]
+    opened = runner.open(tmp_path / "model.hybrid", threads=torch.get_num_threads())
+    wrong: list[int] = []
+
+    def call(number: int) -> None:
+        for _ in range(20):
+            results = opened.run(images.numpy(), outputs=2)
+            if not all(map(np.array_equal, results, expected)):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    channels_last = images.to(memory_format=torch.channels_last)
+    assert all(map(np.array_equal, opened.run(channels_last.numpy(), outputs=2), expected))
+
+
+def test_a_cache_changes_as_in_python(runner: Runner, tmp_path: Path) -> None:
+    """Rows of a state, by positions that are an input."""
+    x = torch.rand(2, 3, 4)
+    _, model = exported(Cached().eval(), (x, torch.tensor([0, 1, 2])), tmp_path)
+    opened = runner.open(tmp_path / "model.hybrid")
+    for positions in ([1, 2, 3], [7, 0, 4]):
+        at = torch.tensor(positions)
+        with torch.no_grad():
+            expected = [result.clone().numpy() for result in model(x, at)]
+        assert all(map(np.array_equal, opened.run(x.numpy(), at.numpy(), outputs=2), expected))
