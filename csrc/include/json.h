@@ -1,4 +1,4 @@
-// Json: a parsed JSON text, read-only. The plan's description arrives as one
+// Json: a parsed JSON text. The plan's description arrives as one
 // (docs/adr/0020-plan-steps.md).
 //
 // Beyond JSON it reads NaN, Infinity and -Infinity, as Python writes them. Whole numbers are 64-bit
@@ -14,6 +14,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -35,6 +36,7 @@ class Json {
   static Json ParseUntrusted(std::string_view text);
 
   bool IsNull() const { return std::holds_alternative<std::nullptr_t>(value_); }
+  bool IsString() const { return std::holds_alternative<std::string>(value_); }
   bool IsList() const { return std::holds_alternative<std::vector<Json>>(value_); }
   bool IsObject() const { return std::holds_alternative<Members>(value_); }
   bool AsBool() const { return Get<bool>("true or false"); }
@@ -47,6 +49,15 @@ class Json {
   // A member of an object.
   const Json& operator[](std::string_view name) const;
   const Json* Find(std::string_view name) const;  // null where there is none
+
+  // To change numbers in a text that is read again and again.
+  void Set(int64_t number) { value_ = number; }
+  std::vector<Json>& AsList() {
+    return const_cast<std::vector<Json>&>(std::as_const(*this).AsList());
+  }
+  Json& operator[](std::string_view name) { return const_cast<Json&>(std::as_const(*this)[name]); }
+  // Calls `visit` with every value inside, the outer ones first; with nothing inside what it sets.
+  void Visit(const std::function<void(Json&)>& visit);
 
  private:
   using Members = std::vector<std::pair<std::string, Json>>;

@@ -10,6 +10,8 @@
 //    "arenas": [[device, bytes], ...],
 //    "inputs": count, "constants": count, "outputs": values}
 //
+// plan_template.h makes plans whose sizes are known only at run time.
+//
 // On the host a run ends when its work has ended. On another device it ends when its work is queued
 // on the caller's current stream: no run waits for a device, but for what operators do themselves.
 //
@@ -53,17 +55,20 @@ struct TimedResult {
   std::vector<int64_t> nanoseconds;
 };
 
+inline std::string PathsAsTheyAre(const std::string& name) { return name; }
+
 class Plan {
  public:
   // Kernels are found in libraries at the paths that `library_path` makes of the names in the
   // description.
-  explicit Plan(
-      std::string_view description,
-      const LibraryPaths& library_path = [](const std::string& name) { return name; });
+  explicit Plan(const Json& json, const LibraryPaths& library_path = PathsAsTheyAre);
+  explicit Plan(std::string_view description, const LibraryPaths& library_path = PathsAsTheyAre)
+      : Plan(Json::Parse(description), library_path) {}
   Plan(const Plan&) = delete;
   Plan& operator=(const Plan&) = delete;
 
   int64_t constants() const { return constants_; }
+  int64_t ArenaBytes() const;  // of all devices
 
   // `key` is the plan's handle, by which callbacks find their Python side.
   RunResult Run(int64_t key, const Binding& binding, const std::vector<Tensor>& inputs);

@@ -40,7 +40,8 @@ struct Layout {
   std::vector<int64_t> strides;
   Device device;
 
-  // Elements from the first to the last one addressed; 0 when empty.
+  // Elements from the first to the last one addressed; 0 when empty. Throws where they are more
+  // than 64 bits tell.
   int64_t Span() const;
   std::string ToString() const;
 };

@@ -270,6 +270,15 @@ std::vector<int64_t> Json::AsInts() const {
   return numbers;
 }
 
+void Json::Visit(const std::function<void(Json&)>& visit) {
+  visit(*this);
+  if (auto* list = std::get_if<std::vector<Json>>(&value_)) {
+    for (Json& item : *list) item.Visit(visit);
+  } else if (auto* members = std::get_if<Members>(&value_)) {
+    for (auto& [name, member] : *members) member.Visit(visit);
+  }
+}
+
 const Json* Json::Find(std::string_view name) const {
   for (const auto& [key, member] : Get<Members>("an object")) {
     if (key == name) return &member;

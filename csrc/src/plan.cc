@@ -19,8 +19,7 @@ bool HasTensor(ValueKind kind) { return kind != ValueKind::kConstant && kind != 
 
 }  // namespace
 
-Plan::Plan(std::string_view description, const LibraryPaths& library_path) {
-  const Json json = Json::Parse(description);
+Plan::Plan(const Json& json, const LibraryPaths& library_path) {
   const int64_t version = json["version"].AsInt();
   if (version != kVersion) {
     Refuse("this build of the C++ runtime reads plans of version " + std::to_string(kVersion) +
@@ -88,6 +87,12 @@ const Plan::Arena* Plan::ArenaOf(const Device& device) const {
   const auto found = std::find_if(arenas_.begin(), arenas_.end(),
                                   [&](const Arena& arena) { return arena.device == device; });
   return found == arenas_.end() ? nullptr : &*found;
+}
+
+int64_t Plan::ArenaBytes() const {
+  int64_t bytes = 0;
+  for (const Arena& arena : arenas_) bytes += arena.size_bytes;
+  return bytes;
 }
 
 void Plan::ReadSteps(const Json& steps, PlanParts& parts) {

@@ -5,6 +5,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "checked.h"
+
 namespace torch_hybrid_backend {
 namespace {
 
@@ -36,14 +38,7 @@ ValueKind ValueKindNamed(std::string_view name) {
 
 size_t Value::SizeBytes() const { return static_cast<size_t>(span * ElementBytes(layout.dtype)); }
 
-int64_t Layout::Span() const {
-  int64_t span = 1;
-  for (size_t d = 0; d < sizes.size(); ++d) {
-    if (sizes[d] == 0) return 0;
-    span += (sizes[d] - 1) * strides[d];
-  }
-  return span;
-}
+int64_t Layout::Span() const { return SpanOf(sizes, strides); }
 
 std::string Layout::ToString() const {
   std::ostringstream out;

@@ -5,6 +5,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "checked.h"
+
 namespace torch_hybrid_backend {
 namespace {
 
@@ -22,12 +24,13 @@ size_t Values::Add(ValueKind kind, int64_t payload, Layout layout, int64_t offse
   const size_t number = values_.size();
   size_t root = number;
   const int64_t span = layout.Span();
+  CheckedProduct(span, ElementBytes(layout.dtype));  // later it is multiplied unchecked
   if (kind == ValueKind::kAlias) {
     root = values_[Checked(payload)].root;
     const Value& shared = values_[root];
     if (shared.kind == ValueKind::kRawInput) Refuse("an input passed as it is cannot be aliased");
     if (shared.layout.dtype != layout.dtype || shared.layout.device != layout.device ||
-        offset + span > shared.span) {
+        CheckedSum(offset, span) > shared.span) {
       Refuse("an alias must have the dtype and device of the value it aliases and fit in it");
     }
   }

@@ -22,4 +22,14 @@ HandleTable<const Artifact>& Artifacts() {
   return *table;
 }
 
+HandleTable<PlanTemplate>& PlanTemplates() {
+  static auto* const table = new HandleTable<PlanTemplate>("plan template");
+  return *table;
+}
+
+HandleTable<const SizeTable>& SizeTables() {
+  static auto* const table = new HandleTable<const SizeTable>("table of sizes");
+  return *table;
+}
+
 }  // namespace torch_hybrid_backend

@@ -10,6 +10,8 @@
 #include "guard.h"
 #include "handle_table.h"
 #include "plan.h"
+#include "plan_template.h"
+#include "size_table.h"
 
 namespace torch_hybrid_backend {
 
@@ -17,6 +19,8 @@ HandleTable<Plan>& Plans();
 HandleTable<const Guard>& Guards();
 HandleTable<const Binding>& Bindings();
 HandleTable<const Artifact>& Artifacts();
+HandleTable<PlanTemplate>& PlanTemplates();
+HandleTable<const SizeTable>& SizeTables();
 
 }  // namespace torch_hybrid_backend
 

@@ -22,6 +22,7 @@
 #include <malloc.h>
 #endif
 
+#include "arena.h"
 #include "artifact.h"
 #include "artifact_plan.h"
 #include "binding.h"
@@ -39,6 +40,33 @@ using Numbers = std::vector<int64_t>;
 
 int64_t PlanNew(std::string description) {
   return Plans().Add(std::make_shared<Plan>(description));
+}
+
+int64_t PlanTemplateNew(std::string description) {
+  return PlanTemplates().Add(std::make_shared<PlanTemplate>(description));
+}
+
+std::tuple<int64_t, int64_t> PlanTemplateAt(int64_t plan_template, Numbers values) {
+  std::shared_ptr<Plan> plan = PlanTemplates().Get(plan_template)->At(values);
+  const int64_t arena_bytes = plan->ArenaBytes();
+  return {Plans().Add(std::move(plan)), arena_bytes};
+}
+
+int64_t SizeTableNew(std::string description) {
+  return SizeTables().Add(std::make_shared<const SizeTable>(Json::Parse(description)));
+}
+
+Numbers SizeTableAt(int64_t table, Numbers values) { return SizeTables().Get(table)->At(values); }
+
+// The offsets, and last the size of the arena. `ranges`: of each buffer the bytes, the first and
+// the last step.
+Numbers PlanArenaOf(Numbers ranges, int64_t alignment) {
+  std::vector<LiveRange> buffers;
+  for (size_t i = 0; i + 2 < ranges.size(); i += 3)
+    buffers.push_back({ranges[i], ranges[i + 1], ranges[i + 2]});
+  ArenaLayout layout = PlanArena(buffers, alignment, kPairsAhead);
+  layout.offsets.push_back(layout.size_bytes);
+  return std::move(layout.offsets);
 }
 
 void OpenKernelLibrary(std::string path) { OpenLibrary(path); }
@@ -134,10 +162,15 @@ Numbers Finalizers() {
   void (*const free_artifact)(int64_t) = [](int64_t artifact) noexcept {
     Artifacts().Remove(artifact);
   };
+  void (*const free_template)(int64_t) = [](int64_t plan_template) noexcept {
+    PlanTemplates().Remove(plan_template);
+  };
+  void (*const free_sizes)(int64_t) = [](int64_t table) noexcept { SizeTables().Remove(table); };
   void (*const close_library)(const char*) = [](const char* path) noexcept { CloseLibrary(path); };
   void (*const close_module)(const char*) = [](const char* path) noexcept { CloseModule(path); };
   return {reinterpret_cast<int64_t>(free_plan),     reinterpret_cast<int64_t>(free_guard),
           reinterpret_cast<int64_t>(free_binding),  reinterpret_cast<int64_t>(free_artifact),
+          reinterpret_cast<int64_t>(free_template), reinterpret_cast<int64_t>(free_sizes),
           reinterpret_cast<int64_t>(close_library), reinterpret_cast<int64_t>(close_module)};
 }
 
@@ -200,6 +233,11 @@ void Boxed(StableIValue* stack, uint64_t arguments, uint64_t results) {
 
 STABLE_TORCH_LIBRARY(torch_hybrid_backend, m) {
   m.def("plan_new(str description) -> int");
+  m.def("plan_template_new(str description) -> int");
+  m.def("plan_template_at(int plan_template, int[] values) -> (int plan, int arena_bytes)");
+  m.def("size_table_new(str description) -> int");
+  m.def("size_table_at(int table, int[] values) -> int[]");
+  m.def("plan_arena(int[] ranges, int alignment) -> int[]");
   m.def("open_library(str path) -> ()");
   m.def("open_module(str path) -> ()");
   m.def("use_cuda_driver(str path) -> ()");
@@ -231,6 +269,11 @@ STABLE_TORCH_LIBRARY(torch_hybrid_backend, m) {
 // One kernel for every backend and for calls without any tensor.
 STABLE_TORCH_LIBRARY_IMPL(torch_hybrid_backend, CompositeExplicitAutograd, m) {
   m.impl("plan_new", Boxed<&PlanNew>);
+  m.impl("plan_template_new", Boxed<&PlanTemplateNew>);
+  m.impl("plan_template_at", Boxed<&PlanTemplateAt>);
+  m.impl("size_table_new", Boxed<&SizeTableNew>);
+  m.impl("size_table_at", Boxed<&SizeTableAt>);
+  m.impl("plan_arena", Boxed<&PlanArenaOf>);
   m.impl("open_library", Boxed<&OpenKernelLibrary>);
   m.impl("open_module", Boxed<&OpenDeviceModule>);
   m.impl("use_cuda_driver", Boxed<&UseCudaDriver>);

@@ -13,10 +13,10 @@ from torch_hybrid_backend.driver import stages
 from torch_hybrid_backend.runtime.executor import Executor, build_executor
 from torch_hybrid_backend.runtime.memory import ALIGNMENT
 from torch_hybrid_backend.runtime.native.description import ValueKind
-from torch_hybrid_backend.runtime.plan_layout import StaticLayout
+from torch_hybrid_backend.runtime.plan_layout import PlanLayout
 
 
-def _most_alive(layout: StaticLayout) -> int:
+def _most_alive(layout: PlanLayout) -> int:
     """Bytes of the arena's values, each rounded up to ALIGNMENT, at the step with the most between first and last use."""
     uses: dict[int, list[int]] = {}
     for step, planned in enumerate(layout.steps):

@@ -316,12 +316,15 @@ def test_eager_views_of_intermediate_values_stay_valid(kernels: str) -> None:
 
 
 def test_dynamic_graphs_are_refused_and_run_in_python() -> None:
-    """Sizes known at run time, as numbers or in shapes, are for the Python executor."""
+    """Sizes known at run time, as numbers or in shapes, are for other executors."""
     dynamic = TensorSpec((symbol("s0"),), "float32", (1,), CPU)
     narrow = segment(lambda x, n: (x[:n], n + 1), {"x": dynamic, "n": None}, {"y": dynamic, "m": None})
     graph = PartitionedGraph(("x", "n"), frozenset(), (narrow,), ("y", "m"))
-    with pytest.raises(StaticLayoutError, match="run time"):
+    with pytest.raises(StaticLayoutError, match="m is no tensor"):
         build_executor(graph, [narrow.region.eager])
+    double = segment(lambda x: (2 * x,), {"x": dynamic}, {"y": dynamic})
+    with pytest.raises(StaticLayoutError, match="sizes known only at run time: s0"):
+        build_executor(PartitionedGraph(("x",), frozenset(), (double,), ("y",)), [double.region.eager])
     x = torch.randn(5)
     y, m = PythonExecutor(graph, [narrow.region.eager])([x, 3])
     torch.testing.assert_close(y, x[:3])

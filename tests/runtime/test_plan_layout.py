@@ -15,20 +15,23 @@ from torch_hybrid_backend.core.program import (
     NULL,
     Callback,
     Check,
+    Copy,
     DeviceLaunch,
     ExternalCall,
     KernelCall,
     LaunchGraph,
     OperatorCall,
     Program,
+    RandomNumbers,
     ScalarArgument,
     TensorArgument,
 )
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.errors import HybridError
-from torch_hybrid_backend.runtime.native.description import ValueKind
-from torch_hybrid_backend.runtime.plan_layout import Piece, StaticLayout, StaticLayoutError, lay_out, same_memory
-from torch_hybrid_backend.sizes.size import symbol
+from torch_hybrid_backend.generators import Taken
+from torch_hybrid_backend.runtime.native.description import Life, ValueKind
+from torch_hybrid_backend.runtime.plan_layout import AtSizes, Piece, PlanLayout, StaticLayoutError, lay_out, same_memory
+from torch_hybrid_backend.sizes.size import Dim, symbol
 
 CUDA = Device("cuda", 1)
 
@@ -45,7 +48,7 @@ def _piece(program: Program) -> Piece:
     return Piece(inputs, specs[0], outputs, specs[1], program)
 
 
-def _laid_out(*programs: Program) -> StaticLayout:
+def _laid_out(*programs: Program) -> PlanLayout:
     last = _piece(programs[-1])
     return lay_out(frozenset({"x", "y"}), frozenset(), [_piece(program) for program in programs], last.outputs)
 
@@ -184,14 +187,13 @@ def test_numbers_on_the_host_enter_a_launch_by_value() -> None:
 
 
 def test_sizes_enter_grids_and_scalars() -> None:
-    """A launch's grid and numbers follow the sizes of a call; before they are known it has no plan."""
+    """A launch's grid and numbers follow the sizes of a call, and the layout says which."""
     n = symbol("n", 8)
     step = DeviceLaunch(
         "a.cubin", "kernel", (0, 1), 1, (n, 2, 1), 128, (ScalarArgument("int32", 4 * n), ScalarArgument("float32", 0.5))
     )
     program = Program((_row(8, CUDA), _row(8, CUDA)), (0,), (1,), (), (step,), device=CUDA)
-    with pytest.raises(StaticLayoutError, match="sizes known only at run time"):
-        _laid_out(program)
+    assert [symbol.name for symbol in _laid_out(program).symbols] == ["n"]
     described = _laid_out(program.at({"n": 6})).steps[0].step.describe()
     assert (described["grid"], described["scalars"]) == ((6, 2, 1), [("int32", 24), ("float32", 0.5)])
 
@@ -260,7 +262,7 @@ def _callback(inputs: str, outputs: str, spec: TensorSpec | None = SQUARE) -> Pi
     return Piece(reads, (spec,) * len(reads), writes, (spec,) * len(writes), None)
 
 
-def _lay_out(pieces: Sequence[Piece], outputs: str, inputs: str = "x y w", constants: str = "w") -> StaticLayout:
+def _lay_out(pieces: Sequence[Piece], outputs: str, inputs: str = "x y w", constants: str = "w") -> PlanLayout:
     return lay_out(frozenset(inputs.split()), frozenset(constants.split()), pieces, outputs.split())
 
 
@@ -291,24 +293,101 @@ def test_an_input_read_in_two_forms_is_two_values_of_one_input() -> None:
     assert len(layout.values) == 4
 
 
-SIZE = symbol("s0")
+@pytest.mark.parametrize("place", ["input", "output"])
+def test_what_is_no_tensor_is_named(place: str) -> None:
+    """A value without a spec cannot be laid out ahead of the call."""
+    inputs, outputs = ((None,), (SQUARE,)) if place == "input" else ((SQUARE,), (None,))
+    with pytest.raises(StaticLayoutError, match=f"^{'x' if place == 'input' else 'a'} is no tensor"):
+        _lay_out([Piece(("x",), inputs, ("a",), outputs, None)], "a")
+
+
+SIZE, OTHER = symbol("s0"), symbol("s1")
+
+
+def _matrix(rows: Dim, columns: Dim, row: Dim, column: Dim = 1) -> TensorSpec:
+    return TensorSpec((rows, columns), "float32", (row, column), CPU)
+
+
+def _of_kernels(given: TensorSpec, made: TensorSpec, inner: TensorSpec, number: int = 0) -> Piece:
+    """A segment of two kernels, with a buffer of the form `inner` between them, and its input and output as given."""
+    steps = (KernelCall("a.so", "double", (0, 1), 1, (SIZE,)), KernelCall("a.so", "double", (1, 2), 1))
+    program = Program((given, inner, made), (0,), (2,), (), steps)
+    return Piece((f"v{number}",), (given,), (f"v{number + 1}",), (made,), program)
+
+
+def test_sizes_known_only_at_run_time_stay_in_the_layout() -> None:
+    """In values, steps and lives; offsets in the arena and its bytes are left to each set of sizes."""
+    matrix = _matrix(SIZE, 4, 4)
+    layout = lay_out(frozenset({"v0"}), frozenset(), [_of_kernels(matrix, matrix, _row(12))], ["v1"])
+    assert [s.name for s in layout.symbols] == ["s0"]
+    assert [value.kind for value in layout.values] == [ValueKind.INPUT, ValueKind.ARENA, ValueKind.FRESH]
+    assert layout.lives == {CPU: (Life(1, 0, 1),)}
+    assert layout.arenas == {CPU: 0}
+    assert layout.description.symbols == ("s0",)
 
 
 @pytest.mark.parametrize(
-    ("spec", "message"),
+    ("made", "wanted", "copies"),
     [
-        (None, "no tensor"),
-        (TensorSpec((SIZE, 8), "float32", (8, 1), CPU), "only at run time"),
-        (TensorSpec((8, 8), "float32", (SIZE, 1), CPU), "only at run time"),
+        (_matrix(SIZE, 4, 4), _matrix(SIZE, 4, 4), False),
+        (_matrix(SIZE, 4, 4), _matrix(SIZE, 4, SIZE), True),  # alike at 4
+        (_matrix(SIZE, 4, 4), _matrix(SIZE, 4, 1, SIZE), True),  # alike at 1 in each of the two dimensions
+        (_matrix(1, SIZE, SIZE), _matrix(1, SIZE, 7), False),  # one row
     ],
-    ids=["number", "size", "stride"],
 )
-@pytest.mark.parametrize("place", ["input", "output"])
-def test_what_is_only_known_at_run_time_is_named(spec: TensorSpec | None, message: str, place: str) -> None:
-    """Neither a value without a spec nor one of symbolic sizes or strides can be laid out ahead of the call."""
-    inputs, outputs = ((spec,), (SQUARE,)) if place == "input" else ((SQUARE,), (spec,))
-    with pytest.raises(StaticLayoutError, match=f"^{'x' if place == 'input' else 'a'} .*{message}"):
-        _lay_out([Piece(("x",), inputs, ("a",), outputs, None)], "a")
+def test_what_agrees_at_some_sizes_only_is_copied(made: TensorSpec, wanted: TensorSpec, copies: bool) -> None:
+    """Between segments, so that the layout is right at every size."""
+    pieces = [_of_kernels(made, made, made), _of_kernels(wanted, made, made, 1)]
+    pieces[1] = replace(pieces[1], input_specs=(made,))
+    layout = lay_out(frozenset({"v0"}), frozenset(), pieces, ["v2"])
+    assert [isinstance(planned.step, Copy) for planned in layout.steps].count(True) == copies
+
+
+@pytest.mark.parametrize(
+    ("buffer", "spec", "kind"),
+    [
+        (TensorSpec((4 * SIZE,), "float32", (1,), CPU), _matrix(SIZE, 4, 4), ValueKind.FRESH),
+        (TensorSpec((4 * SIZE,), "float32", (1,), CPU), _matrix(4, SIZE, SIZE), ValueKind.FRESH),
+        (TensorSpec((4 * SIZE + 4,), "float32", (1,), CPU), _matrix(SIZE, 4, 4), ValueKind.ALIAS),
+        # Of the same last element, but empty at other sizes.
+        (_matrix(SIZE, OTHER, OTHER), _matrix(SIZE * OTHER, 1, 1), ValueKind.FRESH),
+        (_matrix(SIZE, 1, 1), _matrix(1, SIZE, 0), ValueKind.FRESH),
+    ],
+)
+def test_an_output_that_fills_its_buffer_is_the_buffer(buffer: TensorSpec, spec: TensorSpec, kind: ValueKind) -> None:
+    """Unless that holds at some sizes only: then the output is a view of the buffer."""
+    piece = replace(_of_kernels(_row(3), buffer, _row(3)), output_specs=(spec,))
+    layout = lay_out(frozenset({"v0"}), frozenset(), [piece], ["v1"])
+    assert layout.values[layout.outputs[0]].kind is kind
+    assert layout.values[layout.outputs[0]].spec == spec
+
+
+def test_constants_may_have_any_sizes() -> None:
+    """Their slots then depend on sizes, and the plan with them."""
+    spec, wanted = _matrix(SIZE, 4, 4), _matrix(SIZE, 4, OTHER)
+    piece = replace(_of_kernels(wanted, _row(12), _row(3)), input_specs=(spec,))
+    layout = lay_out(frozenset({"v0"}), frozenset({"v0"}), [piece], ["v1"])
+    assert [s.name for s in layout.symbols] == ["s0", "s1"]
+    (slot,) = layout.slots
+    assert (slot.spec, slot.is_copy) == (wanted, True)
+    assert slot.at({"s0": 3, "s1": 8}).spec == _matrix(3, 4, 8)
+
+
+def test_random_numbers_are_taken_by_sizes() -> None:
+    """Numbers are taken for the operators of the call's sizes."""
+    number = TensorSpec((), "int64", (), CPU)
+    program = Program(
+        (_row(3), number, number, _row(3)),
+        (0,),
+        (3,),
+        (),
+        (KernelCall("a.so", "double", (0, 1, 2, 3), 1),),
+        random=RandomNumbers(1, (2,), (2 * SIZE,)),
+    )
+    layout = _laid_out(program)
+    (taken,) = layout.functions
+    assert isinstance(taken, AtSizes)
+    assert taken.at({"s0": 5}) == Taken(CPU, (10,))
 
 
 _forms = st.lists(st.tuples(st.integers(1, 3), st.integers(0, 4)), min_size=1, max_size=3)

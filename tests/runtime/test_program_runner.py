@@ -6,7 +6,7 @@ import ctypes
 import gc
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch_hybrid_backend.core.program import (
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.runtime import program_runner
-from torch_hybrid_backend.runtime.executor import Executor
+from torch_hybrid_backend.runtime.executor import Executor, GraphPlans
 from torch_hybrid_backend.runtime.plan_layout import Piece
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
 from torch_hybrid_backend.runtime.steps_in_python import call_operator
@@ -201,7 +201,7 @@ def test_operators_read_parameters_as_they_are() -> None:
         specs = (TensorSpec.of(X), TensorSpec.of(weight), TensorSpec.of(X @ weight[rows].t()))
         program = Program(specs, (0, 1), (2,), (), (OperatorCall("aten::linear", (T(0), argument, None), (2,), ""),))
         piece = Piece(("x", "w"), specs[:2], ("out",), specs[2:], program)
-        executor = Executor(("x", "w"), {"w"}, [piece], [lambda inputs: inputs], ("out",))
+        executor = GraphPlans(("x", "w"), {"w"}, [piece], [lambda inputs: inputs], ("out",)).at({})
         assert [slot.pack for slot in executor.layout.slots] == [None]
         for other in (weight, weight, torch.nn.Parameter(_randn(3, 6), requires_grad=False)):
             torch.testing.assert_close(executor([X, other])[0], X @ other[rows].t())
@@ -356,12 +356,12 @@ def test_sizes_that_alternate_are_laid_out_once(monkeypatch: pytest.MonkeyPatch)
         packed.append(y)
         return 3 * y
 
-    class Counted(Executor):
-        def __init__(self, *given: Any, **named: Any) -> None:
-            super().__init__(*given, **named)
-            plans.append(self)
+    class Counted(GraphPlans):
+        def at(self, values: Mapping[str, int]) -> Executor:
+            plans.append(super().at(values))
+            return plans[-1]
 
-    monkeypatch.setattr(program_runner, "Executor", Counted)
+    monkeypatch.setattr(program_runner, "GraphPlans", Counted)
     program = Program(
         (spec, row, spec),
         (0, -1),

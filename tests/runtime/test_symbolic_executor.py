@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch_hybrid_backend.core.hoisted_inputs import CallInput, FoldedValue, Hoi
 from torch_hybrid_backend.core.region import PartitionedGraph
 from torch_hybrid_backend.partition.regions import partition_graph
 from torch_hybrid_backend.runtime import kept_plans
+from torch_hybrid_backend.runtime.kept_plans import Sizes
 from torch_hybrid_backend.runtime.plan_layout import StaticLayoutError
 from torch_hybrid_backend.runtime.symbolic_executor import SymbolicExecutor
 
@@ -78,14 +79,14 @@ def test_plans_that_were_not_used_for_long_go(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(kept_plans, "MAX_PLANS", 2)
     executor = _executor(_function, torch.randn(5, 3))
     made = 0
-    plain = executor._executor_at
+    plain = executor._made
 
-    def counting(values: Mapping[str, int]) -> Any:
+    def counting(sizes: Sizes) -> Any:
         nonlocal made
         made += 1
-        return plain(values)
+        return plain(sizes)
 
-    monkeypatch.setattr(executor, "_executor_at", counting)
+    monkeypatch.setattr(executor, "_made", counting)
     for rows, expected in ((2, 1), (3, 2), (2, 2), (4, 3), (2, 3), (3, 4)):
         x = torch.randn(rows, 3)
         _same(executor([x]), _function(x))

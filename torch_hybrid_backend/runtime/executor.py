@@ -1,6 +1,7 @@
-"""The fast path: a partitioned graph of static shapes as one C++ plan, called with the un-hoisted graph's inputs.
+"""The fast path: a partitioned graph as one C++ plan, called with the un-hoisted graph's inputs.
 
-Enters: a `PartitionedGraph` and what each segment compiled to. Leaves: `Executor`, a callable from a list of inputs
+Enters: a `PartitionedGraph` and what each segment compiled to. Leaves: `Executor`; where sizes are known only at run time, one for each set of
+them, by `GraphPlans`. It is a callable from a list of inputs
 (tensors, and numbers that no segment reads) to the list of the graph's outputs. Per call Python checks the addresses and
 versions of the constants and makes one call into C++; only callbacks (eager segments) come back to Python.
 """
@@ -11,8 +12,9 @@ import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -36,9 +38,18 @@ from torch_hybrid_backend.runtime.constants import (
     without_owning,
 )
 from torch_hybrid_backend.runtime.native.description import PlanDescription
-from torch_hybrid_backend.runtime.native.ops import Binding, Callback, Guard, Plan
-from torch_hybrid_backend.runtime.plan_layout import ConstantSlot, Piece, StaticLayout, StepOrigin, lay_out, same_memory
-from torch_hybrid_backend.sizes.size import Dim
+from torch_hybrid_backend.runtime.native.ops import Binding, Callback, Guard, Plan, PlanTemplate
+from torch_hybrid_backend.runtime.plan_layout import (
+    AtSizes,
+    ConstantSlot,
+    Piece,
+    PlanLayout,
+    StaticLayoutError,
+    StepOrigin,
+    lay_out,
+    same_memory,
+)
+from torch_hybrid_backend.sizes.size import Dim, Size, evaluate, symbols
 from torch_hybrid_backend.torch_private import mkldnn_layout
 
 log = logging.getLogger(__name__)
@@ -62,9 +73,9 @@ def build_executor(
 ) -> Executor:
     """The C++ plan of a whole graph. `segments[i]` is what `graph.segments[i]` compiled to.
 
-    hoisted, fold, graphs: see `Executor`; without them the call's inputs are the graph's. titles: what profilers show for each
+    hoisted, fold, graphs: see `GraphPlans`; without them the call's inputs are the graph's. titles: what profilers show for each
     segment.
-    Raises StaticLayoutError where sizes are known only at run time (use PythonExecutor), HybridError where the
+    Raises StaticLayoutError where sizes are known only at run time (use SymbolicExecutor), HybridError where the
     runtime or a kernel library cannot be loaded or a program contradicts its region.
     """
     pieces = [
@@ -79,7 +90,11 @@ def build_executor(
         )
         for segment, compiled, title in zip(graph.segments, segments, titles or [""] * len(segments), strict=True)
     ]
-    return Executor(graph.inputs, graph.constants, pieces, segments, graph.outputs, hoisted, fold, graphs=graphs)
+    plans = GraphPlans(graph.inputs, graph.constants, pieces, segments, graph.outputs, hoisted, fold, graphs=graphs)
+    if unknown := plans.layout.symbols:
+        names = ", ".join(symbol.name for symbol in unknown)
+        raise StaticLayoutError(f"the graph has sizes known only at run time: {names}")
+    return plans.at({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,20 +108,19 @@ class StepTime:
 @dataclass(frozen=True, slots=True, eq=False)
 class BoundConstants:
     """Tensors made of one set of parameters: the slots' tensors and addresses, and `extra`, the folded values by number that each
-    call hands over. `bindings`: of the plans that run with them, by the plan's handle."""
+    call hands over. `bindings`: one, from the first call on; plans of all sizes have the same slots."""
 
     guard: Guard
     owned: Mapping[int, torch.Tensor]
     borrowed: Mapping[int, int]
     extra: Mapping[int, torch.Tensor | ViewOfInput]
-    bindings: dict[int, Binding] = field(default_factory=dict)
+    bindings: list[Binding] = field(default_factory=list)
 
     def binding(self, plan: Plan) -> Binding:
-        """The constants as one plan reads them."""
-        found = self.bindings.get(plan.handle)
-        if found is None:
-            found = self.bindings[plan.handle] = Binding(plan, self.guard, dict(self.owned), dict(self.borrowed))
-        return found
+        """The constants as plans read them."""
+        if not self.bindings:
+            self.bindings.append(Binding(plan, self.guard, dict(self.owned), dict(self.borrowed)))
+        return self.bindings[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,15 +145,17 @@ class SavedPlan:
     outputs: tuple[PlanOutput | CallInput | torch.Tensor | object, ...]
 
 
-class Executor:
-    """Runs one static graph. Threads may call it at once.
+class GraphPlans:
+    """A graph laid out, and its executors: one, or where sizes are known only at run time one for each set of sizes.
 
     inputs: the main graph's inputs by name; constants: those of them that rarely change. callbacks: one for each piece
-    (of pieces with a program they are not called). outputs: names of values, or literals.
+    (of pieces with a program they are not called). outputs: names of values, or literals and sizes.
     hoisted: where the main inputs come from in a call's inputs; fold: maps the raw constants at `hoisted.fold` to the
-    folded values. Folding and packing run under no_grad, on the first call and whenever a parameter changed.
-    like: an executor of the same graph at other sizes, whose packed constants are shared where they are the same.
+    folded values. Folding and packing run under no_grad, on the first call and whenever a parameter changed, once for all sizes that the
+    constants do not depend on.
     graphs: launches that follow one another are CUDA graphs.
+    Raises StaticLayoutError where the graph cannot be laid out, HybridError where the runtime cannot be loaded or a program contradicts its
+    region.
     """
 
     def __init__(
@@ -147,11 +163,10 @@ class Executor:
         inputs: Sequence[str],
         constants: AbstractSet[str],
         pieces: Sequence[Piece],
-        callbacks: Sequence[Callback],
+        callbacks: Sequence[Callback | AtSizes],
         outputs: Sequence[object],
         hoisted: HoistedInputs | None = None,
         fold: Fold | None = None,
-        like: Executor | None = None,
         *,
         graphs: bool = False,
     ) -> None:
@@ -161,36 +176,88 @@ class Executor:
         sources = dict(zip(inputs, hoisted.main, strict=True))
         folded = {name for name, source in sources.items() if isinstance(source, FoldedValue)}
         computed = list(dict.fromkeys(o for o in outputs if isinstance(o, str) and o not in sources))
-        self._layout = lay_out(frozenset(inputs), constants | folded, pieces, computed, graphs=graphs)
-        if self.cuda_graphs:
-            log.info("kernels in each CUDA graph of this plan: %s", ", ".join(str(len(g)) for g in self.cuda_graphs))
-        self._callbacks = (*callbacks, *self._layout.functions)
-        self._plan = Plan(self._layout.description, self._callbacks)
-        self._plan_sources = tuple(sources[name] for name in self._layout.inputs)
+        self.layout = layout = lay_out(frozenset(inputs), constants | folded, pieces, computed, graphs=graphs)
+        self._functions = (*callbacks, *layout.functions)
+        self._template = PlanTemplate(layout.description) if layout.symbols else None
+        self.plan_sources = tuple(sources[name] for name in layout.inputs)
         self._outputs = tuple(_output(output, sources, computed) for output in outputs)
-        self._returns = tuple(map(_return, self._outputs))
-        self._returns_plan_outputs = list(outputs) == computed
+        self.returns_plan_outputs = list(outputs) == computed
         returned = [sources[output] for output in outputs if isinstance(output, str) and output in sources]
         # Folded values that callbacks read or the graph returns: each call needs them as tensors.
-        extra = {source.index for source in (*self._plan_sources, *returned) if isinstance(source, FoldedValue)}
-        binder = _Binder(self._layout.slots, sources, hoisted, fold, frozenset(extra))
-        self._binder: _Binder = binder
-        self._constants: LiveConstants[BoundConstants]
-        if like is not None and (like._binder.slots, like._binder.extra) == (binder.slots, binder.extra):
-            self._constants = like._constants
+        extra = {source.index for source in (*self.plan_sources, *returned) if isinstance(source, FoldedValue)}
+        self._binder = _Binder(layout.slots, sources, hoisted, fold, frozenset(extra))
+        self._slot_sizes = symbols(size for slot in layout.slots for size in (*slot.spec.shape, *slot.spec.strides))
+        # By their sizes, as long as an executor has them.
+        self._constants: WeakValueDictionary[tuple[int, ...], _Constants] = WeakValueDictionary()
+        if graphs_of := cuda_graphs(layout):
+            log.info("kernels in each CUDA graph of this plan: %s", ", ".join(str(len(g)) for g in graphs_of))
+
+    def at(self, values: Mapping[str, int]) -> Executor:
+        """The executor for values of the size symbols, by name; of a graph without any, for none.
+
+        Raises HybridError where a kernel library cannot be loaded, and for sizes that contradict one another or do not fit in 64 bits.
+        """
+        callbacks = tuple(each.at(values) if isinstance(each, AtSizes) else each for each in self._functions)
+        outputs = tuple(evaluate(each, values) if isinstance(each, Size) else each for each in self._outputs)
+        if self._template is None:
+            plan, arena_bytes = Plan(self.layout.description, callbacks), self.layout.arena_bytes
         else:
-            self._constants = LiveConstants(*binder.positions(), make=binder, copied=binder.copied)
+            numbers = [values[symbol.name] for symbol in self.layout.symbols]
+            plan, arena_bytes = self._template.at(numbers, callbacks)
+        return Executor(self, plan, callbacks, outputs, arena_bytes, self._constants_at(values))
+
+    def _constants_at(self, values: Mapping[str, int]) -> _Constants:
+        sizes = tuple(values[symbol.name] for symbol in self._slot_sizes)
+        found = self._constants.get(sizes)
+        if found is None:
+            slots = tuple(slot.at(values) for slot in self.layout.slots)
+            found = self._constants[sizes] = _Constants(replace(self._binder, slots=slots))
+        return found
+
+
+def cuda_graphs(layout: PlanLayout) -> tuple[tuple[str, ...], ...]:
+    """The names of the kernels that each CUDA graph of the plan launches; kernels that a grid known only at run time may leave out too."""
+    graphs = [step.step for step in layout.steps if isinstance(step.step, LaunchGraph)]
+    return tuple(tuple(launch.symbol for launch in graph.launches if 0 not in launch.grid) for graph in graphs)
+
+
+class Executor:
+    """Runs one graph at known sizes. Threads may call it at once.
+
+    graph: that of the plan. callbacks: the plan's. outputs: where the graph's come from. arena_bytes: of all devices. constants: what
+    fills its slots.
+    """
+
+    def __init__(
+        self,
+        graph: GraphPlans,
+        plan: Plan,
+        callbacks: Sequence[Callback],
+        outputs: Sequence[PlanOutput | CallInput | FoldedValue | object],
+        arena_bytes: int,
+        constants: _Constants,
+    ) -> None:
+        self._layout = graph.layout
+        self._plan = plan
+        self._callbacks = callbacks
+        self._outputs = outputs
+        self.arena_bytes = arena_bytes
+        self._plan_sources = graph.plan_sources
+        self._returns = tuple(map(_return, outputs))
+        self._returns_plan_outputs = graph.returns_plan_outputs
+        self._constants_of_sizes = constants
+        self._binder = constants.binder
+        self._constants = constants.live
 
     @property
-    def layout(self) -> StaticLayout:
-        """The layout that the plan was built from."""
+    def layout(self) -> PlanLayout:
+        """The layout that the plan was built from; that of plans at other sizes too."""
         return self._layout
 
     @property
     def cuda_graphs(self) -> tuple[tuple[str, ...], ...]:
-        """The names of the kernels that each CUDA graph of the plan launches."""
-        graphs = [step.step for step in self._layout.steps if isinstance(step.step, LaunchGraph)]
-        return tuple(tuple(launch.symbol for launch in graph.launches if 0 not in launch.grid) for graph in graphs)
+        """See `cuda_graphs`."""
+        return cuda_graphs(self._layout)
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """The graph's outputs, with exactly the dtypes, sizes and strides of their specs.
@@ -207,11 +274,6 @@ class Executor:
         """Folds and packs the constants among a call's inputs now, not in that call. Raises as a call does."""
         with torch.no_grad():
             self._constants.get(inputs).binding(self._plan)
-
-    def retire(self) -> None:
-        """Lets go of shared constants: this executor is not called any more, others like it are."""
-        for made in self._constants.all_made():
-            made.bindings.pop(self._plan.handle, None)
 
     def _call(self, inputs: Sequence[Any]) -> list[Any]:
         bound = self._constants.get(inputs)
@@ -354,6 +416,14 @@ class _Binder:
             for source in (self.sources[name] for name in slot.sources)
         ]
         return tensors[0], _slot_tensor(slot, tensors)
+
+
+class _Constants:
+    """Constants of plans whose slots have the same sizes."""
+
+    def __init__(self, binder: _Binder) -> None:
+        self.binder = binder
+        self.live: LiveConstants[BoundConstants] = LiveConstants(*binder.positions(), make=binder, copied=binder.copied)
 
 
 def can_address(device: Device, tensor: torch.Tensor) -> bool:

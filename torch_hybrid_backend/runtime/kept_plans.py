@@ -29,8 +29,7 @@ class KeptPlans(Generic[R]):
         return len(self._plans)
 
     def at(self, sizes: Sizes, make: Callable[[Sizes], R]) -> R:
-        """The plan for these sizes; where there is none, what `make` makes. It runs in one thread at a time, and may look at the others that
-        there are; what it raises is raised."""
+        """The plan for these sizes; where there is none, what `make` makes, in one thread at a time. What it raises is raised."""
         run = self._plans.get(sizes)
         if run is None:
             with self._lock:
@@ -55,10 +54,8 @@ class KeptPlans(Generic[R]):
     def _add(self, sizes: Sizes, run: R) -> R:
         self._plans[sizes] = run
         while len(self._plans) > 1 and (len(self._plans) > MAX_PLANS or self._arena_bytes() > MAX_ARENA_BYTES):
-            _, oldest = self._plans.popitem(last=False)
-            if isinstance(oldest, Executor):
-                oldest.retire()
+            self._plans.popitem(last=False)
         return run
 
     def _arena_bytes(self) -> int:
-        return sum(run.layout.arena_bytes for run in self._plans.values() if isinstance(run, Executor))
+        return sum(run.arena_bytes for run in self._plans.values() if isinstance(run, Executor))

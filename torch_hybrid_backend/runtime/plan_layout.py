@@ -1,17 +1,22 @@
-"""Layout of a static graph as values and steps: the programs of all segments merged, every buffer given a place.
+"""Layout of a graph as values and steps: the programs of all segments merged, every buffer given a place.
 
 Enters: pieces in execution order, each a program (kernel calls over buffers) or a callback, wired by names. Leaves: a
-`StaticLayout`, which the executor hands to the C++ plan one to one. Values that a callback or operator reads or the graph returns
+`PlanLayout`, which the executor hands to the C++ plan one to one. Values that a callback or operator reads or the graph returns
 are tensors of their own in each call (a view of one may outlive the call); all else that kernels write lies in the
-arena. Illegal: a symbolic or missing spec (`StaticLayoutError`); the Python executor runs such graphs.
+arena.
+
+Sizes may be known only at run time. The layout is then right at every size: where two forms of a value agree at some sizes only, it is as if
+they never did. Offsets in arenas are left to the C++ plan of each set of sizes (csrc/include/plan_template.h). Illegal: a missing spec
+(`StaticLayoutError`); the Python executor runs such graphs.
 """
 
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -33,6 +38,7 @@ from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.generators import Taken
 from torch_hybrid_backend.runtime.memory import LiveRange, alignment_on, plan_arena
 from torch_hybrid_backend.runtime.native.description import (
+    Life,
     PlanDescription,
     PlanStep,
     PlanValue,
@@ -40,7 +46,7 @@ from torch_hybrid_backend.runtime.native.description import (
     ValueKind,
 )
 from torch_hybrid_backend.runtime.steps_in_python import InPython, in_python
-from torch_hybrid_backend.sizes.size import Size, known_int
+from torch_hybrid_backend.sizes.size import Dim, Symbol, evaluate, product, symbols
 
 # Fewer launches are no graph. A launch takes the host 1.3 us (H100; meta-pytorch/tritonbench, pull request 1016), a graph of any number in a
 # row 2.5 us (Ampere; NVIDIA, "Constant Time Launch for Straight-Line CUDA Graphs", 2024). Neither was measured here.
@@ -87,13 +93,39 @@ class ConstantSlot:
     spec: TensorSpec
     is_copy: bool = False
 
+    def at(self, values: Mapping[str, int]) -> ConstantSlot:
+        """The slot for values of the size symbols, by name."""
+        return self if self.spec.is_static else replace(self, spec=self.spec.at(values))
+
+
+class AtSizes(ABC):
+    """Function of a plan that depends on sizes known only at run time."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def at(self, values: Mapping[str, int]) -> InPython:
+        """The function for values of the size symbols, by name."""
+
 
 @dataclass(frozen=True, slots=True)
-class StaticLayout:
+class NumbersTaken(AtSizes):
+    """Takes random numbers, as `Taken`."""
+
+    device: Device
+    groups: tuple[Dim, ...]
+
+    def at(self, values: Mapping[str, int]) -> InPython:
+        return Taken(self.device, tuple(evaluate(size, values) for size in self.groups))
+
+
+@dataclass(frozen=True, slots=True)
+class PlanLayout:
     """`inputs` names the graph inputs that each call passes to the plan; `outputs` are value numbers.
 
-    `arenas`: bytes by device, where any. `functions`: what callbacks call beside the pieces' own, numbered after these. `origins`: where each
-    step comes from; a graph of launches comes from several.
+    `arenas`: bytes by device, where any; 0 where there are `symbols`, which the sizes of values and steps depend on, and offsets in arenas are
+    planned for each set of sizes by `lives`. `functions`: what callbacks call beside the pieces' own, numbered after these. `origins`: where
+    each step comes from; a graph of launches comes from several.
     """
 
     values: tuple[PlanValue, ...]
@@ -103,8 +135,10 @@ class StaticLayout:
     outputs: tuple[int, ...]
     arenas: Mapping[Device, int]
     titles: tuple[TitledSteps, ...]
-    functions: tuple[InPython, ...]
+    functions: tuple[InPython | AtSizes, ...]
     origins: tuple[tuple[StepOrigin, ...], ...]
+    lives: Mapping[Device, tuple[Life, ...]]
+    symbols: tuple[Symbol, ...]
 
     @property
     def from_programs(self) -> tuple[int, ...]:
@@ -118,9 +152,18 @@ class StaticLayout:
 
     @property
     def description(self) -> PlanDescription:
-        """Description that the C++ plan is made of."""
-        inputs, constants = len(self.inputs), len(self.slots)
-        return PlanDescription(self.values, self.steps, inputs, constants, self.outputs, self.arenas, self.titles)
+        """Description that the C++ plan is made of, or its template."""
+        return PlanDescription(
+            self.values,
+            self.steps,
+            len(self.inputs),
+            len(self.slots),
+            self.outputs,
+            self.arenas,
+            self.titles,
+            self.lives,
+            tuple(symbol.name for symbol in self.symbols),
+        )
 
 
 def lay_out(
@@ -130,12 +173,12 @@ def lay_out(
     outputs: Sequence[str],
     *,
     graphs: bool = False,
-) -> StaticLayout:
+) -> PlanLayout:
     """Merges `pieces`. `inputs` are all graph inputs, `constants` those of them that rarely change.
 
     `outputs` names values that pieces compute (graph inputs that are returned need no plan). `graphs`: launches that follow one another
     become a `LaunchGraph`.
-    Raises StaticLayoutError where a spec is symbolic or no tensor, HybridError where a program contradicts its specs.
+    Raises StaticLayoutError where a spec is no tensor, HybridError where a program contradicts its specs.
     """
     builder = _Builder(inputs, constants, len(pieces))
     for number, piece in enumerate(pieces):
@@ -153,7 +196,7 @@ class _Draft:
     root: int
     escapes: bool = False
     named: bool = False  # it is a value of the graph: its spec stays
-    offset: int = 0  # elements before its first one, of an alias or a constant
+    offset: Dim = 0  # elements before its first one, of an alias or a constant
 
 
 class _Builder:
@@ -163,7 +206,7 @@ class _Builder:
         self._drafts: list[_Draft] = []
         self._steps: list[PlanStep] = []
         self._pieces = pieces
-        self._functions: list[InPython] = []
+        self._functions: list[InPython | AtSizes] = []
         self._origins: list[StepOrigin] = []
         self._computed: dict[str, int] = {}  # value of each name that a piece computed
         self._plan_inputs: dict[str, int] = {}  # position among the plan's inputs
@@ -173,12 +216,12 @@ class _Builder:
         self._direct_slots: dict[tuple[str, TensorSpec], int] = {}
 
     def add(self, number: int, piece: Piece) -> None:
-        output_specs = [_static(spec, name) for name, spec in zip(piece.outputs, piece.output_specs, strict=True)]
+        output_specs = [_tensor(spec, name) for name, spec in zip(piece.outputs, piece.output_specs, strict=True)]
         if piece.title:
             self._titles.append(TitledSteps(len(self._steps), piece.title))
         if piece.program is None:
             reads = [
-                self._for_callback(name, _static(spec, name))
+                self._for_callback(name, _tensor(spec, name))
                 for name, spec in zip(piece.inputs, piece.input_specs, strict=True)
             ]
             writes = [self._new(ValueKind.RETURNED, 0, spec) for spec in output_specs]
@@ -199,22 +242,22 @@ class _Builder:
         for name, spec, buffer in zip(piece.inputs, piece.input_specs, program.inputs, strict=True):
             if buffer >= 0 and buffer not in local:
                 given = buffer in program.outputs or buffer in as_tensors
-                local[buffer] = self._for_kernels(name, _static(spec, name), program.buffers[buffer], given)
+                local[buffer] = self._for_kernels(name, _tensor(spec, name), program.buffers[buffer], given)
         for constant in program.constants:
             local[constant.buffer] = self._packed(piece, constant, program.buffers[constant.buffer])
         if program.random is not None:
             for buffer in (program.random.seed, *program.random.counters):
-                local[buffer] = self._new(ValueKind.RETURNED, 0, _static(program.buffers[buffer], f"buffer {buffer}"))
+                local[buffer] = self._new(ValueKind.RETURNED, 0, program.buffers[buffer])
         for step in program.steps:
             for buffer in step.returned:
-                spec = _static(program.buffers[buffer], f"buffer {buffer}")
-                form = _static(step.forms.get(buffer, spec), f"buffer {buffer}")
+                spec = program.buffers[buffer]
+                form = step.forms.get(buffer, spec)
                 value = self._new(ValueKind.RETURNED, 0, form)
                 local[buffer] = value if form == spec else self._alias(value, spec)
         for step in program.steps:
             for buffer in (*step.memory, *(tensor.buffer for tensor in step.tensors)):
                 if buffer not in local:
-                    local[buffer] = self._new(None, 0, _static(program.buffers[buffer], f"buffer {buffer}"))
+                    local[buffer] = self._new(None, 0, program.buffers[buffer])
         if program.random is not None:
             self._take_numbers(program.random, local, program.device)
         for step, nodes in zip(program.steps, program.origins or [frozenset[str]()] * len(program.steps), strict=True):
@@ -231,20 +274,16 @@ class _Builder:
     def _take_numbers(self, random: RandomNumbers, local: Mapping[int, int], device: Device) -> None:
         """A callback before the program's own steps: among these it is not timed."""
         number = self._pieces + len(self._functions)
-        self._functions.append(Taken(device, tuple(map(known_int, random.taken))))
+        self._functions.append(NumbersTaken(device, random.taken))
         returned = tuple(local[buffer] for buffer in (random.seed, *random.counters))
         self._steps.append(PlanStep(Callback(number, (), returned)))
 
     def _add_step(self, step: Step, local: Mapping[int, int], device: Device) -> None:
-        unknown = [size for size in step.sizes_used if isinstance(size, Size)]
-        if unknown:
-            raise StaticLayoutError(f"a step takes sizes known only at run time: {unknown} in {step}")
-
         def tensor(argument: TensorArgument) -> int:
             value = local[argument.buffer]
             self._escape(value)
             if argument.spec is not None:
-                return self._alias(value, argument.spec, known_int(argument.offset))
+                return self._alias(value, argument.spec, argument.offset)
             self._drafts[value].named = True  # what reads it as it is expects its own sizes and strides
             return value
 
@@ -257,7 +296,7 @@ class _Builder:
             return
         self._steps.append(PlanStep(step.over({**local, **returned}.__getitem__, tensor), device))
 
-    def finish(self, outputs: Sequence[str], *, graphs: bool) -> StaticLayout:
+    def finish(self, outputs: Sequence[str], *, graphs: bool) -> PlanLayout:
         numbers = []
         for name in outputs:
             numbers.append(self._computed[name])
@@ -265,14 +304,20 @@ class _Builder:
         for draft in self._drafts:
             if draft.kind is None and draft.escapes:
                 draft.kind = ValueKind.FRESH
-        arenas = self._place_in_arenas()
+        specs = [*(draft.spec for draft in self._drafts), *(slot.spec for slot in self._slots)]
+        used = [size for spec in specs for size in (*spec.shape, *spec.strides)]
+        used += (draft.offset for draft in self._drafts)
+        used += (size for planned in self._steps for size in planned.step.sizes_used)
+        unknown = tuple(symbols(used))
+        lives = self._lives()
+        arenas = dict.fromkeys(lives, 0) if unknown else {each: self._place(each, lives[each]) for each in lives}
         values = tuple(PlanValue(_placed(draft), draft.payload, draft.spec, draft.offset) for draft in self._drafts)
         # After their memory is planned, launch by launch: a graph is no step that all of it must outlive.
         steps, positions = _with_graphs(self._steps) if graphs else (self._steps, range(len(self._steps) + 1))
         origins: list[list[StepOrigin]] = [[] for _ in steps]
         for position, origin in zip(positions, self._origins, strict=False):  # last, how many steps there are
             origins[position].append(origin)
-        return StaticLayout(
+        return PlanLayout(
             values=values,
             steps=tuple(steps),
             inputs=tuple(self._plan_inputs),
@@ -288,38 +333,44 @@ class _Builder:
             ),
             functions=tuple(self._functions),
             origins=tuple(map(tuple, origins)),
+            lives=lives,
+            symbols=unknown,
         )
 
-    def _place_in_arenas(self) -> dict[Device, int]:
-        """Gives each value that is in an arena its place, and says how large the arena of each device is."""
+    def _lives(self) -> dict[Device, tuple[Life, ...]]:
+        """The values that are in the arena of each device, and when."""
         live: dict[int, tuple[int, int]] = {}
         for time, planned in enumerate(self._steps):
             for value in planned.step.memory:
                 root = self._drafts[value].root
                 live[root] = (live.get(root, (time, time))[0], time)
-        by_device: dict[Device, list[int]] = {}
-        for root in live:
+        by_device: dict[Device, list[Life]] = {}
+        for root, (first, last) in live.items():
             if self._drafts[root].kind is None:
-                by_device.setdefault(self._drafts[root].spec.device, []).append(root)
-        arenas = {}
-        for device, roots in by_device.items():
-            ranges = [LiveRange(self._drafts[root].spec.size_bytes, *live[root]) for root in roots]
-            layout = plan_arena(ranges, alignment_on(device))
-            arenas[device] = layout.size_bytes
-            for root, offset in zip(roots, layout.offsets, strict=True):
                 self._drafts[root].kind = ValueKind.ARENA
-                self._drafts[root].payload = offset
-        return arenas
+                by_device.setdefault(self._drafts[root].spec.device, []).append(Life(root, first, last))
+        return {device: tuple(lives) for device, lives in by_device.items()}
+
+    def _place(self, device: Device, lives: Sequence[Life]) -> int:
+        """Gives each of these values its offset in the arena of the device, whose bytes are returned."""
+        ranges = [LiveRange(self._drafts[life.value].spec.size_bytes, life.first, life.last) for life in lives]
+        layout = plan_arena(ranges, alignment_on(device))
+        for life, offset in zip(lives, layout.offsets, strict=True):
+            self._drafts[life.value].payload = offset
+        return layout.size_bytes
 
     def _new(self, kind: ValueKind | None, payload: int, spec: TensorSpec, root: int | None = None) -> int:
         self._drafts.append(_Draft(kind, payload, spec, len(self._drafts) if root is None else root))
         return len(self._drafts) - 1
 
-    def _alias(self, value: int, spec: TensorSpec, offset: int = 0) -> int:
-        offset += self._drafts[value].offset
+    def _alias(self, value: int, spec: TensorSpec, offset: Dim = 0) -> int:
+        offset = offset + self._drafts[value].offset
         root = self._drafts[value].root
         shared = self._drafts[root].spec
-        if spec.dtype != shared.dtype or offset - self._drafts[root].offset + spec.span > shared.span:
+        within = offset - self._drafts[root].offset
+        # Of others the C++ plan finds it out, at each set of sizes.
+        is_known = spec.is_static and shared.is_static and isinstance(within, int)
+        if spec.dtype != shared.dtype or (is_known and within + spec.span > shared.span):
             raise HybridError(f"{spec} cannot share the memory of {shared}, from element {offset} on")
         if self._drafts[root].kind is ValueKind.CONSTANT:  # in each call a tensor of its own over the same memory
             made = self._new(ValueKind.CONSTANT, self._drafts[root].payload, spec)
@@ -347,7 +398,6 @@ class _Builder:
 
     def _for_kernels(self, name: str, spec: TensorSpec, buffer: TensorSpec, returned: bool) -> int:
         """The value that kernels built for `buffer` read as graph value `name`, whose spec in the graph is `spec`."""
-        buffer = _static(buffer, name)
         same_shape = buffer.shape == spec.shape
         # Kernels that see another shape address the same memory in the graph's own strides.
         wanted = buffer if same_shape else spec
@@ -378,7 +428,7 @@ class _Builder:
         changing = [name for name in sources if name not in self._constants]
         if changing:
             raise HybridError(f"a program packs {', '.join(changing)}, which changes from call to call")
-        self._slots.append(ConstantSlot(sources, constant.pack, _static(spec, f"packed {sources}")))
+        self._slots.append(ConstantSlot(sources, constant.pack, spec))
         return self._new(ValueKind.CONSTANT, len(self._slots) - 1, spec)
 
     def _as_output(self, value: int, spec: TensorSpec, name: str) -> int:
@@ -390,7 +440,7 @@ class _Builder:
         if draft.spec == spec:
             draft.named = True
             return value
-        if draft.kind is None and not draft.named and draft.spec.span == spec.span and draft.spec.dtype == spec.dtype:
+        if draft.kind is None and not draft.named and _same_span(draft.spec, spec) and draft.spec.dtype == spec.dtype:
             draft.spec = spec  # the tensor that is made for it is then the output itself, not a view of it
             draft.named = True
             return value
@@ -418,15 +468,29 @@ def _placed(draft: _Draft) -> ValueKind:
     return ValueKind.FRESH if draft.kind is None else draft.kind
 
 
-def _static(spec: TensorSpec | None, name: str) -> TensorSpec:
+def _tensor(spec: TensorSpec | None, name: str) -> TensorSpec:
     if spec is None:
         raise StaticLayoutError(f"{name} is no tensor")
-    if not spec.is_static:
-        raise StaticLayoutError(f"{name} has sizes or strides known only at run time: {spec}")
     return spec
 
 
+def _same_span(a: TensorSpec, b: TensorSpec) -> bool:
+    """True if both have the same span, at all sizes."""
+    if a.is_static and b.is_static:
+        return a.span == b.span
+    numbers = [(product(spec.shape), _last(spec)) for spec in (a, b)]  # those of no elements have no last one
+    return numbers[0] == numbers[1]
+
+
+def _last(spec: TensorSpec) -> Dim:
+    """The offset of the last element, unless there are none."""
+    total: Dim = 0
+    for size, stride in zip(spec.shape, spec.strides, strict=True):
+        total = total + (size - 1) * stride
+    return total
+
+
 def same_memory(a: TensorSpec, b: TensorSpec) -> bool:
-    """True if both address the same elements in the same order; strides of dimensions of size 1 address nothing."""
+    """True if both address the same elements in the same order, at all sizes; strides of dimensions of size 1 address nothing."""
     strides = zip(a.shape, a.strides, b.strides, strict=True) if a.shape == b.shape else ()
     return (a.shape, a.dtype) == (b.shape, b.dtype) and all(x == y for n, x, y in strides if n != 1)

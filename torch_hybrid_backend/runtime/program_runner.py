@@ -14,11 +14,11 @@ from torch_hybrid_backend.core.program import Program
 from torch_hybrid_backend.core.size_reader import SizeReader
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.runtime.constant_pool import release_unused
-from torch_hybrid_backend.runtime.executor import Executor
+from torch_hybrid_backend.runtime.executor import Executor, GraphPlans
 from torch_hybrid_backend.runtime.kept_plans import KeptPlans, Sizes
 from torch_hybrid_backend.runtime.native.ops import give_back_freed_memory
-from torch_hybrid_backend.runtime.plan_layout import Piece
-from torch_hybrid_backend.runtime.symbolic_executor import concrete_program
+from torch_hybrid_backend.runtime.plan_layout import Piece, StaticLayoutError
+from torch_hybrid_backend.runtime.served_sizes import ServedSizes
 
 
 class ProgramRunner:
@@ -42,6 +42,8 @@ class ProgramRunner:
         self._output_specs = output_specs
         self._plans: KeptPlans[Executor] = KeptPlans()
         self._reader = SizeReader(program.signature, program.names) if program.names else None
+        self._laid_out: GraphPlans | None = None
+        self._served: ServedSizes | None = None
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """inputs: the region's, in order. Returns its outputs; raises HybridError as `Executor` does."""
@@ -55,7 +57,7 @@ class ProgramRunner:
 
     @property
     def arena_bytes(self) -> int:
-        return sum(executor.layout.arena_bytes for _, executor in self._plans.items())
+        return sum(executor.arena_bytes for _, executor in self._plans.items())
 
     def _made(self, inputs: Sequence[torch.Tensor]) -> tuple[Executor, Sequence[torch.Tensor]]:
         """The executor for a call, and its inputs."""
@@ -70,21 +72,26 @@ class ProgramRunner:
 
     def release(self) -> None:
         """Frees the plans, their arenas and their packed constants; the next call makes them again."""
+        self._laid_out = None
         if not self._plans.clear():
             return  # nothing to free, and the runtime may not even be there
         release_unused()  # else a variant that lost would keep its weights until the region is placed
         give_back_freed_memory()
 
-    def _at(self, sizes: Sizes) -> Program:
-        """The program for sizes, without its inputs that are sizes."""
-        if self._reader is None:
-            return self._program
-        tensors = [i for i, item in enumerate(self._program.signature) if isinstance(item, TensorSpec)]
-        values = dict(zip(self._reader.names, sizes, strict=True))
-        return concrete_program(self._program.reading(tensors), values)
-
     def _build(self, sizes: Sizes) -> Executor:
-        program = self._at(sizes)
+        values = {} if self._reader is None else dict(zip(self._reader.names, sizes, strict=True))
+        if self._laid_out is None:
+            self._laid_out = self._lay_out()
+            self._served = ServedSizes([self._program], () if self._reader is None else self._reader.names)
+        if self._served is not None and not all(self._served.at(sizes)):
+            raise StaticLayoutError(f"a program does not serve these sizes: {self._program.unserved(values)}")
+        return self._laid_out.at(values)
+
+    def _lay_out(self) -> GraphPlans:
+        """The program as a graph of one segment, without its inputs that are sizes."""
+        program = self._program
+        if self._reader is not None:
+            program = program.reading([i for i, item in enumerate(program.signature) if isinstance(item, TensorSpec)])
         names = tuple(f"input{position}" for position in range(len(program.inputs)))
         outputs = tuple(f"output{position}" for position in range(len(program.outputs)))
         constants = {names[source] for constant in program.constants for source in constant.sources}
@@ -93,8 +100,7 @@ class ProgramRunner:
         )
         output_specs = self._output_specs or tuple(program.buffers[buffer] for buffer in program.outputs)
         piece = Piece(names, tuple(input_specs), outputs, tuple(output_specs), program)
-        like = next((run for _, run in self._plans.items()), None)
-        return Executor(names, constants, [piece], [_unreachable], outputs, like=like)
+        return GraphPlans(names, constants, [piece], [_unreachable], outputs)
 
 
 def _unreachable(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -1,13 +1,16 @@
 """The fast path of a graph whose sizes are only known at run time: one C++ plan for each set of sizes met.
 
-The kernels take the sizes as arguments and are the same for all; a plan is their order, the memory between them and those arguments,
-laid out when a set of sizes is first seen. Packed constants are shared. Plans that were not used for long go.
+The kernels take the sizes as arguments and are the same for all; a plan is their order, the memory between them and those arguments. The graph
+is laid out once, on its symbols; C++ makes the plan of that when a set of sizes is first seen (csrc/include/plan_template.h). Packed constants
+are shared. Plans that were not used for long go.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,10 +22,12 @@ from torch_hybrid_backend.core.size_reader import SizeReader
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.runtime.constants import Fold
-from torch_hybrid_backend.runtime.executor import CompiledSegment, Executor, StepTime
+from torch_hybrid_backend.runtime.executor import CompiledSegment, Executor, GraphPlans, StepTime
 from torch_hybrid_backend.runtime.kept_plans import KeptPlans, Run, Sizes
-from torch_hybrid_backend.runtime.plan_layout import Piece, StaticLayoutError
+from torch_hybrid_backend.runtime.native.ops import Callback
+from torch_hybrid_backend.runtime.plan_layout import AtSizes, Piece, StaticLayoutError
 from torch_hybrid_backend.runtime.python_executor import PythonExecutor
+from torch_hybrid_backend.runtime.served_sizes import ServedSizes
 from torch_hybrid_backend.sizes.size import Dim, evaluate, symbols
 
 log = logging.getLogger(__name__)
@@ -34,8 +39,8 @@ class SymbolicExecutor:
     """Runs one graph at any sizes. Threads may call it at once.
 
     segments[i] is what `graph.segments[i]` compiled to, titles[i] what profilers show for it. At sizes that its program does not serve its
-    `otherwise` runs the segment: that is decided where a plan is made, and costs calls nothing. hoisted, fold, graphs: as in `Executor`; each
-    set of sizes has CUDA graphs of its own.
+    `otherwise` runs the segment: that is decided where a plan is made, and costs calls nothing; the graph is laid out once for each
+    such choice. hoisted, fold, graphs: as in `GraphPlans`; each set of sizes has CUDA graphs of its own.
     Raises StaticLayoutError where the sizes cannot be told from the inputs (they depend on data).
     """
 
@@ -56,6 +61,10 @@ class SymbolicExecutor:
         self._fold = fold
         self._graphs = graphs
         self._reader = self._find_sizes()
+        programs = [getattr(compiled, "program", None) for compiled in segments]
+        self._ranged = [i for i, program in enumerate(programs) if program is not None and program.names]
+        self._served = ServedSizes([program for program in programs if program and program.names], self._reader.names)
+        self._laid_out: dict[frozenset[int], GraphPlans | str] = {}  # by the segments that others run; or why not
         self._plans: KeptPlans[Run] = KeptPlans()
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
@@ -114,107 +123,91 @@ class SymbolicExecutor:
             raise StaticLayoutError(str(error)) from error
 
     def _made(self, sizes: Sizes) -> Run:
-        values = self._values(sizes)
-        try:
-            return self._executor_at(values)
-        except StaticLayoutError as error:
-            log.info("at the sizes %s this graph runs in eager: %s", values, error)
-            eager = [segment.region.eager for segment in self._graph.segments]
-            return PythonExecutor(self._graph, eager, self._hoisted, self._fold, self._titles)
+        served = self._served.at(sizes)
+        others = frozenset(i for i, serves in zip(self._ranged, served, strict=True) if not serves)
+        laid_out = self._laid_out.get(others)
+        if laid_out is None:
+            laid_out = self._laid_out[others] = self._lay_out(others)
+        values = dict(zip(self._reader.names, sizes, strict=True))
+        if isinstance(laid_out, GraphPlans):
+            return laid_out.at(values)
+        log.info("at the sizes %s this graph runs in eager: %s", values, laid_out)
+        eager = [segment.region.eager for segment in self._graph.segments]
+        return PythonExecutor(self._graph, eager, self._hoisted, self._fold, self._titles)
 
-    def _values(self, sizes: Sizes) -> Mapping[str, int]:
-        return dict(zip(self._reader.names, sizes, strict=True))
-
-    def _runs_at(self, values: Mapping[str, int]) -> list[CompiledSegment]:
-        """Callables that run the segments at these sizes."""
-        return [
-            _run_at(segment, run, values) for segment, run in zip(self._graph.segments, self._segments, strict=True)
-        ]
-
-    def _executor_at(self, values: Mapping[str, int]) -> Executor:
-        graph = self._graph
-        sizes = {name: evaluate(size, values) for name, size in graph.sizes.items()}
-        runs = self._runs_at(values)
+    def _lay_out(self, others: AbstractSet[int]) -> GraphPlans | str:
+        """The graph laid out, at sizes that the programs of these segments, by number, do not serve; or the reason why it cannot be."""
+        graph, sizes = self._graph, self._graph.sizes
         pieces: list[Piece] = []
-        callbacks: list[Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]] = []
-        for segment, compiled, title in zip(graph.segments, runs, self._titles, strict=True):
+        callbacks: list[Callback | AtSizes] = []
+        for number, (segment, compiled, title) in enumerate(
+            zip(graph.segments, self._segments, self._titles, strict=True)
+        ):
             if segment.outputs and all(name in sizes for name in segment.outputs) and _computes_sizes(segment):
                 continue
-            pieces.append(_piece_at(segment, getattr(compiled, "program", None), sizes, values, title))
-            callbacks.append(_callback_at(segment, compiled, sizes))
+            run = (getattr(compiled, "otherwise", None) or segment.region.eager) if number in others else compiled
+            pieces.append(_piece(segment, getattr(run, "program", None), sizes, title))
+            callbacks.append(_callback(segment, run, sizes))
         outputs = tuple(sizes.get(output, output) if isinstance(output, str) else output for output in graph.outputs)
-        # Others pack other constants.
-        alike = (run for at, run in reversed(self._plans.items()) if self._runs_at(self._values(at)) == runs)
-        like = next((run for run in alike if isinstance(run, Executor)), None)
-        return Executor(
-            graph.inputs,
-            graph.constants,
-            pieces,
-            callbacks,
-            outputs,
-            self._hoisted,
-            self._fold,
-            like,
-            graphs=self._graphs,
-        )
+        try:
+            laid_out = GraphPlans(
+                graph.inputs,
+                graph.constants,
+                pieces,
+                callbacks,
+                outputs,
+                self._hoisted,
+                self._fold,
+                graphs=self._graphs,
+            )
+        except StaticLayoutError as error:
+            return str(error)
+        unknown = [symbol.name for symbol in laid_out.layout.symbols if symbol.name not in self._reader.names]
+        return f"the sizes {', '.join(unknown)} depend on data" if unknown else laid_out
 
 
-def _run_at(segment: Segment, compiled: CompiledSegment, values: Mapping[str, int]) -> CompiledSegment:
-    program = getattr(compiled, "program", None)
-    if program is None or program.serves(values):
-        return compiled
-    return getattr(compiled, "otherwise", None) or segment.region.eager
-
-
-def concrete_program(program: Program, values: Mapping[str, int]) -> Program:
-    """The program at given sizes. Raises StaticLayoutError for sizes that it does not serve."""
-    if unserved := program.unserved(values):
-        raise StaticLayoutError(f"a program does not serve these sizes: {unserved}")
-    return program.at(values)
-
-
-def _piece_at(
-    segment: Segment, program: Program | None, sizes: Mapping[str, int], values: Mapping[str, int], title: str
-) -> Piece:
-    """The segment's piece of the plan at given sizes; its size inputs and outputs are no values of the plan."""
+def _piece(segment: Segment, program: Program | None, sizes: Mapping[str, Dim], title: str) -> Piece:
+    """The segment's piece of the plan; its size inputs and outputs are no values of the plan."""
     region = segment.region
     kept = [i for i, name in enumerate(segment.inputs) if name not in sizes]
     made = [i for i, name in enumerate(segment.outputs) if name not in sizes]
-    if program is not None:
-        program = concrete_program(program.reading(kept), values)
     return Piece(
         tuple(segment.inputs[i] for i in kept),
-        tuple(_at(region.inputs[i].spec, values) for i in kept),
+        tuple(region.inputs[i].spec for i in kept),
         tuple(segment.outputs[i] for i in made),
-        tuple(_at(region.outputs[i], values) for i in made),
-        program,
+        tuple(region.outputs[i] for i in made),
+        None if program is None else program.reading(kept),
         title,
         region.name,
     )
 
 
-def _at(spec: TensorSpec | None, values: Mapping[str, int]) -> TensorSpec | None:
-    try:
-        return None if spec is None else spec.at(values)
-    except KeyError as missing:
-        raise StaticLayoutError(f"the size {missing} depends on data") from missing
-
-
-def _callback_at(
-    segment: Segment, compiled: CompiledSegment, sizes: Mapping[str, int]
-) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
-    run: Callable[[Sequence[Any]], Sequence[Any]] = compiled
+def _callback(segment: Segment, run: CompiledSegment, sizes: Mapping[str, Dim]) -> Callback | AtSizes:
     if not any(name in sizes for name in (*segment.inputs, *segment.outputs)):
         return run
-    given = [sizes.get(name) for name in segment.inputs]
-    kept = [i for i, name in enumerate(segment.outputs) if name not in sizes]
+    given = tuple(sizes.get(name) for name in segment.inputs)
+    return _WithSizes(run, given, tuple(i for i, name in enumerate(segment.outputs) if name not in sizes))
 
-    def call(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        rest = iter(tensors)
-        results = run([next(rest) if size is None else size for size in given])
-        return [results[i] for i in kept]
 
-    return call
+@dataclass(frozen=True, slots=True)
+class _WithSizes(AtSizes):
+    """Runs a segment on a plan's tensors and on sizes. `given`: its inputs, None for a tensor; `kept`: its outputs that are tensors, by
+    number."""
+
+    run: CompiledSegment
+    given: tuple[Dim | None, ...]
+    kept: tuple[int, ...]
+
+    def at(self, values: Mapping[str, int]) -> Callback:
+        numbers = [None if size is None else evaluate(size, values) for size in self.given]
+
+        def call(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            rest = iter(tensors)
+            given: list[Any] = [next(rest) if number is None else number for number in numbers]
+            results = self.run(given)
+            return [results[i] for i in self.kept]
+
+        return call
 
 
 def _computes_sizes(segment: Segment) -> bool:

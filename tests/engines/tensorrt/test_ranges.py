@@ -25,7 +25,7 @@ from torch_hybrid_backend.partition.ranged_region import RangedRegion
 from torch_hybrid_backend.partition.regions import partition_graph
 from torch_hybrid_backend.runtime.executor import Executor
 from torch_hybrid_backend.runtime.native.description import ValueKind
-from torch_hybrid_backend.runtime.plan_layout import StaticLayout
+from torch_hybrid_backend.runtime.plan_layout import PlanLayout
 from torch_hybrid_backend.runtime.symbolic_executor import SymbolicExecutor
 
 pytestmark = pytest.mark.tensorrt
@@ -173,7 +173,7 @@ def test_a_plan_needs_the_largest_working_memory_not_the_sum(tmp_path: Path) -> 
     assert _peak_scratch(made.run._plans.items()[-1][1].layout) == 0  # type: ignore[attr-defined]
 
 
-def _peak_scratch(layout: StaticLayout) -> int:
+def _peak_scratch(layout: PlanLayout) -> int:
     """The most bytes of working memory in use at once. A plan allocates a value in the first step that uses it, and frees it after the last."""
     scratch = {n for n, each in enumerate(layout.values) if each.spec.dtype == "uint8"}
     assert all(layout.values[n].kind in (ValueKind.FRESH, ValueKind.ARENA) for n in scratch)

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.runtime.plans import Draft
 from torch_hybrid_backend.core.device import CPU, Device
@@ -15,8 +17,17 @@ from torch_hybrid_backend.core.program import DeviceLaunch, KernelCall, LaunchGr
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.runtime.native import description
-from torch_hybrid_backend.runtime.native.description import PlanDescription, PlanStep, PlanValue, ValueKind
-from torch_hybrid_backend.runtime.native.ops import Binding, Guard, Plan
+from torch_hybrid_backend.runtime.native.description import (
+    Life,
+    PlanDescription,
+    PlanStep,
+    PlanValue,
+    ValueKind,
+    expression,
+    span,
+)
+from torch_hybrid_backend.runtime.native.ops import Binding, Guard, Plan, SizeTable
+from torch_hybrid_backend.sizes.size import Dim, evaluate, function, symbol
 
 EMPTY = PlanDescription((), (), 0, 0, (), {})
 CUDA = Device("cuda", 1)
@@ -120,3 +131,98 @@ def test_dtypes_are_known_to_cpp(dtype: torch.dtype) -> None:
             Plan(described)
     else:
         Plan(described)
+
+
+ROWS, COLUMNS = symbol("s0", 4, -100, 100), symbol("s1", 4, -100, 100)
+
+
+def test_sizes_known_only_at_run_time_are_expressions() -> None:
+    """Each once, wherever it stands; with what C++ plans memory by."""
+    values = [
+        PlanValue(ValueKind.INPUT, 0, TensorSpec((ROWS, 8), "float32", (8, 1), CPU)),
+        PlanValue(ValueKind.ARENA, 0, TensorSpec((8 * ROWS,), "float32", (1,), CPU)),
+        PlanValue(ValueKind.ALIAS, 1, TensorSpec((ROWS,), "float32", (8,), CPU), ROWS // COLUMNS),
+    ]
+    steps = [PlanStep(KernelCall("a.so", "double", (0, 1), 1, (ROWS, 8 * ROWS)))]
+    lives = {CPU: [Life(1, 0, 0)]}
+    described = PlanDescription(values, steps, 1, 0, (), {CPU: 0}, lives=lives, symbols=("s1", "s0"))
+    read = json.loads(described.text(lambda member, path: path))
+    rows, all_of_it, offset = {"size": 0}, {"size": 1}, {"size": 2}
+    assert [value[3:] for value in read["values"]] == [
+        [[rows, 8], [8, 1], "cpu"],
+        [[all_of_it], [1], "cpu"],
+        [[rows], [8], "cpu", offset],
+    ]
+    assert read["steps"][0]["sizes"] == [rows, all_of_it]
+    assert read["sizes"] == ["s0", ["*", "s0", 8], ["//", "s0", "s1"]]
+    assert (read["symbols"], read["lives"], read["arenas"]) == (["s1", "s0"], [[[1, 0, 0]]], [["cpu", 0]])
+
+
+def test_what_is_no_size_is_refused() -> None:
+    """A description is numbers and texts."""
+    value = PlanValue(ValueKind.FRESH, 0, TensorSpec((ROWS, 1j), "float32", (1, 1), CPU))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="cannot have 1j"):
+        PlanDescription([value], (), 0, 0, (), {}, symbols=("s0",)).text(lambda member, path: path)
+
+
+_sizes: st.SearchStrategy[Dim] = st.recursive(
+    st.one_of(st.integers(-9, 9), st.just(ROWS), st.just(COLUMNS)),
+    lambda inner: st.one_of(
+        st.builds(lambda a, b: a + b, inner, inner),
+        st.builds(lambda a, b: a * b, inner, inner),
+        st.builds(function, st.sampled_from(["floordiv", "mod", "max", "min"]), inner, inner).filter(
+            lambda made: made is not None
+        ),
+    ),
+    max_leaves=6,
+)
+
+
+def _defined(build: st.DataObject) -> Dim:
+    try:
+        return build.draw(_sizes)  # type: ignore[no-any-return]
+    except ZeroDivisionError:  # of two numbers: no size
+        return ROWS
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.data(), st.integers(-100, 100), st.integers(-100, 100))
+def test_cpp_computes_sizes_as_python_does(data: st.DataObject, rows: int, columns: int) -> None:
+    """Quotients and remainders are rounded as in Python, and 0 where the divisor is 0."""
+    size = _defined(data)
+    table = SizeTable(("s0", "s1"), [expression(size), expression(size + 1)])
+    value = evaluate(size, {"s0": rows, "s1": columns})
+    assert table.at((rows, columns)) == [value, value + 1]
+
+
+@pytest.mark.parametrize("sizes", [(), (4,), (4, 1), (0, 5), (5, 0, 3), (2, 3, 4)])
+@pytest.mark.parametrize("stride", [0, 1, 7])
+def test_spans_are_those_of_tensors(sizes: tuple[int, ...], stride: int) -> None:
+    """From the first element to the last; none where a dimension is empty."""
+    spec = TensorSpec(sizes, "float32", tuple(stride + n for n in range(len(sizes))), CPU)
+    assert SizeTable((), [span(spec)]).at(()) == [spec.span]
+
+
+def test_sizes_of_more_than_64_bits_are_errors() -> None:
+    """Nothing wraps around."""
+    for size in (ROWS * COLUMNS, ROWS + COLUMNS, (ROWS * -1) // COLUMNS):
+        table = SizeTable(("s0", "s1"), [expression(size)])
+        table.at((3, 4))
+        with pytest.raises(HybridError, match="does not fit in 64 bits"):
+            table.at(((1 << 63) - 1, 2) if "//" not in str(size) else (-(1 << 63), 1))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error"),
+    [
+        (["s2"], 'depends on "s2", which is no symbol'),
+        ([["^", "s0", 2]], 'no operation "\\^" of 2 operands'),
+        ([["%", "s0"]], 'no operation "%" of 1 operands'),
+        ([["span", ["s0"], []]], "one stride for each size"),
+        ([{}], "a whole number"),
+    ],
+)
+def test_what_is_no_expression_is_refused(sizes: list[Any], error: str) -> None:
+    """The error comes when the table is made."""
+    with pytest.raises(HybridError, match=error):
+        SizeTable(("s0", "s1"), sizes)

@@ -20,22 +20,25 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.runtime.plans import Draft
 from torch_hybrid_backend.config import CUDA_DRIVER
-from torch_hybrid_backend.core.device import Device
-from torch_hybrid_backend.core.program import DeviceLaunch, OperatorArgument, OperatorCall, TensorArgument
+from torch_hybrid_backend.core.device import CPU, Device
+from torch_hybrid_backend.core.program import DeviceLaunch, KernelCall, OperatorArgument, OperatorCall, TensorArgument
+from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.errors import CacheError, HybridError
 from torch_hybrid_backend.runtime.native import ops
-from torch_hybrid_backend.runtime.native.description import ValueKind
+from torch_hybrid_backend.runtime.native.description import Life, PlanDescription, PlanStep, PlanValue, ValueKind
 from torch_hybrid_backend.runtime.native.ops import (
     CALLS_PER_ROUND,
     Binding,
     Guard,
     GuardKind,
     Plan,
+    PlanTemplate,
     huffman_decode,
     huffman_encode,
     use_cuda_driver,
     watches_writes,
 )
+from torch_hybrid_backend.sizes.size import Dim, symbol
 from torch_hybrid_backend.storage.store import Store
 
 N = 4096  # as in conftest.py
@@ -178,6 +181,73 @@ def test_a_failing_kernel_is_named(kernels: str) -> None:
             plan.run(unbound(plan), [given])
     working = chain(kernels)
     torch.testing.assert_close(working.run(unbound(working), [given])[0], 3 * given + 1)
+
+
+ROWS = symbol("s0")
+
+
+def template(kernels: str, *, alias: Dim = ROWS) -> PlanTemplate:
+    """out = scratch(2 x) + x of `s0` rows of N elements, the first alone computed, and a view of out's first N * `alias` elements."""
+    form = TensorSpec((ROWS, N), "float32", (N, 1), CPU)
+    values = [
+        PlanValue(ValueKind.INPUT, 0, form),
+        PlanValue(ValueKind.ARENA, 0, form),
+        PlanValue(ValueKind.ARENA, 0, form),
+        PlanValue(ValueKind.FRESH, 0, form),
+        PlanValue(ValueKind.ALIAS, 3, TensorSpec((N * alias,), "float32", (1,), CPU)),
+    ]
+    arguments = (("double", (0, 1)), ("scratch", (1, 2)), ("add", (2, 0, 3)))
+    steps = [PlanStep(KernelCall(kernels, name, numbers, 1)) for name, numbers in arguments]
+    lives = {CPU: [Life(1, 0, 1), Life(2, 1, 2)]}
+    return PlanTemplate(PlanDescription(values, steps, 1, 0, (3, 4), {CPU: 0}, lives=lives, symbols=("s0",)))
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_plan_at_any_sizes(kernels: str) -> None:
+    """Each set of sizes has its memory and checks its inputs; the plans are right in any order, at once, and without their template."""
+    made = template(kernels)
+    plans = {rows: made.at((rows,)) for rows in (3, 1, 8)}
+    assert {rows: arena_bytes for rows, (_, arena_bytes) in plans.items()} == {n: 8 * N * n for n in plans}
+    del made
+    gc.collect()
+    for rows in (1, 3, 8, 3):
+        plan, _ = plans[rows]
+        x = torch.randn(rows, N)
+        out, view = plan.run(unbound(plan), [x]) or ()
+        assert out.shape == x.shape
+        torch.testing.assert_close(out[0], 3 * x[0] + 1)
+        torch.testing.assert_close(view, out.flatten(), equal_nan=True)
+        with pytest.raises(HybridError, match="but the plan was built for"):
+            plan.run(unbound(plan), [torch.randn(rows + 1, N)])
+
+
+def test_threads_make_plans_of_a_template(kernels: str) -> None:
+    """No thread sees the sizes of another."""
+    made = template(kernels)
+
+    def run(rows: int) -> bool:
+        plan, _ = made.at((rows,))
+        x = torch.randn(rows, N)
+        out, _ = plan.run(unbound(plan), [x]) or ()
+        return out.shape == x.shape and torch.equal(out[0], x[0] * 2 + 1 + x[0])
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(run, [1 + number % 5 for number in range(40)]))
+
+
+def test_sizes_at_which_a_plan_cannot_be(kernels: str, tmp_path: Path) -> None:
+    """Sizes that contradict one another, that are too many or too large, and kernels that are not there."""
+    made = template(kernels, alias=2 * ROWS - 4)
+    made.at((4,))
+    with pytest.raises(HybridError, match=r"an alias must have .* and fit in it"):
+        made.at((5,))
+    made.at((3,))
+    with pytest.raises(HybridError, match="depend on 1 symbols, but 2 values are given"):
+        made.at((5, 5))
+    with pytest.raises(HybridError, match="does not fit in 64 bits"):
+        made.at((1 << 60,))
+    with pytest.raises(HybridError, match=r"cannot open the kernel library .*gone\.so"):
+        template(str(tmp_path / "gone.so")).at((3,))
 
 
 def test_missing_libraries_and_kernels_are_named(kernels: str, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from torch_hybrid_backend.errors import (
     failures,
 )
 from torch_hybrid_backend.machine import unsupported
-from torch_hybrid_backend.runtime.native.description import PlanDescription
+from torch_hybrid_backend.runtime.native.description import Expression, PlanDescription, size_table
 from torch_hybrid_backend.runtime.native.libraries import OpenLibrary, use_library
 from torch_hybrid_backend.runtime.native.module import native_module
 from torch_hybrid_backend.torch_private import profiler_enabled
@@ -163,6 +163,11 @@ class _Operators:
     def __init__(self, library: torch.library.Library, ops: Any) -> None:
         self._library = library
         self.plan_new = ops.plan_new.default
+        self.plan_template_new = ops.plan_template_new.default
+        self.plan_template_at = ops.plan_template_at.default
+        self.size_table_new = ops.size_table_new.default
+        self.size_table_at = ops.size_table_at.default
+        self.plan_arena = ops.plan_arena.default
         self.open_library = ops.open_library.default
         self.open_module = ops.open_module.default
         self.use_cuda_driver = ops.use_cuda_driver.default
@@ -182,11 +187,14 @@ class _Operators:
         self.give_back_freed_memory = ops.give_back_freed_memory.default
         self.huffman_encode = ops.huffman_encode.default
         self.huffman_decode = ops.huffman_decode.default
-        free_plan, free_guard, free_binding, free_artifact, close_library, close_module = ops.finalizers.default()
+        free_plan, free_guard, free_binding, free_artifact, *others = ops.finalizers.default()
+        free_template, free_sizes, close_library, close_module = others
         self.free_plan = _FREE(free_plan)
         self.free_guard = _FREE(free_guard)
         self.free_binding = _FREE(free_binding)
         self.free_artifact = _FREE(free_artifact)
+        self.free_template = _FREE(free_template)
+        self.free_sizes = _FREE(free_sizes)
         self._close_library = _CLOSE(close_library)
         self._close_module = _CLOSE(close_module)
 
@@ -246,6 +254,27 @@ def give_back_freed_memory() -> None:
     _ops().give_back_freed_memory()
 
 
+def arena_offsets(ranges: list[int], alignment: int) -> list[int]:
+    """The offsets of buffers in an arena, and last its bytes; see csrc/include/arena.h. `ranges`: of each buffer in turn its bytes, the first
+    and the last step at which it is alive."""
+    offsets: list[int] = _building(_ops().plan_arena, ranges, alignment)
+    return offsets
+
+
+class SizeTable:
+    """Sizes known only at run time, to be computed together: see csrc/include/size_table.h. Threads may use it at once."""
+
+    def __init__(self, symbols: Sequence[str], sizes: Sequence[Expression]) -> None:
+        self._ops = ops = _ops()
+        self.handle: int = _building(ops.size_table_new, size_table(symbols, sizes))
+        weakref.finalize(self, ops.free_sizes, self.handle).atexit = False
+
+    def at(self, values: Sequence[int]) -> list[int]:
+        """The sizes at these values of the symbols. Raises HybridError where one does not fit in 64 bits."""
+        sizes: list[int] = _building(self._ops.size_table_at, self.handle, values)
+        return sizes
+
+
 def huffman_encode(symbols: torch.Tensor, lengths: torch.Tensor, coded: torch.Tensor) -> None:
     """Writes the words of `symbols` to `coded`; see csrc/include/huffman.h.
 
@@ -295,6 +324,58 @@ class Artifact:
         return int(_opening(self._ops.artifact_constant, self.handle, number))
 
 
+class _Libraries:
+    """The libraries and modules of a plan, open as long as this object lives."""
+
+    def __init__(self, ops: _Operators) -> None:
+        self._ops = ops
+        self._open: set[OpenLibrary] = set()
+        self._paths: dict[str, str] = {}  # by the name that C++ knows
+
+    def open(self, member: str, path: str) -> str:
+        """Opens a library or module for C++, and returns the name that it is open under."""
+        ops = self._ops
+        use, close = {
+            "library": (ops.open_library, ops.close_library),
+            "module": (ops.open_module, ops.close_module),
+        }[member]
+        name, opened = use_library(path, lambda name: _building(use, name), close)
+        if opened is not None:
+            self._open.add(opened)
+        self._paths[name] = path
+        return name
+
+    def building(self, operator: Callable[..., Any], *arguments: object) -> Any:
+        """Make a plan. Raises HybridError for what could never run; libraries have in it the paths that they were opened by."""
+        try:
+            return operator(*arguments)
+        except failures(RuntimeError) as error:
+            said = str(error)
+            for name, path in self._paths.items():
+                said = said.replace(f"library {name} ", f"library {path} ")
+            raise _as_hybrid_error(said) from error
+
+
+class PlanTemplate:
+    """A plan with sizes known only at run time: see csrc/include/plan_template.h. Threads may use it at once."""
+
+    def __init__(self, description: PlanDescription) -> None:
+        self._ops = ops = _ops()
+        self._libraries = _Libraries(ops)
+        text = description.text(functools.cache(self._libraries.open))
+        self.handle: int = self._libraries.building(ops.plan_template_new, text)
+        weakref.finalize(self, ops.free_template, self.handle).atexit = False
+
+    def at(self, values: Sequence[int], callbacks: Sequence[Callback] = ()) -> tuple[Plan, int]:
+        """The plan at these values of the symbols, and the bytes of its arenas. Raises HybridError as `Plan` does."""
+        handle, arena_bytes = self._libraries.building(self._ops.plan_template_at, self.handle, values)
+        plan = Plan.__new__(Plan)
+        plan._ops = self._ops
+        plan._libraries = self._libraries
+        plan._own(handle, callbacks)
+        return plan, arena_bytes
+
+
 class Plan:
     """The C++ plan: see csrc/include/plan.h. Making it raises HybridError for what could never run, with the reason.
 
@@ -303,23 +384,9 @@ class Plan:
 
     def __init__(self, description: PlanDescription, callbacks: Sequence[Callback] = ()) -> None:
         self._ops = ops = _ops()
-        self._libraries: set[OpenLibrary] = set()
-        paths: dict[str, str] = {}  # by the name that C++ knows
-
-        def opened(member: str, path: str) -> str:
-            name = self._open(member, path)
-            paths[name] = path
-            return name
-
-        text = description.text(functools.cache(opened))
-        try:
-            handle = ops.plan_new(text)
-        except failures(RuntimeError) as error:
-            said = str(error)
-            for name, path in paths.items():
-                said = said.replace(f"library {name} ", f"library {path} ")
-            raise _as_hybrid_error(said) from error
-        self._own(handle, callbacks)
+        self._libraries = _Libraries(ops)
+        text = description.text(functools.cache(self._libraries.open))
+        self._own(self._libraries.building(ops.plan_new, text), callbacks)
 
     @classmethod
     def of_artifact(cls, artifact: Artifact, segment: str, callbacks: Sequence[Callback] = ()) -> Plan:
@@ -340,18 +407,6 @@ class Plan:
         self._run_directly = module.run if module is not None else _not_implemented
         _callbacks[handle] = tuple(callbacks)
         weakref.finalize(self, _free_plan, self._ops, handle).atexit = False
-
-    def _open(self, member: str, path: str) -> str:
-        """Opens a library or module for C++, and returns the name that it is open under."""
-        ops = self._ops
-        use, close = {
-            "library": (ops.open_library, ops.close_library),
-            "module": (ops.open_module, ops.close_module),
-        }[member]
-        name, opened = use_library(path, lambda name: _building(use, name), close)
-        if opened is not None:
-            self._libraries.add(opened)
-        return name
 
     def run(self, binding: Binding, inputs: list[torch.Tensor]) -> list[torch.Tensor] | None:
         """The outputs, or None where the binding is stale: bind again and run again.

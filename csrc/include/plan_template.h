@@ -1,0 +1,73 @@
+// PlanTemplate: a plan whose sizes are known only at run time, and the plans at given sizes.
+//
+// Use: construct it from a description, then At for each set of values. The description is a plan's
+// (plan.h) in which {"size": n}, the n-th size of a table, may stand for any number, with three
+// more members:
+//
+//   "symbols", "sizes": see size_table.h
+//   "lives": for each of the arenas [[value, first step, last step], ...]
+//
+// Bytes of arenas and offsets in them are no part of it: they are planned for each set of values.
+//
+// Ownership: a plan does not refer to its template. Kernels keep their libraries.
+//
+// Failure: throws std::runtime_error for what could never run, and At for values at which sizes do
+// not fit in 64 bits or contradict one another.
+#ifndef TORCH_HYBRID_BACKEND_PLAN_TEMPLATE_H_
+#define TORCH_HYBRID_BACKEND_PLAN_TEMPLATE_H_
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string_view>
+#include <vector>
+
+#include "arena.h"
+#include "json.h"
+#include "plan.h"
+#include "size_table.h"
+
+namespace torch_hybrid_backend {
+
+class PlanTemplate {
+ public:
+  explicit PlanTemplate(std::string_view description, LibraryPaths library_path = PathsAsTheyAre);
+  PlanTemplate(const PlanTemplate&) = delete;
+  PlanTemplate& operator=(const PlanTemplate&) = delete;
+
+  // The plan for these values of the symbols, in order. Threads may call it at once.
+  std::unique_ptr<Plan> At(const std::vector<int64_t>& values);
+
+ private:
+  struct Hole {
+    Json* place;
+    size_t size;
+  };
+  // A value in an arena: its description, and when it is alive.
+  struct Life {
+    std::vector<Json>* value;
+    int64_t element_bytes;
+    int64_t first;
+    int64_t last;
+  };
+  struct Arena {
+    Json* size_bytes;
+    int64_t alignment;
+    std::vector<Life> lives;
+  };
+
+  void FindHoles();
+  void FindArenas();
+  static void Place(const Arena& arena);
+
+  const LibraryPaths library_path_;
+  std::mutex mutex_;
+  Json description_;  // of the last plan that was made
+  const SizeTable sizes_;
+  std::vector<Hole> holes_;
+  std::vector<Arena> arenas_;
+};
+
+}  // namespace torch_hybrid_backend
+
+#endif  // TORCH_HYBRID_BACKEND_PLAN_TEMPLATE_H_

@@ -1,0 +1,67 @@
+"""Sizes that programs serve: as `Program.serves`, of many programs at once and in microseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch_hybrid_backend.core.limits import MAX_ELEMENTS
+from torch_hybrid_backend.core.program import Program
+from torch_hybrid_backend.errors import HybridError
+from torch_hybrid_backend.runtime.native.description import Expression, expression, span
+from torch_hybrid_backend.runtime.native.ops import SizeTable
+from torch_hybrid_backend.runtime.plan_layout import StaticLayoutError
+from torch_hybrid_backend.sizes.size import MAX_INTEGER, symbols
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """The values of a symbol that a program serves. `symbol`: its position."""
+
+    symbol: int
+    least: int
+    most: int
+
+
+class ServedSizes:
+    """Tells which of `programs` serve a set of sizes. `names`: the size symbols, in the order of their values.
+
+    Raises StaticLayoutError for a program that depends on another symbol.
+    """
+
+    def __init__(self, programs: Sequence[Program], names: Sequence[str]) -> None:
+        self._programs, self._names = tuple(programs), tuple(names)
+        self._ranges = [_ranges(program, names) for program in programs]
+        limits = [limit for program in programs for limit in _limits(program)]
+        self._table = SizeTable(names, limits) if any(program.names for program in programs) else None
+
+    def at(self, sizes: Sequence[int]) -> list[bool]:
+        """True for each of the programs that serves these sizes."""
+        if self._table is None:
+            return [True] * len(self._ranges)
+        try:
+            limits = self._table.at(sizes)
+        except HybridError:  # one does not fit in 64 bits
+            values = dict(zip(self._names, sizes, strict=True))
+            return [program.serves(values) for program in self._programs]
+        return [
+            most <= MAX_ELEMENTS and least >= 0 and all(r.least <= sizes[r.symbol] <= r.most for r in ranges)
+            for most, least, ranges in zip(limits[::2], limits[1::2], self._ranges, strict=True)
+        ]
+
+
+def _ranges(program: Program, names: Sequence[str]) -> list[_Range]:
+    found = dict.fromkeys(program.names, (-MAX_INTEGER - 1, MAX_INTEGER))
+    if unknown := [name for name in found if name not in names]:
+        raise StaticLayoutError(f"the sizes {', '.join(unknown)} depend on data")
+    own = ((symbol.name, symbol.low, symbol.high) for symbol in symbols(program.sizes_used))
+    for name, least, most in (*program.ranges, *own):
+        found[name] = max(found[name][0], least), min(found[name][1], most)
+    return [_Range(names.index(name), least, most) for name, (least, most) in found.items()]
+
+
+def _limits(program: Program) -> tuple[Expression, Expression]:
+    """The most elements that the program counts, and the least of the sizes that are not negative where it serves."""
+    buffers = {(spec.shape, spec.strides): span(spec) for spec in program.buffers}
+    most = ["max", 0, *buffers.values(), *map(expression, program.counts)]
+    return most, ["min", 0, *map(expression, program.relied_on)]
