@@ -1,9 +1,10 @@
 // Manifest: what a .hybrid file says of itself (docs/hybrid_format.md), read and checked.
 //
-// Use: ReadManifest, then OutlineOf each plan that an entry names and CheckEntry. What then is in
-// a manifest holds: every number names something that is there, every tensor lies within its
-// segment, and sums and products of sizes fit in 64 bits. Names are for people or to be compared;
-// nothing is known of their characters.
+// Use: ReadManifest, then OutlineOf each plan that an entry names and CheckEntry. Entries for many
+// sizes have plans of many sizes: they are checked at each set of sizes, by EntryAt, OutlineOf and
+// CheckEntry. What then is in a manifest holds: every number names something that is there, every
+// tensor lies within its segment, and sums and products of sizes fit in 64 bits. Names are for
+// people or to be compared; nothing is known of their characters.
 //
 // Ownership: plain data; it refers to nothing of the text it was read from.
 //
@@ -13,7 +14,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -112,9 +116,24 @@ struct CallResult {
   Json value;
 };
 
+// A size of calls: dimension `dim` of input `input` has `factor` times its value plus `offset`
+// elements. `example`: its value in the entry's sample.
+struct SizeSymbol {
+  std::string name;
+  size_t input;
+  size_t dim;
+  int64_t factor;
+  int64_t offset;
+  int64_t least;
+  int64_t most;
+  int64_t example;
+};
+
 // A function of the model. `plan`, `functions`: segments. `sources`: the plan's inputs. `slots`:
 // constants. `inputs` and `outputs` are those of the caller; `results` make the outputs.
-// `python_parts`: what only Python can run, in words, with the user's lines.
+// `python_parts`: what only Python can run, in words, with the user's lines. `symbols`: of an entry
+// for many sizes, whose other members are those at one set of sizes, the examples where it is read;
+// `any_sizes` is its text.
 struct Entry {
   std::string name;
   size_t plan;
@@ -127,6 +146,8 @@ struct Entry {
   std::vector<Update> updates;
   std::vector<CallResult> results;
   std::vector<CallValue> outputs;
+  std::vector<SizeSymbol> symbols;
+  std::shared_ptr<const Json> any_sizes;
 };
 
 // Inputs of a call and the outputs it then had, as constants; nothing for what is no tensor.
@@ -169,9 +190,17 @@ struct PlanOutline {
   bool has_callbacks = false;
 };
 
+// The values of an entry's symbols in a call. `sizes_of`: the sizes of an input. Throws for a size
+// outside of its range.
+std::vector<int64_t> SymbolsIn(
+    const Entry& entry, const std::function<std::span<const int64_t>(size_t input)>& sizes_of);
+
+// An entry for many sizes at these values of its symbols. Throws for those that it is not for.
+Entry EntryAt(const Manifest& manifest, const Entry& entry, const std::vector<int64_t>& values);
+
 // Of the text of a plan (plan.h). Refuses what no file may have: steps that are addresses in a
 // process, or on other devices, and libraries other than "library".
-PlanOutline OutlineOf(std::string_view plan);
+PlanOutline OutlineOf(const Json& plan);
 
 // Checks an entry against its plan.
 void CheckEntry(const Manifest& manifest, const Entry& entry, const PlanOutline& plan);

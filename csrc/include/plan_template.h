@@ -17,9 +17,10 @@
 #define TORCH_HYBRID_BACKEND_PLAN_TEMPLATE_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
-#include <string_view>
+#include <string>
 #include <vector>
 
 #include "arena.h"
@@ -31,18 +32,19 @@ namespace torch_hybrid_backend {
 
 class PlanTemplate {
  public:
-  explicit PlanTemplate(std::string_view description, LibraryPaths library_path = PathsAsTheyAre);
+  explicit PlanTemplate(Json description, LibraryPaths library_path = PathsAsTheyAre);
   PlanTemplate(const PlanTemplate&) = delete;
   PlanTemplate& operator=(const PlanTemplate&) = delete;
 
-  // The plan for these values of the symbols, in order. Threads may call it at once.
-  std::unique_ptr<Plan> At(const std::vector<int64_t>& values);
+  const std::vector<std::string>& symbols() const { return symbols_; }
+
+  // The plan for these values of the symbols, in order. `check` is given its description, and may
+  // throw. Threads may call it at once.
+  std::unique_ptr<Plan> At(
+      const std::vector<int64_t>& values,
+      const std::function<void(const Json&)>& check = [](const Json&) {});
 
  private:
-  struct Hole {
-    Json* place;
-    size_t size;
-  };
   // A value in an arena: its description, and when it is alive.
   struct Life {
     std::vector<Json>* value;
@@ -56,15 +58,14 @@ class PlanTemplate {
     std::vector<Life> lives;
   };
 
-  void FindHoles();
   void FindArenas();
   static void Place(const Arena& arena);
 
   const LibraryPaths library_path_;
-  std::mutex mutex_;
-  Json description_;  // of the last plan that was made
+  const std::vector<std::string> symbols_;
   const SizeTable sizes_;
-  std::vector<Hole> holes_;
+  std::mutex mutex_;
+  SizedText description_;  // of the last plan that was made
   std::vector<Arena> arenas_;
 };
 

@@ -1,7 +1,7 @@
 // SizeTable: sizes known only at run time, as expressions over symbols.
 //
-// Use: construct it from a description, then At for each set of values. An expression is in JSON a
-// number, the name of a symbol, or one of
+// Use: construct it from names and expressions, then At for each set of values. An expression is in
+// JSON a number, the name of a symbol, or one of
 //
 //   ["+", x, ...]  ["*", x, ...]  ["max", x, ...]  ["min", x, ...]
 //   ["//", x, y]  ["%", x, y]                 rounded down; 0 where y is 0
@@ -24,8 +24,8 @@ namespace torch_hybrid_backend {
 
 class SizeTable {
  public:
-  // {"symbols": [name, ...], "sizes": [expression, ...]}
-  explicit SizeTable(const Json& description);
+  // `sizes`: a list of expressions.
+  SizeTable(std::vector<std::string> symbols, const Json& sizes);
 
   size_t size() const { return ends_.size(); }
   // The sizes, in order. `values`: of the symbols, in order.
@@ -56,6 +56,31 @@ class SizeTable {
   std::vector<Instruction> instructions_;  // in postfix order
   std::vector<size_t> ends_;               // of each size's instructions
 };
+
+// A text of JSON in which {"size": n} stands for the n-th size of a table, again and again with
+// other sizes in their places.
+class SizedText {
+ public:
+  // Throws for a number that is no size of the table.
+  SizedText(Json text, size_t sizes);
+  SizedText(const SizedText&) = delete;
+  SizedText& operator=(const SizedText&) = delete;
+
+  Json& json() { return json_; }
+  // Writes the sizes into it.
+  void Fill(const std::vector<int64_t>& sizes);
+
+ private:
+  struct Hole {
+    Json* place;
+    size_t size;
+  };
+  Json json_;
+  std::vector<Hole> holes_;
+};
+
+// The texts in a list.
+std::vector<std::string> NamesIn(const Json& list);
 
 }  // namespace torch_hybrid_backend
 

@@ -117,9 +117,21 @@ void HybridModel::Run(const char* name, const ::DLTensor* const* inputs, size_t 
                       DLManagedTensorVersioned** outputs, size_t output_count) {
   std::fill_n(outputs, output_count, nullptr);
   const size_t number = EntryNamed(name);
-  const Entry& entry = model.manifest().entries[number];
-  CheckCount(entry.name, input_count, described[number].inputs.size(), "input");
-  CheckCount(entry.name, output_count, described[number].outputs.size(), "output");
+  const Entry& any = model.manifest().entries[number];
+  CheckCount(any.name, input_count, described[number].inputs.size(), "input");
+  CheckCount(any.name, output_count, described[number].outputs.size(), "output");
+  const auto given = [&](size_t input) {  // tensors alone are given
+    return inputs[std::count_if(any.inputs.begin(),
+                                any.inputs.begin() + static_cast<ptrdiff_t>(input),
+                                [](const CallValue& before) { return before.tensor.has_value(); })];
+  };
+  const auto sizes_of = [&](size_t input) -> std::span<const int64_t> {
+    const ::DLTensor* const tensor = given(input);
+    if (tensor == nullptr) throw std::runtime_error("input " + std::to_string(input) + " is NULL");
+    return {tensor->shape, static_cast<size_t>(std::max(tensor->ndim, 0))};
+  };
+  const std::shared_ptr<const Model::Function> function = model.At(number, sizes_of);
+  const Entry& entry = function->entry;
   CallTensors tensors;
   size_t next = 0;
   for (const CallValue& input : entry.inputs) {
@@ -129,7 +141,7 @@ void HybridModel::Run(const char* name, const ::DLTensor* const* inputs, size_t 
     if (inputs[next] == nullptr) throw std::runtime_error(which + " is NULL");
     tensors.back() = FromDlpack(*inputs[next++], *input.tensor, which);
   }
-  model.Run(number, tensors, [&](const CallTensors& results) {
+  model.Run(*function, tensors, [&](const CallTensors& results) {
     struct Delete {
       void operator()(DLManagedTensorVersioned* tensor) const { tensor->deleter(tensor); }
     };

@@ -115,7 +115,8 @@ HYBRID_API HybridModel* hybrid_open(const char* path, const HybridOptions* optio
 /* Closes a model; NULL is ignored. */
 HYBRID_API void hybrid_close(HybridModel* model);
 
-/* A tensor that an entry takes or gives. All pointers live as long as the model. */
+/* A tensor that an entry takes or gives. All pointers live as long as the model. Of an entry for
+ * many sizes these are the sizes and strides of its sample; the manifest has the ranges. */
 typedef struct HybridTensor {
   const char* name;
   const char* dtype; /* as torch names it: "float32" */

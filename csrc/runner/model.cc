@@ -79,16 +79,25 @@ Model::Model(const std::string& path, const ModelOptions& options)
   try {
     for (const Entry& entry : manifest().entries) {
       if (entry.functions) Refuse(WhyPython(entry));
-      Function function{PlanOf(artifact_, entry.plan), {}};
+      Functions functions;
       std::vector<int64_t> slots;
       std::vector<int64_t> addresses;
       for (const size_t constant : entry.slots) {
         slots.push_back(static_cast<int64_t>(slots.size()));
         addresses.push_back(reinterpret_cast<int64_t>(artifact_->ConstantAddress(constant)));
       }
-      function.binding.emplace(nullptr, function.plan->constants(), std::vector<int64_t>{},
-                               std::vector<Tensor>{}, slots, addresses);
-      functions_.push_back(std::move(function));
+      functions.binding = std::make_unique<Binding>(nullptr, static_cast<int64_t>(slots.size()),
+                                                    std::vector<int64_t>{}, std::vector<Tensor>{},
+                                                    slots, addresses);
+      if (entry.any_sizes) {
+        functions.plans = std::make_unique<SizedPlans>(artifact_, functions_.size());
+      } else {
+        functions.kept.emplace_back(
+            std::vector<int64_t>{},
+            std::make_shared<const Function>(
+                Function{entry, PlanOf(artifact_, entry.plan), functions.binding.get()}));
+      }
+      functions_.push_back(std::move(functions));
     }
     for (const State& state : manifest().states)
       states_.push_back(Empty(LayoutOf(manifest().constants[state.constant].form)));
@@ -107,16 +116,36 @@ void Model::Reset() {
     CopyElements(ConstantTensor(manifest().states[i].constant), states_[i]);
 }
 
-void Model::Run(size_t entry, const CallTensors& inputs,
+std::shared_ptr<const Model::Function> Model::At(
+    size_t entry, const std::function<std::span<const int64_t>(size_t input)>& sizes_of) {
+  Functions& functions = functions_[entry];
+  if (!functions.plans) return functions.kept.front().second;
+  std::vector<int64_t> values = SymbolsIn(manifest().entries[entry], sizes_of);
+  const std::lock_guard<std::mutex> lock(functions_mutex_);
+  auto& kept = functions.kept;
+  const auto found = std::find_if(kept.begin(), kept.end(),
+                                  [&](const auto& each) { return each.first == values; });
+  if (found != kept.end()) {
+    kept.splice(kept.begin(), kept, found);
+  } else {
+    auto [at_sizes, plan] = functions.plans->At(values);
+    kept.emplace_front(std::move(values),
+                       std::make_shared<const Function>(Function{
+                           std::move(at_sizes), std::move(plan), functions.binding.get()}));
+    if (kept.size() > kMostKept) kept.pop_back();
+  }
+  return kept.front().second;
+}
+
+void Model::Run(const Function& function, const CallTensors& inputs,
                 const std::function<void(const CallTensors&)>& use) {
   const ThreadsOfCall threads(threads_);
   std::unique_lock<std::mutex> lock(states_mutex_, std::defer_lock);
   if (!states_.empty()) lock.lock();
-  Call call{manifest().entries[entry], inputs, {}};
+  Call call{function.entry, inputs, {}};
   std::vector<Tensor> sources;
   sources.reserve(call.entry.sources.size());
   for (const Origin& source : call.entry.sources) sources.push_back(TensorOf(call, source));
-  const Function& function = functions_[entry];
   call.outputs = function.plan->Run(/*key=*/0, *function.binding, sources).outputs;
   ApplyUpdates(call);
   CallTensors results;
@@ -195,7 +224,10 @@ void Model::CheckSample(const Sample& sample) {
     // A copy: a call may change its inputs.
     if (constant) inputs.back() = RowMajorCopy(ConstantTensor(*constant));
   }
-  Run(sample.entry, inputs, [&](const CallTensors& results) {
+  const auto sizes_of = [&](size_t input) -> std::span<const int64_t> {
+    return inputs[input]->sizes();
+  };
+  Run(*At(sample.entry, sizes_of), inputs, [&](const CallTensors& results) {
     for (size_t i = 0; i < results.size(); ++i) {
       if (!results[i]) continue;
       const Difference difference = DifferenceOf(*results[i], ConstantTensor(*sample.outputs[i]));

@@ -11,13 +11,17 @@
 
 #include <cstddef>
 #include <functional>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "artifact.h"
+#include "artifact_plan.h"
 #include "binding.h"
 #include "plan.h"
 #include "tensor.h"
@@ -42,21 +46,34 @@ class Model {
   const Artifact& artifact() const { return *artifact_; }
   const Manifest& manifest() const { return artifact_->manifest(); }
 
+  // An entry at the sizes of a call. `sizes_of`: those of an input. Throws for sizes that it is not
+  // for. What it points at lives as long as the model or the result.
+  struct Function {
+    Entry entry;
+    std::shared_ptr<Plan> plan;
+    const Binding* binding;
+  };
+  std::shared_ptr<const Function> At(
+      size_t entry, const std::function<std::span<const int64_t>(size_t input)>& sizes_of);
+
   // Runs an entry and calls `use` with its results. `inputs` have the dtypes and sizes of the
   // entry's. A result that is borrowed (an input, a state, a constant, or a view of one) is good
   // until `use` returns.
-  void Run(size_t entry, const CallTensors& inputs,
+  void Run(const Function& function, const CallTensors& inputs,
            const std::function<void(const CallTensors&)>& use);
 
   // Sets the states to what they are in the file.
   void Reset();
 
  private:
-  struct Function {
-    std::shared_ptr<Plan> plan;
-    std::optional<Binding> binding;
+  // An entry at all its sizes. `kept`: at those met last, the last one first.
+  struct Functions {
+    std::unique_ptr<Binding> binding;
+    std::unique_ptr<SizedPlans> plans;  // null where there is one set of sizes
+    std::list<std::pair<std::vector<int64_t>, std::shared_ptr<const Function>>> kept;
   };
   struct Call;
+  static constexpr size_t kMostKept = 64;
 
   Tensor ConstantTensor(size_t number) const;
   Tensor TensorOf(const Call& call, const Origin& origin) const;
@@ -66,7 +83,8 @@ class Model {
 
   const int threads_;
   std::shared_ptr<const Artifact> artifact_;
-  std::vector<Function> functions_;  // one for each entry
+  std::vector<Functions> functions_;  // one for each entry
+  std::mutex functions_mutex_;
   std::vector<Tensor> states_;
   std::mutex states_mutex_;  // held by calls where there are states
 };

@@ -285,17 +285,24 @@ void Artifact::CheckSegments(unsigned threads) const {
 
 void Artifact::CheckPlans() const {
   std::vector<std::optional<PlanOutline>> outlines(manifest_.segments.size());
+  std::vector<bool> has_sizes(outlines.size());  // those are checked at each set of sizes
+  for (const Entry& entry : manifest_.entries) {
+    if (entry.any_sizes) has_sizes[entry.plan] = true;
+  }
   std::string where;
   try {
     for (size_t i = 0; i < outlines.size(); ++i) {
       const Segment& segment = manifest_.segments[i];
-      if (segment.kind != SegmentKind::kPlan) continue;
+      if (segment.kind != SegmentKind::kPlan || has_sizes[i]) continue;
       where = "segment " + Quoted(segment.name) + ": ";
       const std::span<uint8_t> text = SegmentBytes(i);
-      outlines[i] = OutlineOf({reinterpret_cast<const char*>(text.data()), text.size()});
+      outlines[i] = OutlineOf(
+          Json::ParseUntrusted({reinterpret_cast<const char*>(text.data()), text.size()}));
     }
     for (const Entry& entry : manifest_.entries) {
       where = "entry " + Quoted(entry.name) + ": ";
+      if (entry.any_sizes) continue;
+      if (!outlines[entry.plan]) throw std::runtime_error("its plan is one for many sizes");
       CheckEntry(manifest_, entry, *outlines[entry.plan]);
     }
   } catch (const std::runtime_error& error) {

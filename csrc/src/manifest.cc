@@ -2,11 +2,14 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <limits>
 #include <stdexcept>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
+
+#include "size_table.h"
 
 namespace torch_hybrid_backend {
 namespace {
@@ -201,37 +204,50 @@ void CheckPlaces(const std::vector<Segment>& segments, uint64_t begin, uint64_t 
 // Reads a manifest from its beginning to its end: later parts refer to earlier ones.
 class Reader {
  public:
-  explicit Reader(const Json& json) : json_(json) {}
+  explicit Reader(const Manifest& made) : made_(made) { FindSegments(); }
 
-  Manifest Whole(uint64_t text_bytes, uint64_t file_bytes) {
-    const int64_t format = json_["format"].AsInt();
+  static Manifest ReadWhole(const Json& json, uint64_t text_bytes, uint64_t file_bytes) {
+    const int64_t format = json["format"].AsInt();
     if (format != kHybridFormat) Refuse("it is of format " + std::to_string(format));
-    made_.package = json_["package"].AsString();
-    made_.torch = json_["torch"].AsString();
-    made_.model = json_["model"].AsString();
-    made_.segments = Each(json_["segments"], "segment", ReadSegment);
-    RefuseTwins(made_.segments, "segments");
-    CheckPlaces(made_.segments, kHybridPage + text_bytes, file_bytes);
-    for (size_t i = 0; i < made_.segments.size(); ++i) {
-      segments_.emplace(made_.segments[i].name, i);
-    }
+    Manifest made;
+    made.package = json["package"].AsString();
+    made.torch = json["torch"].AsString();
+    made.model = json["model"].AsString();
+    made.segments = Each(json["segments"], "segment", ReadSegment);
+    RefuseTwins(made.segments, "segments");
+    CheckPlaces(made.segments, kHybridPage + text_bytes, file_bytes);
+    Reader reader(made);
     const auto each = [&](const char* member, const char* noun, auto read) {
-      return Each(json_[member], noun, [&](const Json& one) { return (this->*read)(one); });
+      return Each(json[member], noun, [&](const Json& one) { return (reader.*read)(one); });
     };
-    SegmentOf(json_["report"], SegmentKind::kReport);  // for Python, as an entry's structure
-    made_.targets = each("targets", "target", &Reader::ReadLibraryTarget);
-    made_.constants = each("constants", "constant", &Reader::ReadConstant);
-    made_.states = each("states", "state", &Reader::ReadState);
-    RefuseTwins(made_.states, "states");
-    made_.entries = each("entries", "entry", &Reader::ReadEntry);
-    RefuseTwins(made_.entries, "entries");
-    for (size_t i = 0; i < made_.entries.size(); ++i) entries_.emplace(made_.entries[i].name, i);
-    if (made_.entries.empty()) Refuse("there is no entry");
-    made_.samples = each("samples", "sample", &Reader::ReadSample);
-    return std::move(made_);
+    reader.SegmentOf(json["report"], SegmentKind::kReport);  // for Python, as an entry's structure
+    made.targets = each("targets", "target", &Reader::ReadLibraryTarget);
+    made.constants = each("constants", "constant", &Reader::ReadConstant);
+    made.states = each("states", "state", &Reader::ReadState);
+    RefuseTwins(made.states, "states");
+    made.entries = each("entries", "entry", &Reader::ReadAnyEntry);
+    RefuseTwins(made.entries, "entries");
+    for (size_t i = 0; i < made.entries.size(); ++i)
+      reader.entries_.emplace(made.entries[i].name, i);
+    if (made.entries.empty()) Refuse("there is no entry");
+    made.samples = each("samples", "sample", &Reader::ReadSample);
+    return made;
+  }
+
+  // An entry at known sizes.
+  Entry ReadEntry(const Json& json) const {
+    Entry entry = ReadParts(json);
+    if (const Json* limits = json.Find("limits")) {
+      for (const Json& limit : limits->AsList()) CheckLimit(limit.AsInts());
+    }
+    return entry;
   }
 
  private:
+  void FindSegments() {
+    for (size_t i = 0; i < made_.segments.size(); ++i) segments_.emplace(made_.segments[i].name, i);
+  }
+
   size_t SegmentOf(const Json& name, SegmentKind kind) const {
     const auto found = segments_.find(name.AsString());
     if (found == segments_.end()) Refuse("there is no segment " + Quoted(name.AsString()));
@@ -241,7 +257,7 @@ class Reader {
     return found->second;
   }
 
-  LibraryTarget ReadLibraryTarget(const Json& json) {
+  LibraryTarget ReadLibraryTarget(const Json& json) const {
     LibraryTarget target{json["system"].AsString(),
                          json["processor"].AsString(),
                          {},
@@ -252,7 +268,7 @@ class Reader {
     return target;
   }
 
-  Constant ReadConstant(const Json& json) {
+  Constant ReadConstant(const Json& json) const {
     Constant constant{SegmentOf(json["segment"], SegmentKind::kWeights),
                       static_cast<uint64_t>(Bounded(json["offset"], kMost, "the offset")),
                       ReadForm(json)};
@@ -266,7 +282,7 @@ class Reader {
     return constant;
   }
 
-  State ReadState(const Json& json) {
+  State ReadState(const Json& json) const {
     return {json["name"].AsString(),
             Numbered(json["constant"], made_.constants.size(), "constant")};
   }
@@ -355,7 +371,54 @@ class Reader {
     return {ReadOrigin(fields[1], entry, /*outputs=*/true), std::move(view), {}};
   }
 
-  Entry ReadEntry(const Json& json) {
+  Entry ReadAnyEntry(const Json& json) const {
+    const Json* const described = json.Find("symbols");
+    if (described == nullptr) return ReadEntry(json);
+    Entry entry{};
+    entry.symbols = Each(*described, "symbol", ReadSymbol);
+    RefuseTwins(entry.symbols, "symbols");
+    entry.any_sizes = std::make_shared<const Json>(json);
+    std::vector<int64_t> examples;
+    for (const SizeSymbol& symbol : entry.symbols) examples.push_back(symbol.example);
+    entry = EntryAt(made_, entry, examples);
+    for (const SizeSymbol& symbol : entry.symbols) {
+      const CallValue* const input =
+          symbol.input < entry.inputs.size() ? &entry.inputs[symbol.input] : nullptr;
+      if (input == nullptr || !input->tensor || symbol.dim >= input->tensor->sizes.size())
+        Refuse("the size " + Quoted(symbol.name) + " is read of a dimension that is not there");
+    }
+    return entry;
+  }
+
+  static SizeSymbol ReadSymbol(const Json& json) {
+    const auto number = [&](const char* member, int64_t most) {
+      return Bounded(json[member], most, member);
+    };
+    constexpr int64_t kMostSize = std::numeric_limits<int32_t>::max();
+    const SizeSymbol symbol{json["name"].AsString(),
+                            static_cast<size_t>(number("input", kMost)),
+                            static_cast<size_t>(number("dim", kMost)),
+                            number("factor", kMostSize),
+                            json["offset"].AsInt(),
+                            number("least", kMostSize),
+                            number("most", kMostSize),
+                            number("example", kMostSize)};
+    if (symbol.factor == 0 || std::abs(symbol.offset) > kMostSize ||
+        symbol.example < symbol.least || symbol.example > symbol.most)
+      Refuse("its factor is 0, its offset too large, or its example outside of its range");
+    return symbol;
+  }
+
+  static void CheckLimit(const std::vector<int64_t>& limit) {
+    if (limit.size() != 3) Refuse("a limit is a size, the least and the most");
+    if (limit[0] < limit[1] || limit[0] > limit[2]) {
+      Refuse("its kernels do not serve these sizes: they count " + std::to_string(limit[0]) +
+             ", and may count " + std::to_string(limit[1]) + " to " + std::to_string(limit[2]) +
+             "; export the model for fewer sizes");
+    }
+  }
+
+  Entry ReadParts(const Json& json) const {
     Entry entry{};
     entry.name = json["name"].AsString();
     entry.plan = SegmentOf(json["plan"], SegmentKind::kPlan);
@@ -407,7 +470,7 @@ class Reader {
     });
   }
 
-  Sample ReadSample(const Json& json) {
+  Sample ReadSample(const Json& json) const {
     const std::string& name = json["entry"].AsString();
     const auto found = entries_.find(name);
     if (found == entries_.end()) Refuse("there is no entry " + Quoted(name));
@@ -418,8 +481,7 @@ class Reader {
             ReadSampled(json["outputs"], "output", entry.outputs), tolerance};
   }
 
-  const Json& json_;
-  Manifest made_;
+  const Manifest& made_;
   // By name: a hostile file may have many of both.
   std::unordered_map<std::string, size_t> segments_;
   std::unordered_map<std::string, size_t> entries_;
@@ -458,12 +520,51 @@ const TensorForm& Manifest::FormOf(const Entry& entry, const Origin& origin) con
 }
 
 Manifest ReadManifest(std::string_view text, uint64_t file_bytes) {
-  const Json json = Json::ParseUntrusted(text);
-  return Reader(json).Whole(text.size(), file_bytes);
+  return Reader::ReadWhole(Json::ParseUntrusted(text), text.size(), file_bytes);
 }
 
-PlanOutline OutlineOf(std::string_view plan) {
-  const Json json = Json::ParseUntrusted(plan);
+std::vector<int64_t> SymbolsIn(
+    const Entry& entry, const std::function<std::span<const int64_t>(size_t input)>& sizes_of) {
+  std::vector<int64_t> values;
+  for (const SizeSymbol& symbol : entry.symbols) {
+    const std::span<const int64_t> sizes = sizes_of(symbol.input);
+    const CallValue& input = entry.inputs[symbol.input];
+    if (sizes.size() != input.tensor->sizes.size()) {
+      Refuse("input " + std::to_string(symbol.input) + " (" + Quoted(input.name) + ") has " +
+             std::to_string(sizes.size()) + " dimensions; it must have " +
+             std::to_string(input.tensor->sizes.size()));
+    }
+    const int64_t more = sizes[symbol.dim] - symbol.offset;
+    const int64_t value = more / symbol.factor;
+    if (more % symbol.factor != 0 || value < symbol.least || value > symbol.most) {
+      const auto size_of = [&](int64_t of) {
+        return std::to_string(symbol.factor * of + symbol.offset);
+      };
+      Refuse("dimension " + std::to_string(symbol.dim) + " of input " +
+             std::to_string(symbol.input) + " (" + Quoted(input.name) + ") is " +
+             std::to_string(sizes[symbol.dim]) + "; the model was exported for " +
+             size_of(symbol.least) + " to " + size_of(symbol.most) +
+             (symbol.factor == 1 ? "" : " in steps of " + std::to_string(symbol.factor)));
+    }
+    values.push_back(value);
+  }
+  return values;
+}
+
+Entry EntryAt(const Manifest& manifest, const Entry& entry, const std::vector<int64_t>& values) {
+  std::vector<std::string> names;
+  for (const SizeSymbol& symbol : entry.symbols) names.push_back(symbol.name);
+  const Json& any = *entry.any_sizes;
+  const SizeTable table(std::move(names), any["sizes"]);
+  SizedText text(any, table.size());
+  text.Fill(table.At(values));
+  Entry made = Reader(manifest).ReadEntry(text.json());
+  made.symbols = entry.symbols;
+  made.any_sizes = entry.any_sizes;
+  return made;
+}
+
+PlanOutline OutlineOf(const Json& json) {
   const auto count = [&](const char* member) {
     return static_cast<size_t>(Bounded(json[member], Json::kMostUntrustedValues, member));
   };

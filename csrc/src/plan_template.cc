@@ -1,5 +1,6 @@
 #include "plan_template.h"
 
+#include <limits>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -8,39 +9,32 @@
 
 namespace torch_hybrid_backend {
 
-PlanTemplate::PlanTemplate(std::string_view description, LibraryPaths library_path)
+PlanTemplate::PlanTemplate(Json description, LibraryPaths library_path)
     : library_path_(std::move(library_path)),
-      description_(Json::Parse(description)),
-      sizes_(description_) {
-  FindHoles();
+      symbols_(NamesIn(description["symbols"])),
+      sizes_(symbols_, description["sizes"]),
+      description_(std::move(description), sizes_.size()) {
   FindArenas();
 }
 
-void PlanTemplate::FindHoles() {
-  description_.Visit([this](Json& each) {
-    const Json* const number = each.IsObject() ? each.Find("size") : nullptr;
-    if (number == nullptr) return;
-    const int64_t size = number->AsInt();
-    if (size < 0 || size >= static_cast<int64_t>(sizes_.size()))
-      throw std::runtime_error("the plan has no size " + std::to_string(size));
-    each.Set(0);
-    holes_.push_back({&each, static_cast<size_t>(size)});
-  });
-}
-
 void PlanTemplate::FindArenas() {
-  std::vector<Json>& arenas = description_["arenas"].AsList();
-  const std::vector<Json>& lives = description_["lives"].AsList();
+  Json& description = description_.json();
+  std::vector<Json>& arenas = description["arenas"].AsList();
+  const std::vector<Json>& lives = description["lives"].AsList();
   if (arenas.size() != lives.size())
     throw std::runtime_error("a plan tells of each arena what is alive in it");
-  std::vector<Json>& values = description_["values"].AsList();
+  std::vector<Json>& values = description["values"].AsList();
   for (size_t i = 0; i < arenas.size(); ++i) {
     const Device device = Device::Named(arenas[i].AsList().at(0).AsString());
     const size_t alignment = device.is_host ? kAlignment : kDeviceAlignment;
     Arena arena{&arenas[i].AsList().at(1), static_cast<int64_t>(alignment), {}};
     for (const Json& life : lives[i].AsList()) {
       const std::vector<int64_t> numbers = life.AsInts();
-      std::vector<Json>& value = values.at(numbers.at(0)).AsList();
+      if (numbers.size() != 3 || numbers[0] < 0 ||
+          numbers[0] >= static_cast<int64_t>(values.size()) || numbers[1] < 0 ||
+          numbers[2] < numbers[1] || numbers[2] == std::numeric_limits<int64_t>::max())
+        throw std::runtime_error("a value's life is its number, its first and its last step");
+      std::vector<Json>& value = values[numbers[0]].AsList();
       arena.lives.push_back(
           {&value, ElementBytes(DtypeNamed(value.at(2).AsString())), numbers.at(1), numbers.at(2)});
     }
@@ -48,12 +42,14 @@ void PlanTemplate::FindArenas() {
   }
 }
 
-std::unique_ptr<Plan> PlanTemplate::At(const std::vector<int64_t>& values) {
+std::unique_ptr<Plan> PlanTemplate::At(const std::vector<int64_t>& values,
+                                       const std::function<void(const Json&)>& check) {
   const std::vector<int64_t> sizes = sizes_.At(values);
   const std::lock_guard<std::mutex> lock(mutex_);
-  for (const Hole& hole : holes_) hole.place->Set(sizes[hole.size]);
+  description_.Fill(sizes);
   for (const Arena& arena : arenas_) Place(arena);
-  return std::make_unique<Plan>(description_, library_path_);
+  check(description_.json());
+  return std::make_unique<Plan>(description_.json(), library_path_);
 }
 
 void PlanTemplate::Place(const Arena& arena) {

@@ -24,9 +24,9 @@ int64_t Rest(int64_t x, int64_t y) {
 
 }  // namespace
 
-SizeTable::SizeTable(const Json& description) {
-  for (const Json& name : description["symbols"].AsList()) symbols_.push_back(name.AsString());
-  for (const Json& expression : description["sizes"].AsList()) {
+SizeTable::SizeTable(std::vector<std::string> symbols, const Json& sizes)
+    : symbols_(std::move(symbols)) {
+  for (const Json& expression : sizes.AsList()) {
     Add(expression);
     ends_.push_back(instructions_.size());
   }
@@ -101,6 +101,29 @@ std::vector<int64_t> SizeTable::At(const std::vector<int64_t>& values) const {
     results.clear();
   }
   return sizes;
+}
+
+SizedText::SizedText(Json text, size_t sizes) : json_(std::move(text)) {
+  json_.Visit([&](Json& each) {
+    const Json* const number = each.IsObject() ? each.Find("size") : nullptr;
+    if (number == nullptr) return;
+    const int64_t size = number->AsInt();
+    if (size < 0 || size >= static_cast<int64_t>(sizes))
+      throw std::runtime_error("there is no size " + std::to_string(size) + ": there are " +
+                               std::to_string(sizes));
+    each.Set(0);
+    holes_.push_back({&each, static_cast<size_t>(size)});
+  });
+}
+
+void SizedText::Fill(const std::vector<int64_t>& sizes) {
+  for (const Hole& hole : holes_) hole.place->Set(sizes[hole.size]);
+}
+
+std::vector<std::string> NamesIn(const Json& list) {
+  std::vector<std::string> names;
+  for (const Json& name : list.AsList()) names.push_back(name.AsString());
+  return names;
 }
 
 void SizeTable::Apply(const Instruction& instruction, std::vector<int64_t>& results) {

@@ -40,7 +40,7 @@ void ReadTexts(std::string_view bytes) {
   const size_t zero = bytes.find('\0');
   if (line >= zero || zero == bytes.npos) throw std::runtime_error("not in three parts");
   const uint64_t size = std::strtoull(std::string(bytes.substr(0, line)).c_str(), nullptr, 10);
-  const PlanOutline outline = OutlineOf(bytes.substr(zero + 1));
+  const PlanOutline outline = OutlineOf(Json::ParseUntrusted(bytes.substr(zero + 1)));
   const Manifest manifest = ReadManifest(bytes.substr(line + 1, zero - line - 1), size);
   for (const Entry& entry : manifest.entries) CheckEntry(manifest, entry, outline);
   ChooseTarget(manifest, ThisProcessor());

@@ -55,7 +55,7 @@ void CheckRun(PlanTemplate& made, int64_t n) {
 }
 
 void TestPlansOfSizes() {
-  PlanTemplate made(OfRows());
+  PlanTemplate made(Json::Parse(OfRows()));
   const auto run = [&] {
     for (int64_t i = 0; i < 50; ++i) CheckRun(made, 2 + i % 7);
   };
@@ -67,15 +67,17 @@ void TestPlansOfSizes() {
 }
 
 void TestWhatIsRefused() {
-  PlanTemplate made(OfRows());
+  PlanTemplate made(Json::Parse(OfRows()));
   CheckThrows([&] { made.At({1}); }, "begin after the first element");
   CheckThrows([&] { made.At({int64_t{1} << 61}); }, "64 bits");
   CheckRun(made, 5);
-  CheckThrows([] { PlanTemplate(R"({"symbols":[],"sizes":[],"values":[{"size":0}]})"); },
-              "no size 0");
+  CheckThrows(
+      [] { PlanTemplate(Json::Parse(R"({"symbols":[],"sizes":[],"values":[{"size":0}]})")); },
+      "no size 0");
   CheckThrows(
       [] {
-        PlanTemplate(R"({"symbols":[],"sizes":[],"values":[],"arenas":[["cpu",0]],"lives":[]})");
+        PlanTemplate(Json::Parse(
+            R"({"symbols":[],"sizes":[],"values":[],"arenas":[["cpu",0]],"lives":[]})"));
       },
       "of each arena");
 }

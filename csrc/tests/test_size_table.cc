@@ -9,8 +9,7 @@ using namespace torch_hybrid_backend;
 namespace {
 
 int64_t Value(const std::string& expression, int64_t a, int64_t b) {
-  const Json json = Json::Parse(R"({"symbols": ["a", "b"], "sizes": [)" + expression + "]}");
-  return SizeTable(json).At({a, b}).at(0);
+  return SizeTable({"a", "b"}, Json::Parse("[" + expression + "]")).At({a, b}).at(0);
 }
 
 void Computes() {
@@ -44,8 +43,20 @@ void RefusesOthers() {
        {R"("c")", R"(["-", "a", "b"])", R"(["+"])", R"(["%", "a"])", R"(["span", ["a"], []])",
         R"(["span", ["a"]])", "[]", R"({"a": 1})", "1.5", "null"})
     CheckThrows([&] { Value(expression, 1, 1); }, "");
-  const Json json = Json::Parse(R"({"symbols": ["a"], "sizes": ["a"]})");
-  CheckThrows([&] { SizeTable(json).At({1, 2}); }, "1 symbols, but 2 values");
+  CheckThrows([] { SizeTable({"a"}, Json::Parse(R"(["a"])")).At({1, 2}); },
+              "1 symbols, but 2 values");
+}
+
+void FillsTexts() {
+  SizedText text(Json::Parse(R"({"a": [{"size": 1}, 5], "b": {"size": 0}})"), 2);
+  for (const int64_t n : {3, 4}) {
+    text.Fill({n, 10 * n});
+    Check(text.json()["a"].AsInts() == std::vector<int64_t>{10 * n, 5} &&
+              text.json()["b"].AsInt() == n,
+          "sizes stand in their places");
+  }
+  for (const std::string wrong : {R"({"size": 2})", R"([{"size": -1}])", R"({"size": "a"})"})
+    CheckThrows([&] { SizedText(Json::Parse(wrong), 2); }, "");
 }
 
 }  // namespace
@@ -54,4 +65,5 @@ int main() {
   Computes();
   RefusesOverflow();
   RefusesOthers();
+  FillsTexts();
 }

@@ -27,6 +27,11 @@ HandleTable<PlanTemplate>& PlanTemplates() {
   return *table;
 }
 
+HandleTable<const SizedPlans>& SizedPlansOfFiles() {
+  static auto* const table = new HandleTable<const SizedPlans>("entry of a file");
+  return *table;
+}
+
 HandleTable<const SizeTable>& SizeTables() {
   static auto* const table = new HandleTable<const SizeTable>("table of sizes");
   return *table;

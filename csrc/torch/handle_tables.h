@@ -6,6 +6,7 @@
 #define TORCH_HYBRID_BACKEND_HANDLE_TABLES_H_
 
 #include "artifact.h"
+#include "artifact_plan.h"
 #include "binding.h"
 #include "guard.h"
 #include "handle_table.h"
@@ -20,6 +21,7 @@ HandleTable<const Guard>& Guards();
 HandleTable<const Binding>& Bindings();
 HandleTable<const Artifact>& Artifacts();
 HandleTable<PlanTemplate>& PlanTemplates();
+HandleTable<const SizedPlans>& SizedPlansOfFiles();
 HandleTable<const SizeTable>& SizeTables();
 
 }  // namespace torch_hybrid_backend

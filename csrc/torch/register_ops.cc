@@ -43,7 +43,7 @@ int64_t PlanNew(std::string description) {
 }
 
 int64_t PlanTemplateNew(std::string description) {
-  return PlanTemplates().Add(std::make_shared<PlanTemplate>(description));
+  return PlanTemplates().Add(std::make_shared<PlanTemplate>(Json::Parse(description)));
 }
 
 std::tuple<int64_t, int64_t> PlanTemplateAt(int64_t plan_template, Numbers values) {
@@ -53,7 +53,9 @@ std::tuple<int64_t, int64_t> PlanTemplateAt(int64_t plan_template, Numbers value
 }
 
 int64_t SizeTableNew(std::string description) {
-  return SizeTables().Add(std::make_shared<const SizeTable>(Json::Parse(description)));
+  const Json json = Json::Parse(description);
+  return SizeTables().Add(
+      std::make_shared<const SizeTable>(NamesIn(json["symbols"]), json["sizes"]));
 }
 
 Numbers SizeTableAt(int64_t table, Numbers values) { return SizeTables().Get(table)->At(values); }
@@ -150,6 +152,15 @@ int64_t ArtifactPlan(int64_t artifact, std::string segment) {
   return Plans().Add(PlanOf(std::move(file), number));
 }
 
+int64_t SizedPlansNew(int64_t artifact, int64_t entry) {
+  return SizedPlansOfFiles().Add(
+      std::make_shared<const SizedPlans>(Artifacts().Get(artifact), static_cast<size_t>(entry)));
+}
+
+int64_t SizedPlansAt(int64_t plans, Numbers values) {
+  return Plans().Add(SizedPlansOfFiles().Get(plans)->At(values).second);
+}
+
 // The functions that Python's finalizers call, by address: the garbage collector runs finalizers
 // wherever it likes, also while the thread traces, and an operator would then become a node of
 // somebody else's graph.
@@ -165,13 +176,17 @@ Numbers Finalizers() {
   void (*const free_template)(int64_t) = [](int64_t plan_template) noexcept {
     PlanTemplates().Remove(plan_template);
   };
+  void (*const free_sized)(int64_t) = [](int64_t plans) noexcept {
+    SizedPlansOfFiles().Remove(plans);
+  };
   void (*const free_sizes)(int64_t) = [](int64_t table) noexcept { SizeTables().Remove(table); };
   void (*const close_library)(const char*) = [](const char* path) noexcept { CloseLibrary(path); };
   void (*const close_module)(const char*) = [](const char* path) noexcept { CloseModule(path); };
   return {reinterpret_cast<int64_t>(free_plan),     reinterpret_cast<int64_t>(free_guard),
           reinterpret_cast<int64_t>(free_binding),  reinterpret_cast<int64_t>(free_artifact),
           reinterpret_cast<int64_t>(free_template), reinterpret_cast<int64_t>(free_sizes),
-          reinterpret_cast<int64_t>(close_library), reinterpret_cast<int64_t>(close_module)};
+          reinterpret_cast<int64_t>(free_sized),    reinterpret_cast<int64_t>(close_library),
+          reinterpret_cast<int64_t>(close_module)};
 }
 
 void GiveBackFreedMemory() {
@@ -260,6 +275,8 @@ STABLE_TORCH_LIBRARY(torch_hybrid_backend, m) {
   m.def("artifact_segment(int artifact, str name) -> int[]");
   m.def("artifact_constant(int artifact, int number) -> int");
   m.def("artifact_plan(int artifact, str segment) -> int");
+  m.def("sized_plans_new(int artifact, int entry) -> int");
+  m.def("sized_plans_at(int plans, int[] values) -> int");
   m.def("finalizers() -> int[]");
   m.def("give_back_freed_memory() -> ()");
   m.def("huffman_encode(Tensor symbols, Tensor lengths, Tensor(a!) coded) -> ()");
@@ -290,6 +307,8 @@ STABLE_TORCH_LIBRARY_IMPL(torch_hybrid_backend, CompositeExplicitAutograd, m) {
   m.impl("artifact_segment", Boxed<&ArtifactSegment>);
   m.impl("artifact_constant", Boxed<&ArtifactConstant>);
   m.impl("artifact_plan", Boxed<&ArtifactPlan>);
+  m.impl("sized_plans_new", Boxed<&SizedPlansNew>);
+  m.impl("sized_plans_at", Boxed<&SizedPlansAt>);
   m.impl("finalizers", Boxed<&Finalizers>);
   m.impl("give_back_freed_memory", Boxed<&GiveBackFreedMemory>);
   m.impl("huffman_encode", Boxed<&Encode>);
