@@ -82,10 +82,10 @@ class Runner:
         """The error of the calling thread's last failure."""
         return RunnerError(self.c.hybrid_error().decode())
 
-    def open(self, path: Path, *, threads: int = 0, share: bool = True, skip_sample: bool = False) -> Model:
-        """Open a file; raises RunnerError."""
-        options = _Options(ctypes.sizeof(_Options), threads, share, skip_sample, None, 0)
-        handle = self.c.hybrid_open(str(path).encode(), ctypes.byref(options))
+    def open(self, path: Path, **options: int) -> Model:
+        """Open a file; raises RunnerError. `options`: fields of HybridOptions."""
+        given = _Options(**{"struct_size": ctypes.sizeof(_Options), "share": 1, **options})
+        handle = self.c.hybrid_open(str(path).encode(), ctypes.byref(given))
         if handle is None:
             raise self.error()
         return Model(self, handle)

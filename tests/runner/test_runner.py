@@ -126,6 +126,16 @@ def test_wrong_inputs(runner: Runner, doubling: Path) -> None:
     np.testing.assert_array_equal(model.run(good)[0], [9, 13, 17])
 
 
+def test_wrong_options(runner: Runner, doubling: Path) -> None:
+    """Each has a legal value, and structs of callers built against another version are told apart."""
+    with pytest.raises(RunnerError, match="threads is -1: it must be 0, for all, or their number"):
+        runner.open(doubling, threads=-1)
+    with pytest.raises(RunnerError, match="give no keys"):
+        runner.open(doubling, key_count=1)
+    with pytest.raises(RunnerError, match="struct_size of the options is 8: it must be sizeof"):
+        runner.open(doubling, struct_size=8)
+
+
 def test_wrong_files(runner: Runner, doubling: Path, tmp_path: Path) -> None:
     """A flipped bit, a file that others may write to, no file."""
     data = bytearray(doubling.read_bytes())
