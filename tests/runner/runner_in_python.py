@@ -1,8 +1,9 @@
-"""hybrid_runner.h by ctypes, on NumPy's arrays: for tests."""
+"""hybrid_runner.h by ctypes, on NumPy's arrays, for tests."""
 
 from __future__ import annotations
 
 import ctypes
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,13 @@ class _Options(ctypes.Structure):
         ("keys", ctypes.c_void_p),
         ("key_count", ctypes.c_size_t),
     ]
+
+
+def run(*command: object) -> str:
+    """Run a command, which must succeed; return what it prints."""
+    result = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
 
 
 class RunnerError(Exception):
