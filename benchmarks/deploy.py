@@ -58,7 +58,7 @@ def report(record: dict[str, Any]) -> str:
         "call_ms": "steady call, ms",
         "live_ratio": "over the live plan",
         "compiled_ratio": "over torch.compile",
-        "private_mib": "private memory, MiB",
+        "private_mib": "private memory beyond imports, MiB",
     }
     lines = ["| model | format | " + " | ".join(columns.values()) + " |", "|---|---" + "|---:" * len(columns) + "|"]
     for result in record["results"]:
