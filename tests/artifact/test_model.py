@@ -309,6 +309,27 @@ def test_memory_is_free_when_the_model_is_gone(tmp_path: Path) -> None:
     assert result.shape == (2, 10)
 
 
+@pytest.mark.parametrize("cycles", [500, pytest.param(10_000, marks=pytest.mark.full)])
+def test_models_come_and_go(cycles: int, tmp_path: Path) -> None:
+    """Memory, mappings and descriptors stay as they are, however often a file is opened, called and dropped."""
+    report, _ = exported(_network(), (torch.randn(2, 3, 8, 8),), tmp_path)
+    x = torch.randn(2, 3, 8, 8)
+
+    def cycle(times: int) -> tuple[float, int, int]:
+        for _ in range(times):
+            torch_hybrid_backend.load(report.path)(x)
+        gc.collect()
+        kib = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1024
+        return kib, Path("/proc/self/maps").read_text().count("\n"), len(os.listdir("/proc/self/fd"))
+
+    cycle(200)
+    before = cycle(100)
+    after = cycle(cycles)
+    assert after[0] < before[0] + 1024 + 0.1 * cycles
+    assert after[1] < before[1] + 20
+    assert after[2] == before[2]
+
+
 _ELSEWHERE = """
 import sys
 sys.modules["tvm"] = None
