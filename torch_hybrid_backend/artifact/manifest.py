@@ -1,21 +1,27 @@
 """The manifest of a `.hybrid` file: what its segments hold, and how a call gets from its inputs to its results, as data.
 
-Member by member, docs/hybrid_format.md describes the JSON that `Manifest.to_json` writes. csrc/src/artifact.cc reads and checks it; what
-`Manifest.from_json` is given was checked there.
+Member by member, docs/hybrid_format.md describes the JSON that `Manifest.to_json` writes. csrc/src/manifest.cc reads and checks it;
+`Manifest.from_json` is given what was checked there.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+from torch_hybrid_backend.runtime.native.description import expression
+from torch_hybrid_backend.runtime.native.ops import SizeTable
+from torch_hybrid_backend.sizes.size import Dim
 
 FORMAT = 1
 
 # Origin of a tensor in a call: "input", "constant", "state", or in results also "output" (of the plan), and its number.
 Origin = tuple[str, int]
+# An expression of sizes (`runtime.native.description.expression`), and the least and the most that it may be.
+Limit = tuple[Any, int, int]
 Literal = bool | int | float | str | None
 
 
@@ -66,8 +72,8 @@ class TensorForm:
 
     name: str
     dtype: str
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
+    sizes: tuple[Dim, ...]
+    strides: tuple[Dim, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +139,41 @@ class Structure:
 
 
 @dataclass(frozen=True, slots=True)
+class SizeSymbol:
+    """A size of calls, from `least` to `most`: dimension `dim` of input `input` has `factor` times its value plus `offset` elements.
+
+    `example`: its value in the sample.
+    """
+
+    name: str
+    input: int
+    dim: int
+    factor: int
+    offset: int
+    least: int
+    most: int
+    example: int
+
+    def value(self, size: int) -> int | None:
+        """The value where the dimension has so many elements; None for a size outside of the range."""
+        value, rest = divmod(size - self.offset, self.factor)
+        return value if rest == 0 and self.least <= value <= self.most else None
+
+    @property
+    def range(self) -> str:
+        """The sizes of the dimension, in words."""
+        least, most = self.factor * self.least + self.offset, self.factor * self.most + self.offset
+        return f"{least} to {most}" + (f" in steps of {self.factor}" if self.factor != 1 else "")
+
+
+@dataclass(frozen=True, slots=True)
 class Entry:
     """A function of the model. `functions`: the segment of what only Python can run, None where there is nothing such; `python_parts` tells
-    people what each is, and the user's line. `needs_torch`: the plan calls operators of PyTorch's."""
+    people what each is, and the user's line. `needs_torch`: the plan calls operators of PyTorch's.
+
+    `symbols`: of an entry for many sizes; sizes, strides and offsets are then written as `Size`s, and read as what they are at the examples.
+    `any_sizes`: such an entry as it stands in the file.
+    """
 
     name: str
     plan: str
@@ -149,6 +187,16 @@ class Entry:
     results: tuple[Result | LiteralResult | ViewResult, ...]
     outputs: tuple[Form, ...]
     structure: Structure
+    symbols: tuple[SizeSymbol, ...] = ()
+    limits: tuple[Limit, ...] = ()
+    any_sizes: Mapping[str, Any] | None = field(default=None, compare=False)
+
+    def at(self, values: Sequence[int]) -> Entry:
+        """The entry at these values of its symbols, as read. Raises HybridError where a size does not fit in 64 bits."""
+        assert self.any_sizes is not None, "it has one set of sizes"
+        sizes = SizeTable([symbol.name for symbol in self.symbols], self.any_sizes["sizes"]).at(values)
+        made = _parts_from_plain(_filled(self.any_sizes, sizes))
+        return dataclasses.replace(made, symbols=self.symbols, any_sizes=self.any_sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,15 +279,46 @@ def _entry_to_plain(entry: Entry) -> dict[str, Any]:
                 return ["literal", each.value]
         return ["view", each.origin, each.sizes, each.strides, each.offset, each.bits]
 
-    return {
-        **_plain(entry),
+    plain = {
+        **_plain(dataclasses.replace(entry, any_sizes=None)),
         "updates": [update(each) for each in entry.updates],
         "results": [result(each) for each in entry.results],
         "structure": {"in": entry.structure.inputs, "out": entry.structure.outputs},
     }
+    for member in ("any_sizes", "limits", *(() if entry.symbols else ("symbols",))):
+        del plain[member]
+    if not entry.symbols:
+        return plain
+    sizes: dict[Dim, int] = {}
+
+    def number(size: Dim) -> dict[str, int]:
+        return {"size": sizes.setdefault(size, len(sizes))}
+
+    plain = json.loads(json.dumps(plain, default=number))
+    limits = [[{"size": len(sizes) + i}, least, most] for i, (_, least, most) in enumerate(entry.limits)]
+    return {**plain, "limits": limits, "sizes": [*map(expression, sizes), *(limit for limit, _, _ in entry.limits)]}
+
+
+def _filled(plain: Any, sizes: Sequence[int]) -> Any:
+    """The same with these sizes in their places."""
+    if isinstance(plain, list):
+        return [_filled(each, sizes) for each in plain]
+    if not isinstance(plain, dict):
+        return plain
+    return sizes[plain["size"]] if "size" in plain else {name: _filled(each, sizes) for name, each in plain.items()}
 
 
 def _entry_from_plain(plain: Mapping[str, Any]) -> Entry:
+    if "symbols" not in plain:
+        return _parts_from_plain(plain)
+    symbols = tuple(_made(SizeSymbol, each) for each in plain["symbols"])
+    # Of the parts only names are needed.
+    empty = dict.fromkeys(("inputs", "sources", "slots", "updates", "results", "outputs", "python_parts"), ())
+    named = dataclasses.replace(_parts_from_plain({**plain, **empty}), symbols=symbols, any_sizes=plain)
+    return named.at([symbol.example for symbol in symbols])
+
+
+def _parts_from_plain(plain: Mapping[str, Any]) -> Entry:
     def form(each: Mapping[str, Any]) -> Form:
         return _made(LiteralForm if "value" in each else TensorForm, each)  # type: ignore[no-any-return]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import os
 import threading
@@ -25,11 +26,15 @@ from torch_hybrid_backend.artifact.manifest import (
     TensorForm,
 )
 from torch_hybrid_backend.artifact.signing import check_signed
+from torch_hybrid_backend.artifact.structures import structure_from_text
 from torch_hybrid_backend.core.plan import Plan as PlanReport
 from torch_hybrid_backend.errors import ArgumentError, ArtifactError, failures
 from torch_hybrid_backend.report import Explanation
-from torch_hybrid_backend.runtime.native.ops import Artifact, Binding, Guard, Plan
-from torch_hybrid_backend.torch_private import TreeSpec, tree_flatten, tree_unflatten, treespec_loads
+from torch_hybrid_backend.runtime.native.ops import Artifact, Binding, Callback, Guard, Plan, SizedPlans
+from torch_hybrid_backend.torch_private import TreeSpec, tree_flatten, tree_unflatten
+
+# Sets of sizes whose plans an entry for many sizes keeps, those used last.
+_MOST_KEPT = 64
 
 
 def load(path: str | os.PathLike[str], *, keys: Sequence[Any] | None = None, share: bool = True) -> LoadedModel:
@@ -66,10 +71,10 @@ class LoadedModel:
         lock = threading.RLock()
         try:
             self._entries = {
-                entry.name: LoadedEntry(entry, path, self._artifact, memory, self._states, lock)
-                for entry in self._manifest.entries
+                entry.name: LoadedEntry(entry, number, path, self._artifact, memory, self._states, lock)
+                for number, entry in enumerate(self._manifest.entries)
             }
-        except failures(ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        except failures(ValueError, KeyError, TypeError, IndexError, AttributeError, NotImplementedError) as error:
             raise ArtifactError(
                 f"{path} names something that this installation does not have: {error}; import the library that the model is of, "
                 f"and use torch {self._manifest.torch} and torch_hybrid_backend {self._manifest.package}, which wrote it"
@@ -162,6 +167,21 @@ class _Memory:
         return torch.frombuffer(memory, dtype=dtype, count=span).as_strided(constant.sizes, constant.strides)
 
 
+class _AtSizes:
+    """An entry at known sizes, and its plan."""
+
+    def __init__(self, entry: Entry, plan: Plan) -> None:
+        self.entry, self.plan = entry, plan
+        self.finish = finisher(entry)
+
+    @classmethod
+    def maker(
+        cls, entry: Entry, plans: SizedPlans, callbacks: Sequence[Callback]
+    ) -> Callable[[tuple[int, ...]], _AtSizes]:
+        """Function that makes it for values of the entry's symbols."""
+        return lambda values: cls(entry.at(values), plans.at(values, callbacks))
+
+
 class LoadedEntry:
     """An entry that is ready to run. `sample_inputs`: the flat arguments of the call that is kept in the file."""
 
@@ -170,6 +190,7 @@ class LoadedEntry:
     def __init__(
         self,
         entry: Entry,
+        number: int,
         path: Path,
         artifact: Artifact,
         memory: _Memory,
@@ -181,12 +202,17 @@ class LoadedEntry:
         functions = (
             functions_from_text(_bytes(*artifact.segment(entry.functions))) if entry.functions is not None else {}
         )
-        callbacks = [functions.get(number, _never) for number in range(max(functions, default=-1) + 1)]
-        self._plan = Plan.of_artifact(artifact, entry.plan, callbacks)
+        callbacks = [functions.get(called, _never) for called in range(max(functions, default=-1) + 1)]
+        self._at: Callable[[tuple[int, ...]], _AtSizes] | None = None
+        if entry.symbols:
+            self._at = functools.lru_cache(_MOST_KEPT)(_AtSizes.maker(entry, SizedPlans(artifact, number), callbacks))
+            self._example = self._at(tuple(symbol.example for symbol in entry.symbols))
+        else:
+            self._example = _AtSizes(entry, Plan.of_artifact(artifact, entry.plan, callbacks))
         addresses = {slot: artifact.constant_address(number) for slot, number in enumerate(entry.slots)}
-        self._binding = Binding(self._plan, Guard([]), {}, addresses)
-        self._in_spec = treespec_loads(entry.structure.inputs)
-        self._out_spec = treespec_loads(entry.structure.outputs)
+        self._binding = Binding(self._example.plan, Guard([]), {}, addresses)
+        self._in_spec = structure_from_text(entry.structure.inputs)
+        self._out_spec = structure_from_text(entry.structure.outputs, of_results=True)
         self._arguments = len(entry.inputs)
         used = {update.target for update in entry.updates}
         origins = {*entry.sources, *(origin for origin in _origins(entry) if origin[0] in ("constant", "state"))}
@@ -198,7 +224,6 @@ class LoadedEntry:
         self._sources = [
             (number, None) if kind == "input" else (0, self._fixed[kind, number]) for kind, number in entry.sources
         ]
-        self._finish = finisher(entry)
         self._lock: Any = lock if any(kind == "state" for kind, _ in used) else nullcontext()
         self._needs_no_grad = bool(functions) or bool(entry.updates)
 
@@ -210,7 +235,8 @@ class LoadedEntry:
 
     def run(self, leaves: Sequence[Any]) -> list[Any]:
         """The flat results of a call with flat arguments."""
-        for form, value in zip(self.entry.inputs, leaves, strict=True):
+        at_sizes = self._example if self._at is None else self._at(self._sizes(leaves))
+        for form, value in zip(at_sizes.entry.inputs, leaves, strict=True):
             if isinstance(form, TensorForm):
                 if (
                     not isinstance(value, torch.Tensor)
@@ -224,13 +250,28 @@ class LoadedEntry:
         with self._lock:
             if torch.is_grad_enabled() and self._needs_no_grad:
                 with torch.no_grad():
-                    return self._results(leaves, inputs)
-            return self._results(leaves, inputs)
+                    return self._results(at_sizes, leaves, inputs)
+            return self._results(at_sizes, leaves, inputs)
 
-    def _results(self, leaves: Sequence[Any], inputs: list[torch.Tensor]) -> list[Any]:
-        outputs = self._plan.run(self._binding, inputs)
+    def _sizes(self, leaves: Sequence[Any]) -> tuple[int, ...]:
+        """The values of the entry's symbols in a call. Raises ArgumentError for sizes outside of their ranges."""
+        values = []
+        for symbol in self.entry.symbols:
+            form, given = self.entry.inputs[symbol.input], leaves[symbol.input]
+            assert isinstance(form, TensorForm)
+            if not isinstance(given, torch.Tensor) or given.dim() != len(form.sizes):
+                self._refuse(form, given)
+            value = symbol.value(given.shape[symbol.dim])
+            if value is None:
+                where = f"{self._path}: dimension {symbol.dim} of {form.name}"
+                raise ArgumentError(f"{where} is {given.shape[symbol.dim]}; the model was exported for {symbol.range}")
+            values.append(value)
+        return tuple(values)
+
+    def _results(self, at_sizes: _AtSizes, leaves: Sequence[Any], inputs: list[torch.Tensor]) -> list[Any]:
+        outputs = at_sizes.plan.run(self._binding, inputs)
         assert outputs is not None, "a binding without a guard is never stale"
-        if self._finish is None:
+        if at_sizes.finish is None:
             return outputs
         values = {"input": leaves, "output": outputs}
 
@@ -238,7 +279,7 @@ class LoadedEntry:
             kind, number = origin
             return values[kind][number] if kind in values else self._fixed[origin]
 
-        return self._finish(outputs, find)
+        return at_sizes.finish(outputs, find)
 
     def _in_order(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         """The flat arguments of a call whose keyword arguments come in another order. Raises ArgumentError where that is not all."""

@@ -22,6 +22,7 @@ from torch_hybrid_backend.capture.fixes.input_updates import Given, Write, writt
 from torch_hybrid_backend.capture.fixes.output_aliases import AliasedResult, StridedView
 from torch_hybrid_backend.core.captured import CapturedGraph
 from torch_hybrid_backend.core.lazy_bits import LazyBits
+from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.errors import NotExportableError
 from torch_hybrid_backend.torch_private import FakeTensorMode, OpOverload, TracingContext, detect_fake_mode, tracing
 
@@ -71,13 +72,14 @@ class ExportedGraph:
     """A program's graph, and the way from its outputs to the results of a call.
 
     `tensors`: the first inputs of the graph, by name: parameters, buffers and constants. `arguments`: the further inputs, as positions among
-    the flat arguments of a call; the other arguments are no tensors, and fixed. `updates`: carried out in order, before `results` are read. A
-    result of another type is returned as it is.
+    the flat arguments of a call, and `specs` their forms; the other arguments are no tensors, and fixed. `updates`: carried out in order,
+    before `results` are read. A result of another type is returned as it is.
     """
 
     captured: CapturedGraph
     tensors: tuple[tuple[str, torch.Tensor], ...]
     arguments: tuple[int, ...]
+    specs: tuple[TensorSpec, ...]
     updates: tuple[Copied | Rows, ...]
     results: tuple[GraphOutput | GraphInput | ViewOf | object, ...]
 
@@ -138,6 +140,10 @@ def _with_placeholders_only(
         if isinstance(node.meta.get("val"), torch.Tensor):
             kept.append(position)
         else:  # its value is part of the program
+            if node.users:
+                raise NotExportableError(
+                    f"its argument {node.name} is a number that may differ from call to call: pass a tensor, or give it no dynamic_shapes"
+                )
             graph.erase_node(node)
     return torch.fx.GraphModule(module, graph), tuple(tensors.values()), tuple(kept)
 
@@ -189,7 +195,8 @@ def _exported_graph(
         node.name for position, node in enumerate(placeholders[: len(tensors)]) if position not in mutated
     )
     captured = CapturedGraph(graph_module, "inference", static, writes_inputs=bool(mutated))
-    return ExportedGraph(captured, tensors, arguments, updates, results)
+    specs = tuple(TensorSpec.of(node.meta["val"]) for node in placeholders[len(tensors) :])
+    return ExportedGraph(captured, tensors, arguments, specs, updates, results)
 
 
 def _outputs(graph_module: torch.fx.GraphModule) -> list[Any]:

@@ -26,6 +26,7 @@ from torch_hybrid_backend.artifact.manifest import (
     Entry,
     Form,
     LibraryTarget,
+    Limit,
     LiteralForm,
     LiteralResult,
     Manifest,
@@ -34,6 +35,7 @@ from torch_hybrid_backend.artifact.manifest import (
     RowsUpdate,
     Sample,
     Segment,
+    SizeSymbol,
     State,
     Structure,
     TensorForm,
@@ -63,6 +65,10 @@ from torch_hybrid_backend.errors import ArgumentError, NotExportableError, failu
 from torch_hybrid_backend.progress import Progress
 from torch_hybrid_backend.report import Explanation, about_call
 from torch_hybrid_backend.runtime.executor import Executor, PlanOutput, SavedPlan
+from torch_hybrid_backend.runtime.plan_layout import StaticLayoutError
+from torch_hybrid_backend.runtime.symbolic_executor import SymbolicExecutor
+from torch_hybrid_backend.sizes.forms import linear
+from torch_hybrid_backend.sizes.size import MAX_SIZE, Size, Symbol, symbols
 from torch_hybrid_backend.torch_private import OpOverload, tree_flatten, treespec_dumps
 
 ENTRY = "forward"
@@ -226,9 +232,13 @@ class _Exporter:
     ) -> None:
         """Add an entry. `inputs`, `outputs`: of the graph, in the call that chose its engines; `flat`: that call's arguments."""
         executor = compiled.executor
-        if not isinstance(executor, Executor):
-            raise NotExportableError(_why_not_static(graph, executor))
-        saved = executor.saved(inputs)
+        limits: tuple[Limit, ...] = ()
+        if isinstance(executor, SymbolicExecutor):
+            saved, limits = _saved_for_any_sizes(executor, inputs)
+        elif isinstance(executor, Executor):
+            saved = executor.saved(inputs)
+        else:
+            raise NotExportableError("its graph is run from Python, segment by segment; HYBRID_LOG=info says why")
         self._take_libraries(compiled.assignment)
         steps = saved.description.steps
         description = dataclasses.replace(saved.description, titles=())
@@ -239,13 +249,14 @@ class _Exporter:
         if saved.functions:
             functions = self._writer.add_segment("functions", f"functions.{name}", functions_to_text(saved.functions))
         origin = self._origins(graph, saved)
+        inputs_of_call = _input_forms(program, graph, flat)
         entry = Entry(
             name=name,
             plan=plan,
             functions=functions,
             python_parts=_python_parts(compiled.assignment, saved),
             needs_torch=any(isinstance(step.step, OperatorCall) for step in steps),
-            inputs=_input_forms(program, flat),
+            inputs=inputs_of_call,
             sources=tuple(map(origin, saved.inputs)),
             slots=tuple(self._writer.add_tensor(tensor) for tensor in saved.slots),
             updates=tuple(_update(each, origin) for each in graph.updates),
@@ -255,7 +266,12 @@ class _Exporter:
         )
         results = self._results(entry, saved, outputs, flat)
         forms = tuple(_form(f"output{number}", value) for number, value in enumerate(results))
-        self._entries.append(dataclasses.replace(entry, outputs=forms))
+        if saved.description.symbols:
+            forms = tuple(_of_any_size(*pair, entry, saved) for pair in zip(forms, entry.results, strict=True))
+        symbols = _symbols(program, saved, (*inputs_of_call, *forms), inputs_of_call, flat)
+        self._entries.append(
+            dataclasses.replace(entry, outputs=forms, symbols=symbols, limits=limits if symbols else ())
+        )
         self._samples.append(self._sample(entry, flat, results))
 
     def written(self, path: Path, explanation: Explanation) -> ExportReport:
@@ -376,10 +392,74 @@ class _Exporter:
         return Sample(entry.name, numbers(flat), numbers(results), tolerance)
 
 
-def _why_not_static(graph: ExportedGraph, executor: object) -> str:
-    if executor is None:
-        return "its graph is run from Python, segment by segment; HYBRID_LOG=info says why"
-    return "sizes known only at run time cannot be exported yet: export one file for each set of sizes, without dynamic_shapes"
+def _saved_for_any_sizes(
+    executor: SymbolicExecutor, inputs: Sequence[torch.Tensor]
+) -> tuple[SavedPlan, tuple[Limit, ...]]:
+    try:
+        saved, limits = executor.saved(inputs)
+    except StaticLayoutError as error:
+        raise NotExportableError(
+            f"it cannot be exported for many sizes: {error}; export it without dynamic_shapes"
+        ) from error
+    if saved.functions:
+        raise NotExportableError(
+            "parts of it run in Python, which a file cannot hold for many sizes: export one file for each set of sizes, without dynamic_shapes"
+        )
+    if any(isinstance(output, Size) for output in saved.outputs):
+        raise NotExportableError("one of its results is a size known only at run time; return the tensor that has it")
+    return saved, limits
+
+
+def _symbols(
+    program: torch.export.ExportedProgram,
+    saved: SavedPlan,
+    forms: Sequence[Form],
+    inputs: Sequence[Form],
+    flat: Sequence[Any],
+) -> tuple[SizeSymbol, ...]:
+    """The sizes that an entry's forms and its plan depend on."""
+    sizes = [size for form in forms if isinstance(form, TensorForm) for size in (*form.sizes, *form.strides)]
+    known = {symbol.name: symbol for symbol in symbols(sizes)}
+    names = list(dict.fromkeys([*known, *saved.description.symbols]))
+    ranges = {str(symbol): values for symbol, values in program.range_constraints.items()}
+    found: dict[str, SizeSymbol] = {}
+    for number, form in enumerate(inputs):
+        for dim, size in enumerate(form.sizes if isinstance(form, TensorForm) else ()):
+            solved = linear(size)
+            if solved is None or solved[0] in found or solved[0] not in names:
+                continue
+            name, factor, offset = solved
+            least, most = _range(ranges.get(name), known[name])
+            example = (flat[number].shape[dim] - offset) // factor
+            found[name] = SizeSymbol(name, number, dim, factor, offset, min(least, example), most, example)
+    if missing := [name for name in names if name not in found]:
+        raise NotExportableError(f"the sizes {', '.join(missing)} cannot be told from the inputs of a call")
+    return tuple(found.values())
+
+
+def _range(values: Any, symbol: Symbol) -> tuple[int, int]:
+    """The least and the most value of a size, of what torch.export tells of it."""
+    least, most = max(0, symbol.low), min(symbol.high, MAX_SIZE)
+    if values is None:
+        return least, most
+    if values.lower.is_Integer:
+        least = max(least, int(values.lower))
+    if values.upper.is_Integer:
+        most = min(most, int(values.upper))
+    return least, most
+
+
+def _of_any_size(form: Form, result: Result | LiteralResult | ViewResult, entry: Entry, saved: SavedPlan) -> Form:
+    """The form of a result at any sizes, where it is not the same at all of them."""
+    if not isinstance(form, TensorForm) or not isinstance(result, Result):
+        return form
+    kind, number = result.origin
+    if kind == "output":
+        spec = saved.description.values[saved.description.outputs[number]].spec
+        return dataclasses.replace(form, sizes=spec.shape, strides=spec.strides)
+    given = entry.inputs[number] if kind == "input" else form
+    assert isinstance(given, TensorForm)
+    return dataclasses.replace(form, sizes=given.sizes, strides=given.strides)
 
 
 def _structure(program: torch.export.ExportedProgram) -> Structure:
@@ -408,10 +488,15 @@ def _python_parts(assignment: Assignment, saved: SavedPlan) -> tuple[str, ...]:
     return tuple(parts)
 
 
-def _input_forms(program: torch.export.ExportedProgram, flat: Sequence[Any]) -> tuple[Form, ...]:
+def _input_forms(program: torch.export.ExportedProgram, graph: ExportedGraph, flat: Sequence[Any]) -> tuple[Form, ...]:
     kinds = torch.export.graph_signature.InputKind
     names = [spec.arg.name for spec in program.graph_signature.input_specs if spec.kind == kinds.USER_INPUT]
-    return tuple(_form(name, value) for name, value in zip(names, flat, strict=True))
+    forms = [_form(name, value) for name, value in zip(names, flat, strict=True)]
+    for position, spec in zip(graph.arguments, graph.specs, strict=True):
+        form = forms[position]
+        if isinstance(form, TensorForm) and not spec.is_static:
+            forms[position] = dataclasses.replace(form, sizes=spec.shape, strides=spec.strides)
+    return tuple(forms)
 
 
 def _form(name: str, value: Any) -> Form:

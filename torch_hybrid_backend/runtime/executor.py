@@ -132,7 +132,7 @@ class PlanOutput:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedPlan:
-    """A plan with all that its calls need, as data.
+    """A plan with all that its calls need, as data. Its sizes may be known only at run time; `outputs` may then be sizes as well.
 
     `functions`: what its callbacks call, by number. `inputs`: of the plan, each an input of the call or a tensor that stays the same.
     `slots`: the constants, by slot. `outputs`: of the graph; what is none of these types is returned as it is.
@@ -180,7 +180,7 @@ class GraphPlans:
         self._functions = (*callbacks, *layout.functions)
         self._template = PlanTemplate(layout.description) if layout.symbols else None
         self.plan_sources = tuple(sources[name] for name in layout.inputs)
-        self._outputs = tuple(_output(output, sources, computed) for output in outputs)
+        self.outputs = tuple(_output(output, sources, computed) for output in outputs)
         self.returns_plan_outputs = list(outputs) == computed
         returned = [sources[output] for output in outputs if isinstance(output, str) and output in sources]
         # Folded values that callbacks read or the graph returns: each call needs them as tensors.
@@ -198,7 +198,7 @@ class GraphPlans:
         Raises HybridError where a kernel library cannot be loaded, and for sizes that contradict one another or do not fit in 64 bits.
         """
         callbacks = tuple(each.at(values) if isinstance(each, AtSizes) else each for each in self._functions)
-        outputs = tuple(evaluate(each, values) if isinstance(each, Size) else each for each in self._outputs)
+        outputs = tuple(evaluate(each, values) if isinstance(each, Size) else each for each in self.outputs)
         if self._template is None:
             plan, arena_bytes = Plan(self.layout.description, callbacks), self.layout.arena_bytes
         else:
@@ -240,7 +240,7 @@ class Executor:
         self._layout = graph.layout
         self._plan = plan
         self._callbacks = callbacks
-        self._outputs = outputs
+        self._outputs_of_any = graph.outputs
         self.arena_bytes = arena_bytes
         self._plan_sources = graph.plan_sources
         self._returns = tuple(map(_return, outputs))
@@ -301,7 +301,7 @@ class Executor:
             {number: self._callbacks[number] for number in sorted(called)},
             tuple(map(source, self._plan_sources)),  # type: ignore[arg-type]
             tuple(slots),
-            tuple(map(source, self._outputs)),
+            tuple(map(source, self._outputs_of_any)),
         )
 
     def kernel_us(self, inputs: Sequence[Any]) -> list[float]:

@@ -13,6 +13,9 @@ from torch_hybrid_backend.runtime.native.ops import SizeTable
 from torch_hybrid_backend.runtime.plan_layout import StaticLayoutError
 from torch_hybrid_backend.sizes.size import MAX_INTEGER, symbols
 
+# A size, the least and the most that it is at all sizes that a program serves.
+Limit = tuple[Expression, int, int]
+
 
 @dataclass(frozen=True, slots=True)
 class _Range:
@@ -32,21 +35,21 @@ class ServedSizes:
     def __init__(self, programs: Sequence[Program], names: Sequence[str]) -> None:
         self._programs, self._names = tuple(programs), tuple(names)
         self._ranges = [_ranges(program, names) for program in programs]
-        limits = [limit for program in programs for limit in _limits(program)]
-        self._table = SizeTable(names, limits) if any(program.names for program in programs) else None
+        counts = [count for program in programs for count in _counts(program)]
+        self._table = SizeTable(names, counts) if any(program.names for program in programs) else None
 
     def at(self, sizes: Sequence[int]) -> list[bool]:
         """True for each of the programs that serves these sizes."""
         if self._table is None:
             return [True] * len(self._ranges)
         try:
-            limits = self._table.at(sizes)
+            counts = self._table.at(sizes)
         except HybridError:  # one does not fit in 64 bits
             values = dict(zip(self._names, sizes, strict=True))
             return [program.serves(values) for program in self._programs]
         return [
             most <= MAX_ELEMENTS and least >= 0 and all(r.least <= sizes[r.symbol] <= r.most for r in ranges)
-            for most, least, ranges in zip(limits[::2], limits[1::2], self._ranges, strict=True)
+            for most, least, ranges in zip(counts[::2], counts[1::2], self._ranges, strict=True)
         ]
 
 
@@ -60,7 +63,17 @@ def _ranges(program: Program, names: Sequence[str]) -> list[_Range]:
     return [_Range(names.index(name), least, most) for name, (least, most) in found.items()]
 
 
-def _limits(program: Program) -> tuple[Expression, Expression]:
+def limits(program: Program) -> tuple[Limit, ...]:
+    """The limits of a program that depends on sizes; of others none."""
+    if not program.names:
+        return ()
+    most, least = _counts(program)
+    ranges = ((name, least, most) for name, least, most in program.ranges)
+    positions = [(least, 0, 0)] if program.relied_on else []
+    return (most, 0, MAX_ELEMENTS), *positions, *ranges
+
+
+def _counts(program: Program) -> tuple[Expression, Expression]:
     """The most elements that the program counts, and the least of the sizes that are not negative where it serves."""
     buffers = {(spec.shape, spec.strides): span(spec) for spec in program.buffers}
     most = ["max", 0, *buffers.values(), *map(expression, program.counts)]

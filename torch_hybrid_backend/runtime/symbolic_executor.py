@@ -22,12 +22,12 @@ from torch_hybrid_backend.core.size_reader import SizeReader
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.runtime.constants import Fold
-from torch_hybrid_backend.runtime.executor import CompiledSegment, Executor, GraphPlans, StepTime
+from torch_hybrid_backend.runtime.executor import CompiledSegment, Executor, GraphPlans, SavedPlan, StepTime
 from torch_hybrid_backend.runtime.kept_plans import KeptPlans, Run, Sizes
 from torch_hybrid_backend.runtime.native.ops import Callback
 from torch_hybrid_backend.runtime.plan_layout import AtSizes, Piece, StaticLayoutError
 from torch_hybrid_backend.runtime.python_executor import PythonExecutor
-from torch_hybrid_backend.runtime.served_sizes import ServedSizes
+from torch_hybrid_backend.runtime.served_sizes import Limit, ServedSizes, limits
 from torch_hybrid_backend.sizes.size import Dim, evaluate, symbols
 
 log = logging.getLogger(__name__)
@@ -88,6 +88,28 @@ class SymbolicExecutor:
         values = self._reader.values(inputs)
         return all(least <= values.get(name, least) <= most for name, least, most in ranges)
 
+    def saved(self, inputs: Sequence[Any]) -> tuple[SavedPlan, tuple[Limit, ...]]:
+        """The plans of all sizes as data, made of what serves a call's, and the sizes that limit what it serves.
+
+        Raises StaticLayoutError where it serves none.
+        """
+        sizes = self._reader.read(inputs)
+        run = self._plan_for(inputs)
+        if not isinstance(run, Executor):
+            raise StaticLayoutError("at these sizes the graph runs in eager")
+        others = self._others(sizes)
+        runs = [self._run_of(number, others) for number in range(len(self._segments))]
+        programs = [program for run in runs if (program := getattr(run, "program", None)) is not None]
+        return run.saved(inputs), tuple(limit for program in programs for limit in limits(program))
+
+    def _others(self, sizes: Sizes) -> frozenset[int]:
+        """Numbers of the segments whose programs do not serve these sizes."""
+        return frozenset(i for i, serves in zip(self._ranged, self._served.at(sizes), strict=True) if not serves)
+
+    def _run_of(self, number: int, others: AbstractSet[int]) -> CompiledSegment:
+        compiled, segment = self._segments[number], self._graph.segments[number]
+        return (getattr(compiled, "otherwise", None) or segment.region.eager) if number in others else compiled
+
     def _plan_for(self, inputs: Sequence[Any]) -> Run:
         return self._plans.at(self._reader.read(inputs), self._made)
 
@@ -123,8 +145,7 @@ class SymbolicExecutor:
             raise StaticLayoutError(str(error)) from error
 
     def _made(self, sizes: Sizes) -> Run:
-        served = self._served.at(sizes)
-        others = frozenset(i for i, serves in zip(self._ranged, served, strict=True) if not serves)
+        others = self._others(sizes)
         laid_out = self._laid_out.get(others)
         if laid_out is None:
             laid_out = self._laid_out[others] = self._lay_out(others)
@@ -140,12 +161,10 @@ class SymbolicExecutor:
         graph, sizes = self._graph, self._graph.sizes
         pieces: list[Piece] = []
         callbacks: list[Callback | AtSizes] = []
-        for number, (segment, compiled, title) in enumerate(
-            zip(graph.segments, self._segments, self._titles, strict=True)
-        ):
+        for number, (segment, title) in enumerate(zip(graph.segments, self._titles, strict=True)):
             if segment.outputs and all(name in sizes for name in segment.outputs) and _computes_sizes(segment):
                 continue
-            run = (getattr(compiled, "otherwise", None) or segment.region.eager) if number in others else compiled
+            run = self._run_of(number, others)
             pieces.append(_piece(segment, getattr(run, "program", None), sizes, title))
             callbacks.append(_callback(segment, run, sizes))
         outputs = tuple(sizes.get(output, output) if isinstance(output, str) else output for output in graph.outputs)

@@ -50,6 +50,9 @@ _NAMESPACE = "torch_hybrid_backend"
 # After so many calls a guard has compared every byte where the kernel does not say what was written to (Guard::kCallsPerRound).
 CALLS_PER_ROUND = 256
 
+# Of Ed25519.
+_KEY_BYTES, _SIGNATURE_BYTES = 32, 64
+
 _FREE = ctypes.CFUNCTYPE(None, ctypes.c_int64)
 _CLOSE = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 
@@ -184,17 +187,20 @@ class _Operators:
         self.artifact_segment = ops.artifact_segment.default
         self.artifact_constant = ops.artifact_constant.default
         self.artifact_plan = ops.artifact_plan.default
+        self.sized_plans_new = ops.sized_plans_new.default
+        self.sized_plans_at = ops.sized_plans_at.default
         self.give_back_freed_memory = ops.give_back_freed_memory.default
         self.huffman_encode = ops.huffman_encode.default
         self.huffman_decode = ops.huffman_decode.default
         free_plan, free_guard, free_binding, free_artifact, *others = ops.finalizers.default()
-        free_template, free_sizes, close_library, close_module = others
+        free_template, free_sizes, free_sized, close_library, close_module = others
         self.free_plan = _FREE(free_plan)
         self.free_guard = _FREE(free_guard)
         self.free_binding = _FREE(free_binding)
         self.free_artifact = _FREE(free_artifact)
         self.free_template = _FREE(free_template)
         self.free_sizes = _FREE(free_sizes)
+        self.free_sized = _FREE(free_sized)
         self._close_library = _CLOSE(close_library)
         self._close_module = _CLOSE(close_module)
 
@@ -306,13 +312,14 @@ class Artifact:
     @functools.cached_property
     def manifest(self) -> str:
         """The JSON text of the manifest, as its signatures sign it."""
-        return str(self._ops.artifact_manifest(self.handle))
+        return _bytes_at(*self._ops.artifact_manifest(self.handle)).decode()
 
     @property
     def signatures(self) -> list[tuple[bytes, bytes]]:
         """Public keys and signatures (Ed25519) of the manifest. None is verified."""
-        lines = self._ops.artifact_signatures(self.handle).splitlines()
-        return [(bytes.fromhex(key), bytes.fromhex(signature)) for key, signature in map(str.split, lines)]
+        pairs = _bytes_at(*self._ops.artifact_signatures(self.handle))
+        begins = range(0, len(pairs), _KEY_BYTES + _SIGNATURE_BYTES)
+        return [(pairs[b : b + _KEY_BYTES], pairs[b + _KEY_BYTES :][:_SIGNATURE_BYTES]) for b in begins]
 
     def segment(self, name: str) -> tuple[int, int]:
         """The address and the size in bytes of a segment."""
@@ -348,12 +355,25 @@ class _Libraries:
     def building(self, operator: Callable[..., Any], *arguments: object) -> Any:
         """Make a plan. Raises HybridError for what could never run; libraries have in it the paths that they were opened by."""
         try:
-            return operator(*arguments)
+            return _called(operator, *arguments)
         except failures(RuntimeError) as error:
             said = str(error)
             for name, path in self._paths.items():
                 said = said.replace(f"library {name} ", f"library {path} ")
             raise _as_hybrid_error(said) from error
+
+
+class SizedPlans:
+    """The plans of an entry of a file for many sizes: see csrc/include/artifact_plan.h. Threads may use it at once."""
+
+    def __init__(self, artifact: Artifact, entry: int) -> None:
+        self._ops = ops = _ops()
+        self.handle: int = _opening(ops.sized_plans_new, artifact.handle, entry)
+        weakref.finalize(self, ops.free_sized, self.handle).atexit = False
+
+    def at(self, values: Sequence[int], callbacks: Sequence[Callback] = ()) -> Plan:
+        """The plan at these values of the entry's symbols. Raises ArtifactError for sizes that the entry is not for."""
+        return Plan.of_handle(_opening(self._ops.sized_plans_at, self.handle, values), callbacks)
 
 
 class PlanTemplate:
@@ -369,11 +389,7 @@ class PlanTemplate:
     def at(self, values: Sequence[int], callbacks: Sequence[Callback] = ()) -> tuple[Plan, int]:
         """The plan at these values of the symbols, and the bytes of its arenas. Raises HybridError as `Plan` does."""
         handle, arena_bytes = self._libraries.building(self._ops.plan_template_at, self.handle, values)
-        plan = Plan.__new__(Plan)
-        plan._ops = self._ops
-        plan._libraries = self._libraries
-        plan._own(handle, callbacks)
-        return plan, arena_bytes
+        return Plan.of_handle(handle, callbacks, self._libraries), arena_bytes
 
 
 class Plan:
@@ -384,9 +400,9 @@ class Plan:
 
     def __init__(self, description: PlanDescription, callbacks: Sequence[Callback] = ()) -> None:
         self._ops = ops = _ops()
-        self._libraries = _Libraries(ops)
-        text = description.text(functools.cache(self._libraries.open))
-        self._own(self._libraries.building(ops.plan_new, text), callbacks)
+        self._lives_on: object = (libraries := _Libraries(ops))
+        text = description.text(functools.cache(libraries.open))
+        self._own(libraries.building(ops.plan_new, text), callbacks)
 
     @classmethod
     def of_artifact(cls, artifact: Artifact, segment: str, callbacks: Sequence[Callback] = ()) -> Plan:
@@ -394,9 +410,15 @@ class Plan:
 
         The plan keeps the file's memory. Raises ArtifactError for what could never run.
         """
+        return cls.of_handle(_opening(_ops().artifact_plan, artifact.handle, segment), callbacks)
+
+    @classmethod
+    def of_handle(cls, handle: int, callbacks: Sequence[Callback] = (), lives_on: object = None) -> Plan:
+        """Take over a plan of the C++ side. `lives_on`: what must live as long as it."""
         plan = cls.__new__(cls)
         plan._ops = _ops()
-        plan._own(_opening(plan._ops.artifact_plan, artifact.handle, segment), callbacks)
+        plan._lives_on = lives_on
+        plan._own(handle, callbacks)
         return plan
 
     def _own(self, handle: int, callbacks: Sequence[Callback]) -> None:
@@ -472,16 +494,33 @@ def _not_implemented(*_: object) -> object:
     return NotImplemented
 
 
+def _called(operator: Callable[..., Any], *arguments: Any) -> Any:
+    """Call an operator. Texts become an address and a size: LibTorch's C interface never frees strings that operators are called with (torch
+    2.13), and descriptions of plans are long."""
+    held = [os.fsencode(argument) if isinstance(argument, str) else argument for argument in arguments]
+    flat: list[Any] = []
+    for argument in held:
+        if isinstance(argument, bytes):
+            flat += [ctypes.cast(ctypes.c_char_p(argument), ctypes.c_void_p).value, len(argument)]
+        else:
+            flat.append(argument)
+    return operator(*flat)
+
+
+def _bytes_at(address: int, size: int) -> bytes:
+    return ctypes.string_at(address, size)
+
+
 def _building(operator: Callable[..., Any], *arguments: object) -> Any:
     try:
-        return operator(*arguments)
+        return _called(operator, *arguments)
     except failures(RuntimeError) as error:
         raise _as_hybrid_error(str(error)) from error
 
 
 def _opening(operator: Callable[..., Any], *arguments: object) -> Any:
     try:
-        return operator(*arguments)
+        return _called(operator, *arguments)
     except failures(RuntimeError) as error:
         raise ArtifactError(str(error)) from error
 
