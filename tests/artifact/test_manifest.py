@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 from torch_hybrid_backend.artifact.manifest import (
     Constant,
     CopyUpdate,
@@ -14,11 +17,13 @@ from torch_hybrid_backend.artifact.manifest import (
     RowsUpdate,
     Sample,
     Segment,
+    SizeSymbol,
     State,
     Structure,
     TensorForm,
     ViewResult,
 )
+from torch_hybrid_backend.sizes.size import symbol
 
 _ENTRY = Entry(
     name="forward",
@@ -51,6 +56,40 @@ _MANIFEST = Manifest(
 def test_text_and_back() -> None:
     """Every kind of update, result and form comes back as it was."""
     assert Manifest.from_json(_MANIFEST.to_json()) == _MANIFEST
+
+
+def test_sizes_are_expressions() -> None:
+    """An entry for many sizes is read at the examples of its symbols, and has other sizes at other values."""
+    n = symbol("n")
+    many = replace(
+        _ENTRY,
+        inputs=(TensorForm("x", "float32", (2 * n + 1, 3), (3, 1)), LiteralForm("flag", None)),
+        outputs=(TensorForm("output0", "float32", (n,), (1,)), LiteralForm("output1", 3)),
+        results=(ViewResult(("output", 0), (n // 2,), (n,), n, ""), LiteralResult(3)),
+        symbols=(SizeSymbol("n", 0, 0, 2, 1, 2, 9, 4),),
+        limits=((["max", "n", 7], 0, 8),),
+    )
+    text = replace(_MANIFEST, entries=(many,)).to_json()
+    (plain,) = json.loads(text)["entries"]
+    assert plain["inputs"][0]["sizes"] == [{"size": 0}, 3]
+    assert plain["sizes"][0] == ["+", ["*", "n", 2], 1]
+    assert [(plain["sizes"][size["size"]], least, most) for size, least, most in plain["limits"]] == [
+        (["max", "n", 7], 0, 8)
+    ]
+    (entry,) = Manifest.from_json(text).entries
+    for at, value in ((entry, 4), (entry.at([4]), 4), (entry.at([7]), 7)):
+        assert at.inputs[0] == TensorForm("x", "float32", (2 * value + 1, 3), (3, 1))
+        assert at.outputs[0] == TensorForm("output0", "float32", (value,), (1,))
+        assert at.results[0] == ViewResult(("output", 0), (value // 2,), (value,), value, "")
+        assert (at.symbols, at.updates, at.structure) == (many.symbols, many.updates, many.structure)
+
+
+def test_ranges_of_sizes() -> None:
+    """Sizes of a dimension, and what symbol they stand for."""
+    rows = SizeSymbol("n", 0, 0, 2, 1, 2, 9, 4)
+    assert rows.range == "5 to 19 in steps of 2"
+    assert [rows.value(size) for size in (3, 5, 6, 19, 21)] == [None, 2, None, 9, None]
+    assert SizeSymbol("n", 0, 0, 1, 0, 2, 9, 4).range == "2 to 9"
 
 
 def test_a_later_writer_may_add_members() -> None:

@@ -447,3 +447,101 @@ def test_precisions(precision: str, tmp_path: Path) -> None:
     most = {"bf16": 1.2, "int8": 1.2, "int8-weights": 0.4, "int4-weights": 0.25}[precision]
     assert report.size_bytes < most * parameters
     assert (loaded(x) - model(x)).norm() < 0.3 * model(x).norm()
+
+
+class Attends(nn.Module):
+    """Sizes of batches and sequences, together and apart; a state of known size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.out = nn.Linear(16, 48), nn.Linear(16, 8)
+        self.total: torch.Tensor
+        self.register_buffer("total", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        batch, length, _ = x.shape
+        heads = self.project(x).view(batch, length, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        found = functional.scaled_dot_product_attention(heads[0], heads[1], heads[2])
+        result = self.out(found.transpose(1, 2).reshape(batch * length, 16))
+        self.total.add_(result.sum(0))
+        return result, self.total * 2, x, result.view(batch, length, 8).mean(1)
+
+
+class Halves(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x.view(-1, 2, 3).sum(1) + y)
+
+
+_N = torch.export.Dim("n", min=2, max=40)
+_BATCH, _LENGTH = torch.export.Dim("batch", min=2, max=9), torch.export.Dim("length", min=4)
+_MANY: dict[str, tuple[Any, Any, list[tuple[Any, ...]]]] = {
+    "network": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 5)).eval(),
+        ({0: _N},),
+        [(torch.randn(n, 3, 8, 8),) for n in (4, 2, 3, 40, 17, 4)],
+    ),
+    "batch and length": (
+        Attends,
+        ({0: _BATCH, 1: _LENGTH},),
+        [(torch.randn(*sizes, 16),) for sizes in ((3, 5), (2, 4), (9, 64), (3, 200), (4, 5), (3, 5))],
+    ),
+    "twice as many": (
+        Halves,
+        ({0: 2 * _N}, {0: _N}),
+        [(torch.randn(2 * n, 3), torch.randn(n, 3)) for n in (4, 2, 3, 40, 4)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _MANY)
+def test_one_file_serves_many_sizes(name: str, tmp_path: Path) -> None:
+    """Results and their strides are eager's at all sizes of the ranges; states go on from one size to another."""
+    make, dynamic_shapes, calls = _MANY[name]
+    torch.manual_seed(1)
+    model = make()
+    _, loaded = exported(model, calls[0], tmp_path, dynamic_shapes=dynamic_shapes)
+    with torch.no_grad():
+        for inputs in calls:
+            found, expected = (torch.utils._pytree.tree_leaves(each(*inputs)) for each in (loaded, model))
+            torch.testing.assert_close(found, expected, check_stride=True, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "said"),
+    [
+        ("network", ((41, 3, 8, 8),), "dimension 0 of input is 41; the model was exported for 2 to 40"),
+        ("network", ((1, 3, 8, 8),), "dimension 0 of input is 1; the model was exported for 2 to 40"),
+        ("network", ((3, 3, 8, 9),), r"input must be float32 \(3, 3, 8, 8\); it got float32 \(3, 3, 8, 9\)"),
+        ("network", ((3, 3, 8),), "input must be float32 .* it got float32"),
+        ("batch and length", ((3, 3, 16),), "dimension 1 of x is 3; the model was exported for 4 to "),
+        ("twice as many", ((7, 3), (4, 3)), "x is 7; the model was exported for 4 to 80 in steps of 2"),
+        ("twice as many", ((8, 3), (5, 3)), r"y must be float32 \(4, 3\)"),
+    ],
+)
+def test_other_sizes_are_refused(name: str, sizes: tuple[Any, ...], said: str, tmp_path: Path) -> None:
+    """The error says the range."""
+    make, dynamic_shapes, calls = _MANY[name]
+    _, loaded = exported(make(), calls[0], tmp_path, dynamic_shapes=dynamic_shapes)
+    with pytest.raises(ArgumentError, match=said):
+        loaded(*map(torch.randn, sizes))
+
+
+def test_threads_call_at_many_sizes(tmp_path: Path) -> None:
+    """Each gets the results of its own sizes."""
+    make, dynamic_shapes, calls = _MANY["twice as many"]
+    model = make()
+    _, loaded = exported(model, calls[0], tmp_path, dynamic_shapes=dynamic_shapes)
+    wrong = []
+
+    def call() -> None:
+        for number in range(40):
+            inputs = calls[number % len(calls)]
+            if not torch.allclose(loaded(*inputs), model(*inputs)):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=call) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong

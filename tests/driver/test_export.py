@@ -19,6 +19,21 @@ class _Branches(nn.Module):
         return x + 1 if x.sum() > 0 else x - 1
 
 
+class _SizeOf(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return x + 1, x.shape[0]
+
+
+class _Scaled(nn.Module):
+    def forward(self, x: torch.Tensor, n: int) -> torch.Tensor:
+        return x * n
+
+
+class _Sorted(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sort(x * 2, dim=0)[0]
+
+
 def test_programs_and_their_files(tmp_path: Path) -> None:
     """An ExportedProgram and a .pt2 file, on the inputs that they were exported with."""
     model, x = nn.Linear(4, 3).eval(), torch.randn(2, 4)
@@ -40,11 +55,25 @@ def test_programs_and_their_files(tmp_path: Path) -> None:
         (_Branches(), (torch.ones(2),), {}, NotExportableError, "torch.export cannot trace _Branches"),
         (nn.ReLU(), (torch.ones(2),), {"options": {"precisio": "bf16"}}, ConfigError, "Did you mean 'precision'"),
         (
-            nn.ReLU(),
+            _SizeOf(),
             (torch.ones(4, 2),),
             {"dynamic_shapes": ({0: torch.export.Dim("n")},)},
             NotExportableError,
-            "known only at run time",
+            "one of its results is a size known only at run time",
+        ),
+        (
+            _Scaled(),
+            (torch.ones(4, 2), 3),
+            {"dynamic_shapes": (None, torch.export.Dim.DYNAMIC)},
+            NotExportableError,
+            "its argument n is a number that may differ from call to call",
+        ),
+        (
+            _Sorted(),
+            (torch.ones(4, 2),),
+            {"dynamic_shapes": ({0: torch.export.Dim("n")},)},
+            NotExportableError,
+            "parts of it run in Python, which a file cannot hold for many sizes",
         ),
     ],
 )

@@ -398,3 +398,83 @@ def test_a_cache_changes_as_in_python(runner: Runner, tmp_path: Path) -> None:
         with torch.no_grad():
             expected = [result.clone().numpy() for result in model(x, at)]
         assert all(map(np.array_equal, opened.run(x.numpy(), at.numpy(), outputs=2), expected))
+
+
+def _of_any_rows(kernels: bytes, path: Path, **symbol: Any) -> Path:
+    """y = 2 x + n and a view of its second half, for n elements from 2 to 9."""
+    file = HybridFile(kernels)
+    n = {"size": 0}
+    row = {"dtype": "float32", "sizes": [n], "strides": [1]}
+    half = {"dtype": "float32", "sizes": [{"size": 1}], "strides": [1]}
+    values = [value("input", 0, row), value("arena", 0, row), value("fresh", 0, row)]
+    described = plan(values, [kernel("double", 0, 1), kernel("plus", 1, 2, sizes=[n])], inputs=1, outputs=[2])
+    described |= {"arenas": [["cpu", 0]], "lives": [[[1, 0, 1]]], "symbols": ["n"], "sizes": ["n"]}
+    read = {"name": "n", "input": 1, "dim": 0, "factor": 1, "offset": 0, "least": 2, "most": 9, "example": 3}
+    file.entry(
+        "forward",
+        described,
+        inputs=[{"name": "scale", "value": 2}, named("x", row)],
+        sources=[["input", 1]],
+        results=[["output", 0], ["view", ["output", 0], [{"size": 1}], [1], {"size": 2}, ""]],
+        outputs=[named("y", row), named("half", half)],
+        symbols=[read | symbol],
+        sizes=["n", ["+", "n", ["*", -1, ["//", "n", 2]]], ["//", "n", 2]],
+        limits=[[n, 0, 8]],
+    )
+    sample = {"inputs": [None, file.constant(np.array([1, 2, 3], F32))]}
+    sample["outputs"] = [file.constant(np.array(each, F32)) for each in ([5, 7, 9], [7, 9])]
+    file.samples.append({"entry": "forward", "tolerance": 1e-6, **sample})
+    return file.write(path)
+
+
+def test_one_file_for_many_sizes(runner: Runner, kernels: bytes, tmp_path: Path) -> None:
+    """Each set of sizes has its plan; others are refused with the range."""
+    model = runner.open(_of_any_rows(kernels, tmp_path / "rows.hybrid"))
+    for n in (3, 2, 8, 5, 3):
+        x = np.arange(n, dtype=F32)
+        y, half = model.run(x, outputs=2)
+        np.testing.assert_array_equal(y, 2 * x + n)
+        np.testing.assert_array_equal(half, y[n // 2 :])
+    for wrong, said in [
+        (np.zeros(1, F32), r'dimension 0 of input 1 \("x"\) is 1; the model was exported for 2 to 9'),
+        (np.zeros(10, F32), "is 10; the model was exported for 2 to 9"),
+        (np.zeros(9, F32), r"rows\.hybrid: its kernels do not serve these sizes: they count 9, and may count 0 to 8"),
+        (np.zeros((3, 1), F32), r'input 1 \("x"\) has 2 dimensions; it must have 1'),
+        (np.zeros(3), r"is float64\(3\), but the model was exported for float32\(3\)"),
+    ]:
+        with pytest.raises(RunnerError, match=said):
+            model.run(wrong, outputs=2)
+
+
+@pytest.mark.parametrize(
+    ("symbol", "said"),
+    [
+        ({"dim": 1}, 'the size "n" is read of a dimension that is not there'),
+        ({"input": 0}, "is read of a dimension that is not there"),
+        ({"input": 7}, "is read of a dimension that is not there"),
+        ({"factor": 0}, "its factor is 0"),
+        ({"example": 10}, "its example outside of its range"),
+        ({"most": 1 << 40}, "most is 1099511627776; it must be from 0 to 2147483647"),
+        ({"name": "m"}, 'a size depends on "n", which is no symbol'),
+    ],
+)
+def test_wrong_symbols(symbol: dict[str, Any], said: str, runner: Runner, kernels: bytes, tmp_path: Path) -> None:
+    """A file whose sizes contradict one another is refused when it is opened."""
+    with pytest.raises(RunnerError, match=said):
+        runner.open(_of_any_rows(kernels, tmp_path / "rows.hybrid", **symbol))
+
+
+def test_exported_for_many_sizes(runner: Runner, tmp_path: Path) -> None:
+    """The same results as in Python, bit for bit, at every size."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(512, 10), nn.Softmax(-1)
+    ).eval()
+    shapes = ({0: torch.export.Dim("n", min=2, max=20)},)
+    _, loaded = exported(model, (torch.randn(4, 3, 8, 8),), tmp_path, dynamic_shapes=shapes)
+    opened = runner.open(tmp_path / "model.hybrid", threads=torch.get_num_threads())
+    for n in (4, 2, 20, 7, 4):
+        x = torch.randn(n, 3, 8, 8)
+        np.testing.assert_array_equal(opened.run(x.numpy())[0], loaded(x).numpy())
+    with pytest.raises(RunnerError, match="is 21; the model was exported for 2 to 20"):
+        opened.run(np.zeros((21, 3, 8, 8), F32))

@@ -191,6 +191,11 @@ class Entry:
     limits: tuple[Limit, ...] = ()
     any_sizes: Mapping[str, Any] | None = field(default=None, compare=False)
 
+    @property
+    def served(self) -> tuple[str, ...]:
+        """The sizes that may differ from call to call, in words."""
+        return tuple(f"{self.inputs[s.input].name} with {s.range} in dimension {s.dim}" for s in self.symbols)
+
     def at(self, values: Sequence[int]) -> Entry:
         """The entry at these values of its symbols, as read. Raises HybridError where a size does not fit in 64 bits."""
         assert self.any_sizes is not None, "it has one set of sizes"

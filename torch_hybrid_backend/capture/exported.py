@@ -9,6 +9,7 @@ Illegal (`NotExportableError`): outputs that are views by sizes known only at ru
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +68,40 @@ class Rows:
     source: GraphOutput | GraphInput
 
 
+class SizesTraced:
+    """Assumptions of a trace on sizes known only at run time: the guards that it adds to a `ShapeEnv`. None: all sizes are known."""
+
+    def __init__(self, environment: Any) -> None:
+        self._environment = environment
+        self._before = len(environment.guards) if environment is not None else 0
+        self._ranges = dict(environment.var_to_range) if environment is not None else {}
+        self._axioms = dict(environment.axioms) if environment is not None else {}
+
+    def forget_layouts_of_convolutions(self) -> None:
+        """Give symbols their ranges back where nothing narrowed them but the choice of a convolution's backend, which PyTorch asks for its
+        memory format: the graph keeps the one that it was traced with, at all sizes."""
+        if self._new_guards() and all(map(_is_of_convolution, self._new_guards())):
+            self._environment.var_to_range.update(self._ranges)
+            self._environment.axioms = dict(self._axioms)
+            del self._environment.guards[self._before :]
+            self._environment._update_version_counter()  # what it has computed of them is computed again
+
+    @property
+    def assumed(self) -> list[str]:
+        """Guards that are more than a range of one symbol, as text."""
+        guards = [guard for guard in self._new_guards() if not _is_of_convolution(guard)]
+        return [
+            str(guard.expr) for guard in guards if not (guard.expr.is_Relational and len(guard.expr.free_symbols) == 1)
+        ]
+
+    def _new_guards(self) -> list[Any]:
+        return list(self._environment.guards[self._before :]) if self._environment is not None else []
+
+
+def _is_of_convolution(guard: Any) -> bool:
+    return re.search(r"fake_impls\.py:\d+ in conv\b", str(guard.sloc)) is not None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ExportedGraph:
     """A program's graph, and the way from its outputs to the results of a call.
@@ -80,6 +115,7 @@ class ExportedGraph:
     tensors: tuple[tuple[str, torch.Tensor], ...]
     arguments: tuple[int, ...]
     specs: tuple[TensorSpec, ...]
+    sizes: SizesTraced
     updates: tuple[Copied | Rows, ...]
     results: tuple[GraphOutput | GraphInput | ViewOf | object, ...]
 
@@ -92,9 +128,11 @@ def capture_exported(exported: torch.export.ExportedProgram, keep_ops: frozenset
     made: list[ExportedGraph] = []
 
     def inference(graph_module: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Any:
-        made.append(_exported_graph(graph_module, tensors, arguments))
+        sizes.forget_layouts_of_convolutions()
+        made.append(_exported_graph(graph_module, tensors, arguments, sizes))
         return lambda inputs: inputs  # never called
 
+    sizes = SizesTraced(fake_mode.shape_env)
     examples = [fake_mode.from_tensor(tensor, static_shapes=True) for _, tensor in tensors]
     examples += [node.meta["val"] for node in placeholders[len(tensors) :]]
     with torch.no_grad(), tracing(TracingContext(fake_mode)):
@@ -149,7 +187,10 @@ def _with_placeholders_only(
 
 
 def _exported_graph(
-    graph_module: torch.fx.GraphModule, tensors: tuple[tuple[str, torch.Tensor], ...], arguments: tuple[int, ...]
+    graph_module: torch.fx.GraphModule,
+    tensors: tuple[tuple[str, torch.Tensor], ...],
+    arguments: tuple[int, ...],
+    sizes: SizesTraced,
 ) -> ExportedGraph:
     """Correct AOTAutograd's graph, which is being compiled, and take what its wrapper knows."""
     context = TracingContext.try_get()
@@ -196,7 +237,7 @@ def _exported_graph(
     )
     captured = CapturedGraph(graph_module, "inference", static, writes_inputs=bool(mutated))
     specs = tuple(TensorSpec.of(node.meta["val"]) for node in placeholders[len(tensors) :])
-    return ExportedGraph(captured, tensors, arguments, specs, updates, results)
+    return ExportedGraph(captured, tensors, arguments, specs, sizes, updates, results)
 
 
 def _outputs(graph_module: torch.fx.GraphModule) -> list[Any]:

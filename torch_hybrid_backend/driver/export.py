@@ -85,7 +85,7 @@ class ExportReport:
     """The outcome of an export. Prints as text.
 
     `python_parts`: what only Python can run, one text for each: `load` runs such a file, the runner refuses it. `needs_torch`: operators of
-    PyTorch's are among its steps.
+    PyTorch's are among its steps. `sizes`: the ranges of those that may differ from call to call, one text for each.
     """
 
     path: Path
@@ -94,6 +94,7 @@ class ExportReport:
     explanation: Explanation
     python_parts: tuple[str, ...]
     needs_torch: bool
+    sizes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if self.python_parts:
@@ -103,7 +104,8 @@ class ExportReport:
             needs = "runs with torch_hybrid_backend.load, which has PyTorch: it calls operators of PyTorch's"
         else:
             needs = "runs with torch_hybrid_backend.load, and in the runner without Python and PyTorch"
-        return f"{self.path}: {self.size_bytes / 1e6:.1f} MB, {', '.join(self.entries)}\n{needs}\n\n{self.explanation}"
+        sizes = "".join(f"serves {size}\n" for size in self.sizes)
+        return f"{self.path}: {self.size_bytes / 1e6:.1f} MB, {', '.join(self.entries)}\n{needs}\n{sizes}\n{self.explanation}"
 
 
 def export(
@@ -121,7 +123,7 @@ def export(
     are chosen on these inputs, as in the first call of a compiled model, and the call is kept in the file as a sample. None: those that the
     program was exported with. dynamic_shapes: as for `torch.export.export`. options: settings, as for `torch.compile`; under `precision`
     weights are stored in the form that kernels read. Regions stay with kernels even where an operator of PyTorch's would be faster, so that the
-    file needs no PyTorch.
+    file needs no PyTorch. Under `dynamic_shapes` the file serves all sizes in their ranges; the sizes that it serves are in the report.
 
     Raises ArgumentError for what cannot be exported at all, NotExportableError for a model that no file can hold, ConfigError for settings, and
     OSError where the file cannot be written.
@@ -268,10 +270,12 @@ class _Exporter:
         forms = tuple(_form(f"output{number}", value) for number, value in enumerate(results))
         if saved.description.symbols:
             forms = tuple(_of_any_size(*pair, entry, saved) for pair in zip(forms, entry.results, strict=True))
-        symbols = _symbols(program, saved, (*inputs_of_call, *forms), inputs_of_call, flat)
-        self._entries.append(
-            dataclasses.replace(entry, outputs=forms, symbols=symbols, limits=limits if symbols else ())
-        )
+        symbols = _symbols(program, saved, (*inputs_of_call, *forms), inputs_of_call, limits, flat)
+        if symbols and (assumed := graph.sizes.assumed):
+            raise NotExportableError(
+                f"its graph is right only for sizes of which {' and '.join(assumed)}: leave these sizes out of dynamic_shapes"
+            )
+        self._entries.append(dataclasses.replace(entry, outputs=forms, symbols=symbols, limits=_of_several(limits)))
         self._samples.append(self._sample(entry, flat, results))
 
     def written(self, path: Path, explanation: Explanation) -> ExportReport:
@@ -305,6 +309,7 @@ class _Exporter:
             explanation,
             tuple(part for entry in self._entries for part in entry.python_parts),
             any(entry.needs_torch for entry in self._entries),
+            tuple(each for entry in self._entries for each in entry.served),
         )
 
     def _take_libraries(self, assignment: Assignment) -> None:
@@ -415,9 +420,10 @@ def _symbols(
     saved: SavedPlan,
     forms: Sequence[Form],
     inputs: Sequence[Form],
+    limits: Sequence[Limit],
     flat: Sequence[Any],
 ) -> tuple[SizeSymbol, ...]:
-    """The sizes that an entry's forms and its plan depend on."""
+    """The sizes that an entry's forms and its plan depend on, with the ranges that torch.export and kernels allow."""
     sizes = [size for form in forms if isinstance(form, TensorForm) for size in (*form.sizes, *form.strides)]
     known = {symbol.name: symbol for symbol in symbols(sizes)}
     names = list(dict.fromkeys([*known, *saved.description.symbols]))
@@ -430,11 +436,18 @@ def _symbols(
                 continue
             name, factor, offset = solved
             least, most = _range(ranges.get(name), known[name])
+            served = [(low, high) for size, low, high in limits if size == name]
+            least, most = max([least, *(low for low, _ in served)]), min([most, *(high for _, high in served)])
             example = (flat[number].shape[dim] - offset) // factor
             found[name] = SizeSymbol(name, number, dim, factor, offset, min(least, example), most, example)
     if missing := [name for name in names if name not in found]:
         raise NotExportableError(f"the sizes {', '.join(missing)} cannot be told from the inputs of a call")
     return tuple(found.values())
+
+
+def _of_several(limits: Sequence[Limit]) -> tuple[Limit, ...]:
+    """The limits that are no range of one symbol."""
+    return tuple(limit for limit in limits if not isinstance(limit[0], str))
 
 
 def _range(values: Any, symbol: Symbol) -> tuple[int, int]:

@@ -123,6 +123,7 @@ def inspect(parsed: argparse.Namespace, out: TextIO) -> int:
         lines.append(f"{entry.name}:")
         lines += [f"  takes {_described(form)}" for form in entry.inputs]
         lines += [f"  gives {_described(form)}" for form in entry.outputs]
+        lines += [f"  serves {each}" for each in entry.served]
         lines += [f"  needs Python for {part}" for part in entry.python_parts]
         if entry.needs_torch:
             lines.append("  calls operators of PyTorch's")

@@ -11,7 +11,7 @@ from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.runtime.native.description import Expression, expression, span
 from torch_hybrid_backend.runtime.native.ops import SizeTable
 from torch_hybrid_backend.runtime.plan_layout import StaticLayoutError
-from torch_hybrid_backend.sizes.size import MAX_INTEGER, symbols
+from torch_hybrid_backend.sizes.size import MAX_INTEGER, Interval, symbols
 
 # A size, the least and the most that it is at all sizes that a program serves.
 Limit = tuple[Expression, int, int]
@@ -54,13 +54,19 @@ class ServedSizes:
 
 
 def _ranges(program: Program, names: Sequence[str]) -> list[_Range]:
-    found = dict.fromkeys(program.names, (-MAX_INTEGER - 1, MAX_INTEGER))
+    found = _range_of(program)
     if unknown := [name for name in found if name not in names]:
         raise StaticLayoutError(f"the sizes {', '.join(unknown)} depend on data")
+    return [_Range(names.index(name), least, most) for name, (least, most) in found.items()]
+
+
+def _range_of(program: Program) -> dict[str, Interval]:
+    """The least and the most value of each size symbol that the program serves."""
+    found = dict.fromkeys(program.names, (-MAX_INTEGER - 1, MAX_INTEGER))
     own = ((symbol.name, symbol.low, symbol.high) for symbol in symbols(program.sizes_used))
     for name, least, most in (*program.ranges, *own):
         found[name] = max(found[name][0], least), min(found[name][1], most)
-    return [_Range(names.index(name), least, most) for name, (least, most) in found.items()]
+    return found
 
 
 def limits(program: Program) -> tuple[Limit, ...]:
@@ -68,7 +74,7 @@ def limits(program: Program) -> tuple[Limit, ...]:
     if not program.names:
         return ()
     most, least = _counts(program)
-    ranges = ((name, least, most) for name, least, most in program.ranges)
+    ranges = ((name, *found) for name, found in _range_of(program).items())
     positions = [(least, 0, 0)] if program.relied_on else []
     return (most, 0, MAX_ELEMENTS), *positions, *ranges
 
