@@ -66,6 +66,7 @@ auto Making(Holder<Made>& holder, const Make& make) {
   try {
     return make();
   } catch (const std::exception& error) {
+    const std::lock_guard<std::mutex> lock(holder.mutex);
     const std::string& path = holder.library_path;
     const std::string why = path.empty()
                                 ? error.what()
@@ -92,7 +93,10 @@ struct SizedPlans::Held : Holder<PlanTemplate> {
 SizedPlans::SizedPlans(std::shared_ptr<const Artifact> artifact, size_t entry)
     : held_(std::make_shared<Held>(std::move(artifact))) {
   Making(*held_, [&] {
-    held_->entry = held_->artifact->manifest().entries.at(entry);
+    const std::vector<Entry>& entries = held_->artifact->manifest().entries;
+    if (entry >= entries.size())
+      throw std::runtime_error("there is no entry " + std::to_string(entry));
+    held_->entry = entries[entry];
     if (!held_->entry.any_sizes) {
       throw std::runtime_error("entry " + Quoted(held_->entry.name) + " is for one set of sizes");
     }

@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "artifact.h"
+#include "size_table.h"
 
 using namespace torch_hybrid_backend;
 
@@ -35,14 +36,39 @@ void OpenWhole(std::string_view bytes) {
   for (size_t i = 0; i < artifact->manifest().constants.size(); ++i) artifact->ConstantAddress(i);
 }
 
+// As a plan of many sizes is checked, at one value of each symbol.
+void CheckAt(const Manifest& manifest, const Entry& entry, const Json& plan,
+             int64_t SizeSymbol::* value) {
+  const std::vector<std::string> names = NamesIn(plan["symbols"]);
+  std::vector<int64_t> all;
+  std::vector<int64_t> own;
+  for (const SizeSymbol& symbol : entry.symbols) all.push_back(symbol.*value);
+  for (const std::string& name : names) {
+    for (const SizeSymbol& symbol : entry.symbols) {
+      if (symbol.name == name) own.push_back(symbol.*value);
+    }
+  }
+  const SizeTable table(names, plan["sizes"]);
+  SizedText text(plan, table.size());
+  text.Fill(table.At(own));
+  CheckEntry(manifest, EntryAt(manifest, entry, all), OutlineOf(text.json()));
+}
+
 void ReadTexts(std::string_view bytes) {
   const size_t line = bytes.find('\n');
   const size_t zero = bytes.find('\0');
   if (line >= zero || zero == bytes.npos) throw std::runtime_error("not in three parts");
   const uint64_t size = std::strtoull(std::string(bytes.substr(0, line)).c_str(), nullptr, 10);
-  const PlanOutline outline = OutlineOf(Json::ParseUntrusted(bytes.substr(zero + 1)));
+  const Json plan = Json::ParseUntrusted(bytes.substr(zero + 1));
   const Manifest manifest = ReadManifest(bytes.substr(line + 1, zero - line - 1), size);
-  for (const Entry& entry : manifest.entries) CheckEntry(manifest, entry, outline);
+  for (const Entry& entry : manifest.entries) {
+    if (entry.any_sizes) {
+      for (const auto value : {&SizeSymbol::example, &SizeSymbol::least, &SizeSymbol::most})
+        CheckAt(manifest, entry, plan, value);
+    } else {
+      CheckEntry(manifest, entry, OutlineOf(plan));
+    }
+  }
   ChooseTarget(manifest, ThisProcessor());
 }
 

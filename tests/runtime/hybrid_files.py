@@ -153,6 +153,41 @@ def small_file() -> HybridFile:
     return HybridFile(manifest, segments)
 
 
+def file_for_many_sizes() -> HybridFile:
+    """A model that copies an input of n times 2 elements, in the arena too, for n from 1 to 9; expressions of every kind."""
+    file = small_file()
+    n, half, twice = ({"size": number} for number in range(3))
+    matrix = {"dtype": "float32", "sizes": [n, 2], "strides": [2, 1]}
+    sizes = [
+        "n",
+        ["//", ["max", "n", ["%", "n", 7]], 2],
+        ["*", "n", 2],
+        ["span", ["n", 2], [2, 1]],
+        ["min", "n", ["+", "n", -1]],
+    ]
+    values = [["input", 0, *matrix.values(), "cpu"], ["fresh", 0, *matrix.values(), "cpu"]]
+    values.append(["alias", 1, "float32", [half], [2], "cpu", half])
+    plan = json.loads(
+        plan_text(values, [{"kind": "copy", "source": 0, "destination": 1}], inputs=1, constants=0, outputs=[1, 2])
+    )
+    plan |= {"arenas": [], "lives": [], "symbols": ["n"], "sizes": sizes}
+    entry = file.manifest["entries"][0]
+    entry |= {
+        "inputs": [{"name": "x", **matrix}],
+        "sources": [["input", 0]],
+        "slots": [],
+        "updates": [],
+        "results": [["output", 0], ["view", ["output", 0], [twice], [1], 0, ""]],
+        "outputs": [{"name": "a", **matrix}, {"name": "b", "dtype": "float32", "sizes": [twice], "strides": [1]}],
+        "symbols": [{"name": "n", "input": 0, "dim": 0, "factor": 1, "offset": 0, "least": 1, "most": 9, "example": 2}],
+        "sizes": sizes,
+        "limits": [[{"size": 3}, 0, 18], [{"size": 4}, 0, 8]],
+    }
+    file.segments["plan.forward"] = "plan", json.dumps(plan, separators=(",", ":")).encode()
+    file.manifest["samples"] = []
+    return file
+
+
 def target(library: str, *features: str) -> dict[str, Any]:
     """The library of that segment, for machines like this one that have the features."""
     return {
@@ -171,6 +206,10 @@ def main(folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     (folder / "whole").write_bytes(b"F" + whole)
     (folder / "texts").write_bytes(b"M" + str(len(whole)).encode() + b"\n" + file.text() + b"\0" + plan)
+    many = file_for_many_sizes()
+    _, plan = many.segments["plan.forward"]
+    size = len(many.to_bytes())
+    (folder / "sizes").write_bytes(b"M" + str(size).encode() + b"\n" + many.text() + b"\0" + plan)
 
 
 if __name__ == "__main__":

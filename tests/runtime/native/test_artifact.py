@@ -21,6 +21,7 @@ from tests.runtime import hybrid_files
 from tests.runtime.hybrid_files import (
     PAGE,
     HybridFile,
+    file_for_many_sizes,
     form,
     plan_text,
     small_file,
@@ -32,7 +33,7 @@ from tests.runtime.hybrid_files import (
 from tests.runtime.plans import Draft
 from torch_hybrid_backend.errors import ArtifactError, HybridError
 from torch_hybrid_backend.runtime.native.description import ValueKind
-from torch_hybrid_backend.runtime.native.ops import Artifact, Binding, Guard, Plan
+from torch_hybrid_backend.runtime.native.ops import Artifact, Binding, Guard, Plan, SizedPlans
 
 N = 4096  # of tensors that kernels compute on, as in conftest.py
 Edit = Callable[[dict[str, Any]], object]
@@ -531,6 +532,59 @@ def test_digests_are_those_of_hashlib(path: Path) -> None:
         file.segments[f"report.{size}"] = "report", content
     artifact = Artifact(written(path, file), threads=4)
     assert len(json.loads(artifact.manifest)["segments"]) == 134
+
+
+def test_a_file_for_many_sizes(path: Path) -> None:
+    """Each set of sizes has its plan, which lives on without the file's objects; limits hold, and other numbers of entries are refused."""
+    artifact = Artifact(written(path, file_for_many_sizes()))
+    plans = SizedPlans(artifact, 0)
+    made = {n: plans.at((n,)) for n in (2, 1, 9)}
+    for n, said in (
+        (10, "its kernels do not serve these sizes: they count 20, and may count 0 to 18"),
+        (0, "count -1"),
+    ):
+        with pytest.raises(ArtifactError, match=f"^{re.escape(str(path))}: .*{said}"):
+            plans.at((n,))
+    with pytest.raises(ArtifactError, match="1 symbols, but 2 values"):
+        plans.at((2, 3))
+    with pytest.raises(ArtifactError, match="there is no entry 1"):
+        SizedPlans(artifact, 1)
+    with pytest.raises(ArtifactError, match="is for one set of sizes"):
+        SizedPlans(Artifact(written(path, small_file())), 0)
+    del artifact, plans
+    gc.collect()
+    for n, plan in made.items():
+        x = torch.randn(n, 2)
+        out, half = plan.run(Binding(plan, Guard([]), {}, {}), [x]) or ()
+        torch.testing.assert_close(out, x)
+        torch.testing.assert_close(half, x.flatten()[n // 2 :: 2][: n // 2])
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (lambda plan: plan.update(symbols=["n", "m"]), "its plan depends on .m., which is no symbol"),
+        (lambda plan: plan.update(sizes=["n"]), "there is no size 1: there are 1"),
+        (lambda plan: plan.update(sizes=["n", ["*", "n", -1], 0, 0, 0]), "negative"),
+        (lambda plan: plan.update(sizes=["n", ["*", "n", 1 << 62], 0, 0, 0]), "does not fit in 64 bits"),
+        (lambda plan: plan.update(arenas=[["cpu", 0]]), "tells of each arena what is alive in it"),
+        (lambda plan: plan.update(arenas=[["cpu", 0]], lives=[[[7, 0, 1]]]), "its number, its first and its last step"),
+        (lambda plan: plan.update(arenas=[["cpu", 0]], lives=[[[0, 2, 1]]]), "its number, its first and its last step"),
+        (lambda plan: plan["values"][2].__setitem__(6, {"size": 2}), "must have the dtype and device .* and fit in it"),
+        (lambda plan: plan["steps"][0].update(kind="launch"), "no step in a file is called .launch."),
+        (lambda plan: plan.update(inputs={"size": 0}), "its plan takes 2 inputs"),
+    ],
+)
+def test_plans_of_many_sizes_that_contradict_themselves(edit: Edit, said: str, path: Path) -> None:
+    """The error comes when the plan of a set of sizes is made."""
+    file = file_for_many_sizes()
+    kind, content = file.segments["plan.forward"]
+    plan = json.loads(content)
+    edit(plan)
+    file.segments["plan.forward"] = kind, json.dumps(plan).encode()
+    artifact = Artifact(written(path, file))
+    with pytest.raises(ArtifactError, match=f"^{re.escape(str(path))}: .*{said}"):
+        SizedPlans(artifact, 0).at((2,))
 
 
 def test_the_seeds_of_the_fuzzer_are_files_of_today(tmp_path: Path) -> None:
