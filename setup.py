@@ -8,6 +8,7 @@ limited API; of LibTorch it uses the stable ABI only. So one build serves every 
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -62,7 +63,7 @@ class BuildLibraries(build_ext):
             "hybrid-run",
             str(folder),
             libraries=runner.libraries,
-            extra_postargs=["-pthread", *ASAN],
+            extra_postargs=["-pthread", *ASAN, *shlex.split(os.environ.get("LDFLAGS", ""))],
             target_lang="c++",
         )
         for header in ("hybrid_runner.h", "hybrid_runner.hpp"):

@@ -224,6 +224,7 @@ CANARIES: dict[str, Callable[[], object]] = {
     "OperatorBase": lambda: isinstance(ADD, private.OperatorBase) and isinstance(ADD.py_kernels, dict),
     "OptimizedModule": lambda: isinstance(torch.compile(torch.nn.Linear(2, 2)), private.OptimizedModule),
     "OutputType": has_output_types,
+    "PYTREE_TYPES_BY_NAME": lambda: private.PYTREE_TYPES_BY_NAME["builtins.dict"] is dict,
     "PlainTensorMeta": lambda: isinstance(private.PlainTensorMeta, type),
     "ShortenTraceback": lambda: (
         takes(private.ShortenTraceback, "first_useful_frame") and private.ShortenTraceback.remove_dynamo_frames
@@ -296,6 +297,9 @@ CANARIES: dict[str, Callable[[], object]] = {
     ),
     "quantized_operators": lambda: private.quantized_operators().dequantize_per_channel_group.default,
     "registered_kernels": lambda: added_kernel() == {"aten/sinc/XPU"},
+    "register_pytree_node": lambda: takes(
+        private.register_pytree_node, "cls", "flatten_fn", "unflatten_fn", "serialized_type_name"
+    ),
     "reset_dynamo": lambda: private.reset_dynamo() is None,
     "same": lambda: private.same([torch.ones(1)], [torch.ones(1)], None, equal_nan=True, tol=0.0, log_error=print),
     "suggest_memory_format": lambda: private.suggest_memory_format(torch.zeros(1, 2, 2)) is torch.contiguous_format,

@@ -54,8 +54,10 @@ from torch.fx._lazy_graph_module import _make_graph_module as make_graph_module
 from torch.fx._lazy_graph_module import _use_lazy_graph_module as use_lazy_graph_module
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
+from torch.utils._pytree import SERIALIZED_TYPE_TO_PYTHON_TYPE as PYTREE_TYPES_BY_NAME
 from torch.utils._pytree import (
     TreeSpec,
+    register_pytree_node,
     tree_flatten,
     tree_leaves,
     tree_map,
@@ -116,6 +118,7 @@ _LATER = {
 
 __all__ = [
     "FUNCTORCH",
+    "PYTREE_TYPES_BY_NAME",
     "BackendCompilerFailed",
     "ConstantSource",
     "DataDependentOutputException",
@@ -175,6 +178,7 @@ __all__ = [
     "profiler_enabled",
     "quantized_decomposed",
     "quantized_operators",
+    "register_pytree_node",
     "registered_kernels",
     "reset_dynamo",
     "same",

@@ -1,5 +1,6 @@
 // hybrid_runner.h, over Model.
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
 #include <exception>
 #include <memory>
@@ -16,6 +17,21 @@
 namespace {
 
 using namespace torch_hybrid_backend;
+
+// The same structs, as kernels take them and as callers give them.
+using KernelTensor = torch_hybrid_backend::DLTensor;
+static_assert(sizeof(KernelTensor) == sizeof(::DLTensor) &&
+              offsetof(KernelTensor, device) == offsetof(::DLTensor, device) &&
+              offsetof(KernelTensor, ndim) == offsetof(::DLTensor, ndim) &&
+              offsetof(KernelTensor, dtype) == offsetof(::DLTensor, dtype) &&
+              offsetof(KernelTensor, shape) == offsetof(::DLTensor, shape) &&
+              offsetof(KernelTensor, strides) == offsetof(::DLTensor, strides) &&
+              offsetof(KernelTensor, byte_offset) == offsetof(::DLTensor, byte_offset));
+static_assert(sizeof(DLManagedTensorVersioned) == 80 &&
+              offsetof(DLManagedTensorVersioned, manager_ctx) == 8 &&
+              offsetof(DLManagedTensorVersioned, deleter) == 16 &&
+              offsetof(DLManagedTensorVersioned, flags) == 24 &&
+              offsetof(DLManagedTensorVersioned, dl_tensor) == 32);
 
 thread_local std::string last_error;
 
@@ -115,6 +131,8 @@ int32_t Status(const Function& function) {
 
 void HybridModel::Run(const char* name, const ::DLTensor* const* inputs, size_t input_count,
                       DLManagedTensorVersioned** outputs, size_t output_count) {
+  if ((inputs == nullptr && input_count > 0) || (outputs == nullptr && output_count > 0))
+    throw std::runtime_error("the list of inputs or of outputs is NULL");
   std::fill_n(outputs, output_count, nullptr);
   const size_t number = EntryNamed(name);
   const Entry& entry = model.manifest().entries[number];

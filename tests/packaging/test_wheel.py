@@ -53,6 +53,8 @@ def test_it_is_of_these_sources(wheel: Path) -> None:
             assert archive.read(name) == path.read_bytes(), f"{name} is another: run `make wheel`"
     assert "torch_hybrid_backend/_runtime.so" in names
     assert "torch_hybrid_backend/py.typed" in names
+    for name in ("libhybrid_runner.so", "hybrid-run", "hybrid_runner.h", "hybrid_runner.hpp"):
+        assert f"torch_hybrid_backend/runner/{name}" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"torch_hybrid_backend"}
 
@@ -74,17 +76,18 @@ def test_its_metadata_is_complete(wheel: Path) -> None:
 
 
 @pytest.mark.skipif(not shutil.which("objdump"), reason="needs objdump")
-def test_its_tag_is_true(wheel: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["_runtime.so", "runner/libhybrid_runner.so", "runner/hybrid-run"])
+def test_its_tag_is_true(wheel: Path, tmp_path: Path, name: str) -> None:
     """The wheel needs no glibc later than 2.28, no C++ runtime library and no library of Python's, and is stripped."""
     assert wheel.name == f"torch_hybrid_backend-{torch_hybrid_backend.__version__}-py3-none-manylinux_2_28_x86_64.whl"
     with zipfile.ZipFile(wheel) as archive:
-        library = archive.extract("torch_hybrid_backend/_runtime.so", tmp_path)
+        library = archive.extract(f"torch_hybrid_backend/{name}", tmp_path)
     shown = subprocess.run(["objdump", "-p", "-h", library], capture_output=True, text=True, check=True).stdout
     versions = [tuple(map(int, found.split("."))) for found in re.findall(r"GLIBC_(\d+\.\d+)", shown)]
     assert versions
     assert max(versions) <= (2, 28)
     needed = set(re.findall(r"NEEDED\s+(\S+)", shown))
-    assert "libtorch_cpu.so" in needed
+    assert ("libtorch_cpu.so" in needed) == (name == "_runtime.so")
     assert not {name for name in needed if "stdc++" in name or "python" in name}
     assert ".debug_info" not in shown
 

@@ -64,8 +64,9 @@ class HybridFile:
             "states": self.states,
             "entries": self.entries,
             "samples": self.samples,
+            "report": "report",
         }
-        segments = {"library.0": ("library", self.library)}
+        segments = {"library.0": ("library", self.library), "report": ("report", b"{}")}
         segments |= {name: (kind, content) for kind, name, content in self.segments}
         path.write_bytes(Contents(manifest, segments).to_bytes())
         path.chmod(0o644)

@@ -1,8 +1,9 @@
-"""hybrid_runner.h by ctypes, on NumPy's arrays: for tests."""
+"""hybrid_runner.h by ctypes, on NumPy's arrays, for tests."""
 
 from __future__ import annotations
 
 import ctypes
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,13 @@ class _Options(ctypes.Structure):
     ]
 
 
+def run(*command: object) -> str:
+    """Run a command, which must succeed; return what it prints."""
+    result = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
 class RunnerError(Exception):
     """The text of hybrid_error."""
 
@@ -82,10 +90,10 @@ class Runner:
         """The error of the calling thread's last failure."""
         return RunnerError(self.c.hybrid_error().decode())
 
-    def open(self, path: Path, *, threads: int = 0, share: bool = True, skip_sample: bool = False) -> Model:
-        """Open a file; raises RunnerError."""
-        options = _Options(ctypes.sizeof(_Options), threads, share, skip_sample, None, 0)
-        handle = self.c.hybrid_open(str(path).encode(), ctypes.byref(options))
+    def open(self, path: Path, **options: int) -> Model:
+        """Open a file; raises RunnerError. `options`: fields of HybridOptions."""
+        given = _Options(**{"struct_size": ctypes.sizeof(_Options), "share": 1, **options})
+        handle = self.c.hybrid_open(str(path).encode(), ctypes.byref(given))
         if handle is None:
             raise self.error()
         return Model(self, handle)

@@ -1,10 +1,8 @@
-"""libhybrid_runner.so and hybrid-run, built by CMake where neither PyTorch nor Python is looked for (csrc/runner)."""
+"""libhybrid_runner.so and hybrid-run (csrc/runner)."""
 
 from __future__ import annotations
 
-import shutil
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,46 +15,13 @@ from torch import nn
 from tests.artifact.exported_for_tests import exported
 from tests.runner.hybrid_files import HybridFile, kernel, named, plan, value
 from tests.runner.hybrid_files import tensor as form
-from tests.runner.runner_in_python import Model, Runner, RunnerError
+from tests.runner.runner_in_python import Model, Runner, RunnerError, run
 
 ROOT = Path(__file__).resolve().parents[2]
 F32 = np.float32
 MOST_BYTES = 2 << 20
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not (shutil.which("cmake") and shutil.which("g++") and sys.platform == "linux"), reason="needs cmake and g++"
-    ),
-]
-
-
-def _run(*command: object) -> str:
-    result = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
-
-
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that CMake has installed the runner to, stripped."""
-    folder = tmp_path_factory.mktemp("runner")
-    generator = ["-G", "Ninja"] if shutil.which("ninja") else []
-    _run("cmake", *generator, "-S", ROOT / "csrc/runner", "-B", folder / "build")
-    _run("cmake", "--build", folder / "build", "--parallel", "2")
-    _run("cmake", "--install", folder / "build", "--prefix", folder / "installed", "--strip")
-    return folder / "installed"
-
-
-@pytest.fixture(scope="module")
-def library(installed: Path) -> Path:
-    (path,) = installed.glob("lib*/libhybrid_runner.so")
-    return path
-
-
-@pytest.fixture(scope="module")
-def runner(library: Path) -> Runner:
-    return Runner(library)
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +29,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """A library of kernels: double(x, y), plus(x, y, size) and fail(x, y)."""
     path = tmp_path_factory.mktemp("kernels") / "kernels.so"
     source = ROOT / "csrc/tests/host_kernels.cc"
-    _run("g++", "-std=c++20", "-O1", "-fPIC", "-shared", f"-I{ROOT / 'csrc/include'}", source, "-o", path)
+    run("g++", "-std=c++20", "-O1", "-fPIC", "-shared", f"-I{ROOT / 'csrc/include'}", source, "-o", path)
     return path.read_bytes()
 
 
@@ -91,10 +56,10 @@ def doubling(kernels: bytes, tmp_path: Path) -> Path:
 
 def test_it_needs_neither_pytorch_nor_tvm_nor_python(library: Path) -> None:
     """Stripped, it is small, and the loader looks for the system's libraries alone."""
-    needed = _run("ldd", library)
+    needed = run("ldd", library)
     assert not [name for name in ("torch", "tvm", "python", "c10") if name in needed], needed
     assert library.stat().st_size <= MOST_BYTES
-    exported = _run("nm", "-D", "--defined-only", library).split()[2::3]
+    exported = run("nm", "-D", "--defined-only", library).split()[2::3]
     assert all(name.startswith("hybrid_") for name in exported), exported
 
 
@@ -124,6 +89,16 @@ def test_wrong_inputs(runner: Runner, doubling: Path) -> None:
     with pytest.raises(RunnerError, match='the model has no entry "decode": it has forward'):
         model.run(good, entry="decode")
     np.testing.assert_array_equal(model.run(good)[0], [9, 13, 17])
+
+
+def test_wrong_options(runner: Runner, doubling: Path) -> None:
+    """Each has a legal value, and structs of callers built against another version are told apart."""
+    with pytest.raises(RunnerError, match="threads is -1: it must be 0, for all, or their number"):
+        runner.open(doubling, threads=-1)
+    with pytest.raises(RunnerError, match="give no keys"):
+        runner.open(doubling, key_count=1)
+    with pytest.raises(RunnerError, match="struct_size of the options is 8: it must be sizeof"):
+        runner.open(doubling, struct_size=8)
 
 
 def test_wrong_files(runner: Runner, doubling: Path, tmp_path: Path) -> None:
@@ -332,10 +307,10 @@ def test_the_program(installed: Path, doubling: Path, tmp_path: Path) -> None:
     program = installed / "bin/hybrid-run"
     for x in (np.array([1, 2, 3], F32), np.asfortranarray(np.array([0, -1, 5], F32))):
         np.save(tmp_path / "x.npy", x)
-        _run(program, doubling, "--input", tmp_path / "x.npy", "--output", tmp_path / "y.npy", "--threads", 2)
+        run(program, doubling, "--input", tmp_path / "x.npy", "--output", tmp_path / "y.npy", "--threads", 2)
         np.testing.assert_array_equal(np.load(tmp_path / "y.npy"), 4 * x + 5)
-    assert _run(program, doubling, "--inspect") == "forward\n  takes x: float32(3)\n  gives y: float32(3)\n"
-    assert "median" in _run(program, doubling, "--bench", "0.01")
+    assert run(program, doubling, "--inspect") == "forward\n  takes x: float32(3)\n  gives y: float32(3)\n"
+    assert "median" in run(program, doubling, "--bench", "0.01")
     np.save(tmp_path / "x.npy", np.zeros(3))
     wrong = [program, doubling, "--input", tmp_path / "x.npy"]
     result = subprocess.run([str(word) for word in wrong], capture_output=True, text=True, check=False)
@@ -345,10 +320,10 @@ def test_the_program(installed: Path, doubling: Path, tmp_path: Path) -> None:
 
 def test_the_examples(installed: Path, doubling: Path, tmp_path: Path) -> None:
     """A C program and a C++ program, built against what is installed."""
-    _run("cmake", "-S", ROOT / "examples/runner", "-B", tmp_path, f"-DCMAKE_PREFIX_PATH={installed}")
-    _run("cmake", "--build", tmp_path)
-    assert _run(tmp_path / "run_c", doubling) == "y: float32(3)\n"
-    assert [float(line) for line in _run(tmp_path / "run_cpp", doubling, 3).split()] == pytest.approx([5, 5.4, 5.8])
+    run("cmake", "-S", ROOT / "examples/runner", "-B", tmp_path, f"-DCMAKE_PREFIX_PATH={installed}")
+    run("cmake", "--build", tmp_path)
+    assert run(tmp_path / "run_c", doubling) == "y: float32(3)\n"
+    assert [float(line) for line in run(tmp_path / "run_cpp", doubling, 3).split()] == pytest.approx([5, 5.4, 5.8])
 
 
 class Network(nn.Module):

@@ -26,11 +26,12 @@ from torch_hybrid_backend.artifact.manifest import (
     TensorForm,
 )
 from torch_hybrid_backend.artifact.signing import check_signed
+from torch_hybrid_backend.artifact.structures import structure_from_text
 from torch_hybrid_backend.core.plan import Plan as PlanReport
 from torch_hybrid_backend.errors import ArgumentError, ArtifactError, failures
 from torch_hybrid_backend.report import Explanation
 from torch_hybrid_backend.runtime.native.ops import Artifact, Binding, Guard, Plan
-from torch_hybrid_backend.torch_private import TreeSpec, tree_flatten, tree_unflatten, treespec_loads
+from torch_hybrid_backend.torch_private import TreeSpec, tree_flatten, tree_unflatten
 
 
 def load(path: str | os.PathLike[str], *, keys: Sequence[Any] | None = None, share: bool = True) -> LoadedModel:
@@ -71,7 +72,7 @@ class LoadedModel:
                 entry.name: LoadedEntry(entry, path, self._artifact, memory, self._states, lock)
                 for entry in self._manifest.entries
             }
-        except failures(ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        except failures(ValueError, KeyError, TypeError, IndexError, AttributeError, NotImplementedError) as error:
             raise ArtifactError(
                 f"{path} names something that this installation does not have: {error}; import the library that the model is of, "
                 f"and use torch {self._manifest.torch} and torch_hybrid_backend {self._manifest.package}, which wrote it"
@@ -231,8 +232,8 @@ class LoadedEntry:
         self._plan = Plan.of_artifact(artifact, entry.plan, callbacks)
         addresses = {slot: artifact.constant_address(number) for slot, number in enumerate(entry.slots)}
         self._binding = Binding(self._plan, Guard([]), {}, addresses)
-        self._in_spec = treespec_loads(entry.structure.inputs)
-        self._out_spec = treespec_loads(entry.structure.outputs)
+        self._in_spec = structure_from_text(entry.structure.inputs)
+        self._out_spec = structure_from_text(entry.structure.outputs, of_results=True)
         self._arguments = len(entry.inputs)
         origins = {*entry.sources, *(origin for origin in _origins(entry) if origin[0] in ("constant", "state"))}
         self._fixed: dict[Origin, torch.Tensor] = {
