@@ -36,7 +36,7 @@ class _Total(nn.Module):
 
 
 def test_several_entries(tmp_path: Path) -> None:
-    """One file with the weights once; an entry that only reads a buffer sees what another one wrote to it."""
+    """The file has the weights once; an entry that only reads a buffer sees what another one wrote to it."""
     model = _Total().eval()
     x = torch.randn(4, 64)
     calls = {"read": ((x,), {}), "add": ((x,), {"is_added": True}), "read two": ((x[:1],), {})}

@@ -166,7 +166,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """How a decoder generates text. `prefill`, `decode`: entries that take several tokens, or one, and return the logits of the last one.
+    """The parts of a decoder that generates text. `prefill`, `decode`: entries that take several tokens, or one, and return the logits of one.
     `max_length`: the positions of the cache. `stop_tokens`: tokens that end a text."""
 
     prefill: str

@@ -73,7 +73,7 @@ def _checked_model(model: Any) -> Any:
         raise ArgumentError(
             "export_generation needs transformers, which is not installed here: pip install transformers"
         ) from error
-    if is_compiled(model):
+    if is_compiled(model) or is_compiled(getattr(model, "forward", None)):
         raise ArgumentError("export_generation got a compiled model; pass the model that was given to torch.compile")
     if not isinstance(model, PreTrainedModel) or not model.can_generate():
         raise ArgumentError(
