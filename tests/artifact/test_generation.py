@@ -92,6 +92,12 @@ def test_wrong_arguments_are_told_at_once(
         _generated(generator, list(ids) if isinstance(ids, range) else ids, count, stops)
 
 
+@pytest.mark.parametrize("seed", [-1, 1.5, 2**63])
+def test_wrong_seeds(generator: TextGenerator, seed: Any) -> None:
+    with pytest.raises(ArgumentError, match="seed is"):
+        generator.generate([1], 1, Sampling(), seed, None)
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [

@@ -153,6 +153,25 @@ def test_mistakes_in_generation(
     assert error.count("\n") == 1
 
 
+_DECODER = """
+import torch, transformers
+def make():
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=30, n_embd=16, n_layer=1, n_head=2, n_positions=16)
+    return transformers.GPT2LMHeadModel(config).eval(), ()
+"""
+
+
+def test_export_of_a_decoder(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "decoder_for_files.py").write_text(_DECODER)
+    path = tmp_path / "decoder.hybrid"
+    status, told = _run("export", f"{tmp_path / 'decoder_for_files.py'}:make", "-o", path, "--max-length", 16)
+    assert status == 0
+    assert "prefill, decode" in told
+    assert len(list(torch_hybrid_backend.load(path).generate([1, 2], stop_tokens=()))) == 14
+
+
 def test_generate_takes_a_decoder(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _run("generate", file, "--ids", "1")[0] == 1
     assert "export_generation" in capsys.readouterr().err

@@ -114,9 +114,9 @@ class TextGenerator:
             raise ArgumentError(
                 f"stop_tokens is {described(stops)}; it must be a list of token ids, or None for the file's"
             )
-        if seed is not None and not _is_whole(seed):
+        if seed is not None and (not _is_whole(seed) or not 0 <= seed < 2**63):
             raise ArgumentError(
-                f"seed is {seed!r}; it must be a whole number, or None for PyTorch's own random numbers"
+                f"seed is {seed!r}; it must be a whole number from 0 to 2^63 - 1, or None for PyTorch's own random numbers"
             )
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         return self._tokens(
@@ -159,7 +159,7 @@ class TextGenerator:
     def _checked_prompt(self, ids: Any) -> list[int]:
         try:
             given = torch.as_tensor(ids)
-        except failures(TypeError, ValueError, RuntimeError) as error:
+        except failures(TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise ArgumentError(f"ids is {described(ids)}; it must be a list or a tensor of token ids") from error
         if given.dim() == 2 and len(given) == 1:
             given = given[0]

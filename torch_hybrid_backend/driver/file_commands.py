@@ -35,6 +35,12 @@ def add_parsers(commands: Any) -> None:
         "-o", "--output", type=Path, required=True, metavar="FILE", help="the file, such as model.hybrid"
     )
     export.add_argument("--precision", choices=PRECISIONS, help="the setting `precision` (docs/precision.md)")
+    export.add_argument(
+        "--max-length",
+        type=int,
+        metavar="N",
+        help="export a decoder of transformers for `hybrid generate`, with a cache of N positions; the factory's arguments are not used",
+    )
     run = commands.add_parser("run", help="call a model from a file on inputs from files")
     run.add_argument("file", type=Path, help="a file that `hybrid export` wrote")
     run.add_argument(
@@ -116,12 +122,16 @@ def add_parsers(commands: Any) -> None:
 def export(parsed: argparse.Namespace, out: TextIO) -> int:
     """Run `hybrid export`."""
     from torch_hybrid_backend.driver.export import export as export_model  # heavy, so not imported for --help
+    from torch_hybrid_backend.driver.generation import export_generation
 
     factory = Factory(parsed.target)
     options = {} if parsed.precision is None else {"precision": parsed.precision}
     with factory.importable():
         model, args, kwargs = factory.load()()
-        report = export_model(model, tuple(args), parsed.output, kwargs=kwargs, options=options)  # type: ignore[arg-type]
+        if parsed.max_length is not None:
+            report = export_generation(model, parsed.output, max_length=parsed.max_length, options=options)  # type: ignore[arg-type]
+        else:
+            report = export_model(model, tuple(args), parsed.output, kwargs=kwargs, options=options)  # type: ignore[arg-type]
     out.write(f"{report}\n")
     return 0
 
