@@ -37,11 +37,12 @@ struct ArtifactOptions {
   unsigned threads = 1;
 };
 
-// Ed25519, of the manifest's text. Not verified.
+// Ed25519, of the manifest's text, as it lies in the file. Not verified.
 struct Signature {
   std::array<uint8_t, 32> key;
   std::array<uint8_t, 64> signature;
 };
+static_assert(sizeof(Signature) == 96);
 
 class Artifact {
  public:

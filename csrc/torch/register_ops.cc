@@ -37,15 +37,21 @@ namespace {
 
 using Numbers = std::vector<int64_t>;
 
-int64_t PlanNew(std::string description) {
-  return Plans().Add(std::make_shared<Plan>(description));
+// Texts come and go as an address and a size: LibTorch's C interface never frees the strings of a
+// call (torch 2.13).
+std::string TextAt(int64_t address, int64_t size) {
+  return std::string(reinterpret_cast<const char*>(address), static_cast<size_t>(size));
 }
 
-void OpenKernelLibrary(std::string path) { OpenLibrary(path); }
+int64_t PlanNew(int64_t description, int64_t size) {
+  return Plans().Add(std::make_shared<Plan>(TextAt(description, size)));
+}
 
-void UseCudaDriver(std::string path) { UseDriver(path); }
+void OpenKernelLibrary(int64_t path, int64_t size) { OpenLibrary(TextAt(path, size)); }
 
-void OpenDeviceModule(std::string path) { OpenModule(path); }
+void UseCudaDriver(int64_t path, int64_t size) { UseDriver(TextAt(path, size)); }
+
+void OpenDeviceModule(int64_t path, int64_t size) { OpenModule(TextAt(path, size)); }
 
 std::tuple<std::vector<Tensor>, int64_t> PlanRun(int64_t plan, int64_t binding,
                                                  std::vector<Tensor> inputs, bool profiled) {
@@ -84,28 +90,31 @@ int64_t BindingNew(int64_t plan, int64_t guard, Numbers owned_slots, std::vector
                                       owned_slots, std::move(owned), borrowed_slots, borrowed));
 }
 
-int64_t ArtifactOpen(std::string path, bool share, int64_t threads) {
+int64_t ArtifactOpen(int64_t path, int64_t size, bool share, int64_t threads) {
   const ArtifactOptions options{share,
                                 static_cast<unsigned>(std::clamp<int64_t>(threads, 1, 1024))};
-  return Artifacts().Add(Artifact::Open(path, options));
+  return Artifacts().Add(Artifact::Open(TextAt(path, size), options));
 }
 
-std::string ArtifactManifest(int64_t artifact) {
-  return Artifacts().Get(artifact)->manifest_text();
+Numbers Range(const void* begin, size_t size_bytes) {
+  return {reinterpret_cast<int64_t>(begin), static_cast<int64_t>(size_bytes)};
 }
 
-std::string ArtifactSignatures(int64_t artifact) {
-  std::string lines;
-  for (const Signature& signature : Artifacts().Get(artifact)->signatures()) {
-    lines += Hexadecimal(signature.key) + " " + Hexadecimal(signature.signature) + "\n";
-  }
-  return lines;
-}
-
-Numbers ArtifactSegment(int64_t artifact, std::string name) {
+Numbers ArtifactManifest(int64_t artifact) {
   const auto file = Artifacts().Get(artifact);
-  const std::span<uint8_t> bytes = file->SegmentBytes(file->manifest().SegmentNamed(name));
-  return {reinterpret_cast<int64_t>(bytes.data()), static_cast<int64_t>(bytes.size())};
+  return Range(file->manifest_text().data(), file->manifest_text().size());
+}
+
+Numbers ArtifactSignatures(int64_t artifact) {
+  const auto file = Artifacts().Get(artifact);
+  return Range(file->signatures().data(), file->signatures().size() * sizeof(Signature));
+}
+
+Numbers ArtifactSegment(int64_t artifact, int64_t name, int64_t size) {
+  const auto file = Artifacts().Get(artifact);
+  const std::span<uint8_t> bytes =
+      file->SegmentBytes(file->manifest().SegmentNamed(TextAt(name, size)));
+  return Range(bytes.data(), bytes.size());
 }
 
 int64_t ArtifactConstant(int64_t artifact, int64_t number) {
@@ -116,9 +125,9 @@ int64_t ArtifactConstant(int64_t artifact, int64_t number) {
   return reinterpret_cast<int64_t>(file->ConstantAddress(number));
 }
 
-int64_t ArtifactPlan(int64_t artifact, std::string segment) {
+int64_t ArtifactPlan(int64_t artifact, int64_t segment, int64_t size) {
   auto file = Artifacts().Get(artifact);
-  const size_t number = file->manifest().SegmentNamed(segment);
+  const size_t number = file->manifest().SegmentNamed(TextAt(segment, size));
   return Plans().Add(PlanOf(std::move(file), number));
 }
 
@@ -199,10 +208,10 @@ void Boxed(StableIValue* stack, uint64_t arguments, uint64_t results) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY(torch_hybrid_backend, m) {
-  m.def("plan_new(str description) -> int");
-  m.def("open_library(str path) -> ()");
-  m.def("open_module(str path) -> ()");
-  m.def("use_cuda_driver(str path) -> ()");
+  m.def("plan_new(int description, int size) -> int");
+  m.def("open_library(int path, int size) -> ()");
+  m.def("open_module(int path, int size) -> ()");
+  m.def("use_cuda_driver(int path, int size) -> ()");
   m.def(
       "plan_run(int plan, int binding, Tensor[] inputs, bool profiled) -> (Tensor[] outputs, int "
       "status)");
@@ -216,12 +225,12 @@ STABLE_TORCH_LIBRARY(torch_hybrid_backend, m) {
   m.def(
       "binding_new(int plan, int guard, int[] owned_slots, Tensor[] owned, "
       "int[] borrowed_slots, int[] borrowed) -> int");
-  m.def("artifact_open(str path, bool share, int threads) -> int");
-  m.def("artifact_manifest(int artifact) -> str");
-  m.def("artifact_signatures(int artifact) -> str");
-  m.def("artifact_segment(int artifact, str name) -> int[]");
+  m.def("artifact_open(int path, int size, bool share, int threads) -> int");
+  m.def("artifact_manifest(int artifact) -> int[]");
+  m.def("artifact_signatures(int artifact) -> int[]");
+  m.def("artifact_segment(int artifact, int name, int size) -> int[]");
   m.def("artifact_constant(int artifact, int number) -> int");
-  m.def("artifact_plan(int artifact, str segment) -> int");
+  m.def("artifact_plan(int artifact, int segment, int size) -> int");
   m.def("finalizers() -> int[]");
   m.def("give_back_freed_memory() -> ()");
   m.def("huffman_encode(Tensor symbols, Tensor lengths, Tensor(a!) coded) -> ()");

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 import torch_hybrid_backend
-from tests.artifact.exported_for_tests import exported
+from tests.artifact.exported_for_tests import exported, forged, manifest_of
 from torch_hybrid_backend.errors import ArgumentError, ArtifactError, NotExportableError, RefusedValuesError
 
 ROOT = Path(__file__).parents[2]
@@ -293,6 +294,58 @@ def test_threads_call_at_once(tmp_path: Path) -> None:
     assert torch.equal(counter(torch.zeros(2, 3)), torch.full((3,), 160 * 2.0 * 2 + 161))
 
 
+def test_threads_open_and_drop_while_others_call(tmp_path: Path) -> None:
+    """Eight threads on one file, each with models that come and go, and one that all share."""
+    report, shared = exported(_network(), (torch.randn(2, 3, 8, 8),), tmp_path)
+    x = torch.randn(2, 3, 8, 8)
+    expected, wrong = shared(x), []
+
+    def work() -> None:
+        for _ in range(10):
+            own = torch_hybrid_backend.load(report.path)
+            wrong.extend(each for each in (own(x), shared(x)) if not torch.equal(each, expected))
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.fault(
+    "a machine computes the sample call of a `.hybrid` file otherwise",
+    "ArtifactError when the file is opened",
+)
+def test_a_sample_with_other_results_is_an_error(tmp_path: Path) -> None:
+    """A machine that computes otherwise is found when the file is opened, whatever its checksums say."""
+    report, loaded = exported(_network(), (torch.randn(2, 3, 8, 8),), tmp_path)
+    del loaded
+    (number,) = manifest_of(report.path).samples[0].outputs
+    assert number is not None
+    forged(report.path, number, torch.full((2, 10), 3.0))
+    with pytest.raises(ArtifactError, match="the sample call of forward has other results on this machine"):
+        torch_hybrid_backend.load(report.path)
+
+
+@pytest.mark.fault(
+    "a `.hybrid` file with operators of another version of PyTorch",
+    "ArtifactError that names the version",
+)
+def test_operators_are_bound_to_a_version_of_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of kernels alone is not."""
+    sorts, _ = exported(Sorts(), (torch.randn(4, 5),), tmp_path)
+    (tmp_path / "network").mkdir()
+    network, _ = exported(_network(), (torch.randn(2, 3, 8, 8),), tmp_path / "network")
+    written_by = torch.__version__
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    torch_hybrid_backend.load(network.path)
+    with pytest.raises(
+        ArtifactError, match=rf"holds operators of torch {re.escape(written_by)}, and this is torch 2\.99\.0"
+    ):
+        torch_hybrid_backend.load(sorts.path)
+
+
 def test_memory_is_free_when_the_model_is_gone(tmp_path: Path) -> None:
     """A mapping of the file lives as long as tensors of it do."""
     report, loaded = exported(_network(), (torch.randn(2, 3, 8, 8),), tmp_path)
@@ -309,6 +362,27 @@ def test_memory_is_free_when_the_model_is_gone(tmp_path: Path) -> None:
     assert result.shape == (2, 10)
 
 
+@pytest.mark.parametrize("cycles", [500, pytest.param(10_000, marks=pytest.mark.full)])
+def test_models_come_and_go(cycles: int, tmp_path: Path) -> None:
+    """Memory, mappings and descriptors stay as they are, however often a file is opened, called and dropped."""
+    report, _ = exported(_network(), (torch.randn(2, 3, 8, 8),), tmp_path)
+    x = torch.randn(2, 3, 8, 8)
+
+    def cycle(times: int) -> tuple[float, int, int]:
+        for _ in range(times):
+            torch_hybrid_backend.load(report.path)(x)
+        gc.collect()
+        kib = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1024
+        return kib, Path("/proc/self/maps").read_text().count("\n"), len(os.listdir("/proc/self/fd"))
+
+    cycle(200)
+    before = cycle(100)
+    after = cycle(cycles)
+    assert after[0] < before[0] + 1024 + 0.1 * cycles
+    assert after[1] < before[1] + 20
+    assert after[2] == before[2]
+
+
 _ELSEWHERE = """
 import sys
 sys.modules["tvm"] = None
@@ -322,6 +396,10 @@ assert loaded == ["tvm"], loaded
 """
 
 
+@pytest.mark.fault(
+    "no TVM, no linker, no cache and no home where a `.hybrid` file is opened",
+    "nothing",
+)
 def test_another_process_needs_no_compiler(tmp_path: Path) -> None:
     """Without a home, a cache, a linker on the PATH and TVM, the answer is the same bit for bit; no Dynamo is imported."""
     report, loaded = exported(_network(), (torch.randn(2, 3, 8, 8),), tmp_path)

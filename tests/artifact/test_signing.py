@@ -31,6 +31,10 @@ def file(content: bytes, tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.fault(
+    "a `.hybrid` file that no trusted key signed, and keys are given",
+    "ArtifactError",
+)
 def test_one_of_the_keys_must_have_signed(file: Path) -> None:
     """Keys are given as objects or bytes; without keys nobody looks at signatures."""
     first, second, third = (Ed25519PrivateKey.generate() for _ in range(3))

@@ -105,7 +105,7 @@ def test_programs_and_their_files(tmp_path: Path) -> None:
         (nn.ReLU(), torch.ones(2), {}, ArgumentError, "must be a tuple"),
         (torch.compile(nn.ReLU(), backend="hybrid"), (torch.ones(2),), {}, ArgumentError, "compiled model"),
         (_Branches(), (torch.ones(2),), {}, NotExportableError, "torch.export cannot trace _Branches"),
-        (nn.ReLU(), (torch.ones(2),), {"options": {"precison": "bf16"}}, ConfigError, "Did you mean 'precision'"),
+        (nn.ReLU(), (torch.ones(2),), {"options": {"precisio": "bf16"}}, ConfigError, "Did you mean 'precision'"),
         (
             nn.ReLU(),
             (torch.ones(4, 2),),

@@ -9,9 +9,11 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1]
 DOCUMENT = TESTS.parent / "docs" / "faults.md"
 _FIRST = ("test_faults_compiler", "test_faults_cache", "test_faults_engines", "test_faults_process", "test_faults")
-# Those of `tests/reports` follow in the order of their names.
+# Those of `tests/reports` follow the others, in the order of their names.
+_OF_FILES = ("runtime.native.test_artifact", "artifact.test_model", "artifact.test_signing")
 MODULES = (
     *(f"end_to_end.{name}" for name in _FIRST),
+    *_OF_FILES,
     *sorted(f"reports.{path.stem}" for path in (TESTS / "reports").glob("test_*.py")),
 )
 _HEAD = """# Faults
@@ -22,7 +24,7 @@ or a crash.
 - "Nothing": the user notices nothing.
 - "One warning": one warning is logged, and the answer is right. With `HYBRID_STRICT=1` this is an error instead.
 
-This page is generated from the tests in `tests/end_to_end` and `tests/reports` by `python -m tests.end_to_end.fault_table`.
+This page is generated from the tests that are marked as faults by `python -m tests.end_to_end.fault_table`.
 """
 
 

@@ -33,7 +33,7 @@ with torch.no_grad():
 print(torch_hybrid_backend.__file__)
 print({node.engine for node in plan.nodes})
 try:
-    torch.ops.torch_hybrid_backend.plan_new("no plan")
+    torch.ops.torch_hybrid_backend.plan_new(0, 0)
 except RuntimeError as error:
     print("raised:", error)
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import threading
 from pathlib import Path
@@ -325,6 +326,14 @@ def test_the_examples(installed: Path, doubling: Path, tmp_path: Path) -> None:
     run("cmake", "--build", tmp_path)
     assert run(tmp_path / "run_c", doubling) == "y: float32(3)\n"
     assert [float(line) for line in run(tmp_path / "run_cpp", doubling, 3).split()] == pytest.approx([5, 5.4, 5.8])
+
+
+def test_the_page_in_cpp(installed: Path, tmp_path: Path) -> None:
+    """The C++ block of docs/guides/runner.md is compiled."""
+    (block,) = re.findall(r"```cpp\n(.*?)```", (ROOT / "docs/guides/runner.md").read_text(), re.S)
+    include, body = block.split("\n", 1)
+    (tmp_path / "page.cpp").write_text(f"{include}\nint main() {{{body}return logits == nullptr; }}\n")
+    run("g++", "-std=c++17", "-fsyntax-only", f"-I{installed}/include", tmp_path / "page.cpp")
 
 
 class Network(nn.Module):

@@ -1,7 +1,7 @@
 """The manifest of a `.hybrid` file: what its segments hold, and how a call gets from its inputs to its results, as data.
 
-Member by member, docs/hybrid_format.md describes the JSON that `Manifest.to_json` writes. csrc/src/artifact.cc reads and checks it; what
-`Manifest.from_json` is given was checked there.
+Member by member, docs/hybrid_format.md describes the JSON that `Manifest.to_json` writes. csrc/src/manifest.cc reads and checks it;
+`Manifest.from_json` is given what was checked there.
 """
 
 from __future__ import annotations

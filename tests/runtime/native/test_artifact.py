@@ -197,6 +197,10 @@ def test_a_kernel_that_is_missing_is_named(kernels: str, path: Path) -> None:
         Plan.of_artifact(artifact, "plan.forward")
 
 
+@pytest.mark.fault(
+    "a `.hybrid` file is for other processors",
+    "ArtifactError that lists the features that this one lacks; nothing of the file has run",
+)
 def test_the_first_library_for_this_machine_is_taken(kernels: str, path: Path) -> None:
     """Targets are tried in order; where none fits, the error lists what each lacks."""
     library = Path(kernels).read_bytes()
@@ -239,6 +243,10 @@ HEADERS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 }
 
 
+@pytest.mark.fault(
+    "a `.hybrid` file is none, was cut off or changed, or is of a newer format",
+    "ArtifactError that names the file and the cure",
+)
 @pytest.mark.parametrize("case", HEADERS)
 def test_damage_is_named(case: str, path: Path) -> None:
     """Files that are none of ours, were cut off or changed, or are of a newer format: each error says what to do."""
@@ -246,6 +254,10 @@ def test_damage_is_named(case: str, path: Path) -> None:
     refused(path, change(small_file().to_bytes()), said)
 
 
+@pytest.mark.fault(
+    "a flipped bit anywhere in a `.hybrid` file",
+    "ArtifactError",
+)
 def test_every_byte_is_checked(path: Path) -> None:
     """A flipped bit anywhere is an error."""
     content = small_file().to_bytes()
@@ -268,6 +280,10 @@ def test_every_length_is_checked(path: Path) -> None:
             Artifact(path)
 
 
+@pytest.mark.fault(
+    "others may write to a `.hybrid` file that is to be shared",
+    "ArtifactError that names share=False and chmod",
+)
 def test_files_that_others_may_write_to_are_copied_or_refused(path: Path) -> None:
     """Memory that is shared with a file must not change behind the process."""
     written(path, small_file())

@@ -50,6 +50,9 @@ _NAMESPACE = "torch_hybrid_backend"
 # After so many calls a guard has compared every byte where the kernel does not say what was written to (Guard::kCallsPerRound).
 CALLS_PER_ROUND = 256
 
+# Of Ed25519.
+_KEY_BYTES, _SIGNATURE_BYTES = 32, 64
+
 _FREE = ctypes.CFUNCTYPE(None, ctypes.c_int64)
 _CLOSE = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 
@@ -277,13 +280,14 @@ class Artifact:
     @functools.cached_property
     def manifest(self) -> str:
         """The JSON text of the manifest, as its signatures sign it."""
-        return str(self._ops.artifact_manifest(self.handle))
+        return _bytes_at(*self._ops.artifact_manifest(self.handle)).decode()
 
     @property
     def signatures(self) -> list[tuple[bytes, bytes]]:
         """Public keys and signatures (Ed25519) of the manifest. None is verified."""
-        lines = self._ops.artifact_signatures(self.handle).splitlines()
-        return [(bytes.fromhex(key), bytes.fromhex(signature)) for key, signature in map(str.split, lines)]
+        pairs = _bytes_at(*self._ops.artifact_signatures(self.handle))
+        begins = range(0, len(pairs), _KEY_BYTES + _SIGNATURE_BYTES)
+        return [(pairs[b : b + _KEY_BYTES], pairs[b + _KEY_BYTES :][:_SIGNATURE_BYTES]) for b in begins]
 
     def segment(self, name: str) -> tuple[int, int]:
         """The address and the size in bytes of a segment."""
@@ -313,7 +317,7 @@ class Plan:
 
         text = description.text(functools.cache(opened))
         try:
-            handle = ops.plan_new(text)
+            handle = _called(ops.plan_new, text)
         except failures(RuntimeError) as error:
             said = str(error)
             for name, path in paths.items():
@@ -417,16 +421,33 @@ def _not_implemented(*_: object) -> object:
     return NotImplemented
 
 
+def _called(operator: Callable[..., Any], *arguments: Any) -> Any:
+    """Call an operator. Texts become an address and a size: LibTorch's C interface never frees strings that operators are called with (torch
+    2.13), and descriptions of plans are long."""
+    held = [os.fsencode(argument) if isinstance(argument, str) else argument for argument in arguments]
+    flat: list[Any] = []
+    for argument in held:
+        if isinstance(argument, bytes):
+            flat += [ctypes.cast(ctypes.c_char_p(argument), ctypes.c_void_p).value, len(argument)]
+        else:
+            flat.append(argument)
+    return operator(*flat)
+
+
+def _bytes_at(address: int, size: int) -> bytes:
+    return ctypes.string_at(address, size)
+
+
 def _building(operator: Callable[..., Any], *arguments: object) -> Any:
     try:
-        return operator(*arguments)
+        return _called(operator, *arguments)
     except failures(RuntimeError) as error:
         raise _as_hybrid_error(str(error)) from error
 
 
 def _opening(operator: Callable[..., Any], *arguments: object) -> Any:
     try:
-        return operator(*arguments)
+        return _called(operator, *arguments)
     except failures(RuntimeError) as error:
         raise ArtifactError(str(error)) from error
 
