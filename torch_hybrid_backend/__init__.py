@@ -8,6 +8,7 @@ The line needs no import of this package. What the package offers beside it:
     quantize(model, loader)  a module that multiplies integers of 8 bits, for this or any other backend
     compress(model, ...)     a copy with pruned and shared weights; save_compressed, load_compressed: small files of weights
     export(model, args, path)  a compiled model as one file, for other processes and machines
+    export_generation(model, path, max_length=n)  a decoder of transformers as one file, for load(path).generate(ids)
     load(path)               the model from such a file, without tracing or compiling; sign(path, key)
     wait_for_builds()        until nothing is built any more off the call (the setting `background`)
     bisect(model, x)         what in this backend makes a program wrong
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from torch_hybrid_backend.config import Config
     from torch_hybrid_backend.driver.bisection import bisect
     from torch_hybrid_backend.driver.export import export
+    from torch_hybrid_backend.driver.generation import export_generation
     from torch_hybrid_backend.quantization.calibration import Collector
     from torch_hybrid_backend.quantization.quantize import quantize
     from torch_hybrid_backend.runtime.constants import refresh
@@ -48,6 +50,7 @@ _HOMES = {
     "compress": "compression.shared_weights",
     "explain": "backend",
     "export": "driver.export",
+    "export_generation": "driver.generation",
     "load": "artifact.model",
     "load_compressed": "compression.container",
     "quantize": "quantization.quantize",
@@ -65,6 +68,7 @@ __all__ = [
     "compress",
     "explain",
     "export",
+    "export_generation",
     "load",
     "load_compressed",
     "quantize",

@@ -10,6 +10,7 @@
     hybrid export script.py:make -o model.hybrid
     hybrid explain model.hybrid
     hybrid run model.hybrid --input x.npy --bench
+    hybrid generate model.hybrid --tokenizer tokenizer.json --prompt "Once upon a time"
     hybrid inspect model.hybrid
     hybrid sign model.hybrid --key key.pem
     hybrid doctor
@@ -22,7 +23,7 @@
 every kernel into a folder; Triton kernels become files that run alone. `bench` compares a model with other runtimes (docs/bench.md).
 
 `export` writes the compiled model to one file, of which `explain` shows the plan, `run` calls it, and `inspect` shows what is in it
-(docs/guides/ship.md).
+(docs/guides/ship.md). `generate` continues a text with a decoder's file (docs/guides/generation.md).
 
 `doctor` shows the engines that can run in this installation, and what to install for the others. Its exit status is 1 if something is missing
 without which nothing is compiled.

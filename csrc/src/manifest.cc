@@ -231,6 +231,7 @@ class Reader {
       reader.entries_.emplace(made.entries[i].name, i);
     if (made.entries.empty()) Refuse("there is no entry");
     made.samples = each("samples", "sample", &Reader::ReadSample);
+    if (const Json* generation = json.Find("generation")) reader.CheckGeneration(*generation);
     return made;
   }
 
@@ -470,14 +471,47 @@ class Reader {
     });
   }
 
+  size_t EntryOf(const Json& name) const {
+    const auto found = entries_.find(name.AsString());
+    if (found == entries_.end()) Refuse("there is no entry " + Quoted(name.AsString()));
+    return found->second;
+  }
+
+  // For Python, which calls the two entries of a decoder with tensors of its own.
+  void CheckGeneration(const Json& json) const {
+    const int64_t most = Bounded(json["max_length"], kMost, "the max_length of generation");
+    json["stop_tokens"].AsInts();
+    const Entry& prefill = made_.entries[EntryOf(json["prefill"])];
+    const Entry& decode = made_.entries[EntryOf(json["decode"])];
+    const auto is = [](const CallValue& value, std::string_view dtype, std::vector<int64_t> sizes) {
+      return value.tensor && (dtype.empty() || value.tensor->dtype == dtype) &&
+             value.tensor->sizes == sizes;
+    };
+    // Sizes of which the last is read from one entry and must be the other one's, too.
+    const auto last_size = [](const std::vector<CallValue>& values) {
+      const bool has = !values.empty() && values[0].tensor && !values[0].tensor->sizes.empty();
+      return has ? values[0].tensor->sizes.back() : 0;
+    };
+    const int64_t chunk = last_size(prefill.inputs);
+    const int64_t vocabulary = last_size(decode.outputs);
+    const auto& of_prefill = prefill.inputs;
+    const auto& of_decode = decode.inputs;
+    if (chunk < 1 || chunk > most || vocabulary < 1 || of_prefill.size() != 3 ||
+        of_decode.size() != 2 || prefill.outputs.size() != 1 || decode.outputs.size() != 1 ||
+        !is(of_prefill[0], "int64", {1, chunk}) || !is(of_prefill[1], "int64", {chunk}) ||
+        !is(of_prefill[2], "int64", {1}) || !is(of_decode[0], "int64", {1, 1}) ||
+        !is(of_decode[1], "int64", {1}) || !is(prefill.outputs[0], "", {1, vocabulary}) ||
+        !is(decode.outputs[0], "", {1, vocabulary})) {
+      Refuse("the entries of generation take or return something else than a decoder's");
+    }
+  }
+
   Sample ReadSample(const Json& json) const {
-    const std::string& name = json["entry"].AsString();
-    const auto found = entries_.find(name);
-    if (found == entries_.end()) Refuse("there is no entry " + Quoted(name));
-    const Entry& entry = made_.entries[found->second];
+    const size_t number = EntryOf(json["entry"]);
+    const Entry& entry = made_.entries[number];
     const double tolerance = json["tolerance"].AsDouble();
     if (!(tolerance >= 0) || std::isinf(tolerance)) Refuse("its tolerance is no such number");
-    return {found->second, ReadSampled(json["inputs"], "input", entry.inputs),
+    return {number, ReadSampled(json["inputs"], "input", entry.inputs),
             ReadSampled(json["outputs"], "output", entry.outputs), tolerance};
   }
 

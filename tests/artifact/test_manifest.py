@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ from torch_hybrid_backend.artifact.manifest import (
     Constant,
     CopyUpdate,
     Entry,
+    Generation,
     LibraryTarget,
     LiteralForm,
     LiteralResult,
@@ -56,6 +58,9 @@ _MANIFEST = Manifest(
 def test_text_and_back() -> None:
     """Every kind of update, result and form comes back as it was."""
     assert Manifest.from_json(_MANIFEST.to_json()) == _MANIFEST
+    assert "generation" not in _MANIFEST.to_json()
+    decoder = dataclasses.replace(_MANIFEST, generation=Generation("prefill", "decode", 128, (2, 0)))
+    assert Manifest.from_json(decoder.to_json()) == decoder
 
 
 def test_sizes_are_expressions() -> None:

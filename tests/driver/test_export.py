@@ -34,6 +34,73 @@ class _Sorted(nn.Module):
         return torch.sort(x * 2, dim=0)[0]
 
 
+class _Total(nn.Module):
+    """Adds to a buffer, or reads it."""
+
+    def __init__(self, is_viewed: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64))
+        self.register_buffer("total", torch.ones(4, 64))
+        self.first = self.total[0] if is_viewed else None
+
+    def forward(self, x: torch.Tensor, *, is_added: bool = False) -> torch.Tensor:
+        if is_added:
+            self.total.add_(x @ self.weight)
+            return self.total * 2
+        return x @ self.weight + torch.tanh(self.total if self.first is None else self.first)
+
+
+def test_several_entries(tmp_path: Path) -> None:
+    """The file has the weights once; an entry that only reads a buffer sees what another one wrote to it."""
+    model = _Total().eval()
+    x = torch.randn(4, 64)
+    calls = {"read": ((x,), {}), "add": ((x,), {"is_added": True}), "read two": ((x[:1],), {})}
+    report = export(model, calls, tmp_path / "model.hybrid", options=FAST)
+    assert report.entries == ("read", "add", "read two")
+    assert len(report.explanation.plans) == 3
+    loaded, other = load(report.path), load(report.path)
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(loaded(x), model(x))
+            torch.testing.assert_close(
+                loaded.entry("add")(x, is_added=True), model(x, is_added=True), rtol=1e-4, atol=1e-4
+            )
+            torch.testing.assert_close(loaded.entry("read two")(x[:1]), model(x[:1]))
+    assert [state.name for state in loaded._manifest.states] == ["total"]
+    loaded.reset()
+    assert torch.equal(loaded(x), other(x))
+    one = export(model, (x,), tmp_path / "one.hybrid", options=FAST)
+    weights = [
+        sum(segment.size for segment in load(each.path)._manifest.segments if segment.kind == "weights")
+        for each in (report, one)
+    ]
+    assert weights[0] < weights[1] + 64 * 64 * 4
+
+
+@pytest.mark.parametrize(
+    ("model", "args", "given", "error", "said"),
+    [
+        (nn.ReLU(), {"a": (torch.ones(2),)}, {}, ArgumentError, "a tuple for the entry 'a'.*pairs"),
+        (nn.ReLU(), {1: ((torch.ones(2),), {})}, {}, ArgumentError, "for the entry 1"),
+        (nn.ReLU(), {}, {}, ArgumentError, "at least one name"),
+        (nn.ReLU(), {"a": ((torch.ones(2),), {})}, {"kwargs": {}}, ArgumentError, "leave out kwargs"),
+        ("model.pt2", {"a": ((torch.ones(2),), {})}, {}, ArgumentError, "traced from a module"),
+        (
+            _Total(is_viewed=True),
+            {"read": ((torch.ones(1, 64),), {}), "add": ((torch.ones(4, 64),), {"is_added": True})},
+            {},
+            NotExportableError,
+            "another tensor of the model is a view",
+        ),
+    ],
+)
+def test_entries_that_are_none(
+    model: Any, args: Any, given: dict[str, Any], error: type[Exception], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=said):
+        export(model, args, tmp_path / "model.hybrid", **given)
+
+
 def test_programs_and_their_files(tmp_path: Path) -> None:
     """An ExportedProgram and a .pt2 file, on the inputs that they were exported with."""
     model, x = nn.Linear(4, 3).eval(), torch.randn(2, 4)

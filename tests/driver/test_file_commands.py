@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -12,6 +14,8 @@ import pytest
 import torch
 from torch import nn
 
+import torch_hybrid_backend
+from tests.artifact.exported_for_tests import FAST
 from torch_hybrid_backend.cli import main
 
 _SCRIPT = """
@@ -63,6 +67,114 @@ def test_bench(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         torch.set_num_threads(threads)
     assert status == 0
     assert "calls with 1 threads: median" in told
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The file of a small Llama, and a tokenizer of letters and a few pairs."""
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    folder = tmp_path_factory.mktemp("generation")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=290,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator(["the cat and the dog", "the dog and the cat"], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        eos_token_id=1,
+        bos_token_id=0,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    torch_hybrid_backend.export_generation(
+        model, folder / "model.hybrid", max_length=32, prefill_length=8, options=FAST
+    )
+    return folder / "model.hybrid", folder / "tokenizer.json"
+
+
+def test_generate(decoder: tuple[Path, Path]) -> None:
+    """The tokens of `generate`, as ids or as text, and one line with the speed of both parts."""
+    file, tokenizer = decoder
+    loaded = torch_hybrid_backend.load(file)
+    read = importlib.import_module("tokenizers").Tokenizer.from_file(str(tokenizer))
+    prompt = "the cat é"
+    ids = read.encode(prompt).ids
+    expected = list(loaded.generate(ids, 12, temperature=1.0, top_k=50, top_p=0.9, seed=3))
+    sampling = ("--max-new-tokens", 12, "--temperature", 1, "--top-k", 50, "--top-p", 0.9, "--seed", 3)
+    status, told = _run("generate", file, "--ids", ",".join(map(str, ids)), *sampling)
+    assert status == 0
+    lines = told.splitlines()
+    assert lines[0].split() == [str(token) for token in expected]
+    speed = rf"{len(ids)} prompt tokens, [\d.]+ tokens/s; {len(expected)} new tokens, [\d.]+ tokens/s"
+    assert re.fullmatch(speed, lines[1])
+    status, told = _run("generate", file, "--tokenizer", tokenizer, "--prompt", prompt, *sampling)
+    assert status == 0
+    text = told.rpartition("\n")[0].rpartition("\n")[0]
+    assert read.decode(expected).rstrip("\ufffd").startswith(text)
+    assert text
+    status, told = _run("generate", file, "--ids", "5,6", "--max-new-tokens", 1)
+    assert told.endswith("; 1 new tokens\n")
+    greedy = next(loaded.generate([5, 6], 1))
+    for stop in (greedy, read.id_to_token(greedy)):
+        status, told = _run("generate", file, "--ids", "5,6", "--tokenizer", tokenizer, "--stop", stop)
+        assert told.endswith("; 1 new tokens\n")
+    assert "generates text of at most 32 tokens with the prompt; stops behind 1" in _run("inspect", file)[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--prompt", "the"), "--prompt needs --tokenizer"),
+        (("--ids", "1,a"), "--ids is '1,a'"),
+        (("--ids", "1", "--stop", "</s>"), "--stop </s> needs --tokenizer"),
+        (("--ids", "1", "--stop", "xyz", "--tokenizer", "TOKENIZER"), "is no token of the tokenizer"),
+        (("--ids", "1", "--tokenizer", "missing.json"), "no tokenizer.json that can be read"),
+        (("--ids", "1", "--top-k", "5"), "temperature 0 draws none"),
+        (("--ids", "9999"), "the model knows 0 to"),
+    ],
+)
+def test_mistakes_in_generation(
+    arguments: tuple[str, ...], said: str, decoder: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, tokenizer = decoder
+    given = [str(tokenizer) if each == "TOKENIZER" else each for each in arguments]
+    assert _run("generate", file, *given)[0] == 1
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+_DECODER = """
+import torch, transformers
+def make():
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=30, n_embd=16, n_layer=1, n_head=2, n_positions=16)
+    return transformers.GPT2LMHeadModel(config).eval(), ()
+"""
+
+
+def test_export_of_a_decoder(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "decoder_for_files.py").write_text(_DECODER)
+    path = tmp_path / "decoder.hybrid"
+    status, told = _run("export", f"{tmp_path / 'decoder_for_files.py'}:make", "-o", path, "--max-length", 16)
+    assert status == 0
+    assert "prefill, decode" in told
+    assert len(list(torch_hybrid_backend.load(path).generate([1, 2], stop_tokens=()))) == 14
+
+
+def test_generate_takes_a_decoder(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("generate", file, "--ids", "1")[0] == 1
+    assert "export_generation" in capsys.readouterr().err
 
 
 def test_inspect(file: Path) -> None:

@@ -15,10 +15,11 @@ from torch_hybrid_backend.loops.attention_scores import (
     masked,
     scaled,
     simplified,
+    tells_last_key,
     unscaled,
     visible,
 )
-from torch_hybrid_backend.loops.index import Index, index_of
+from torch_hybrid_backend.loops.index import Index, as_index, index_of
 from torch_hybrid_backend.loops.ir import Buffer, Call, Const, Expr, FromIndex, Map
 from torch_hybrid_backend.loops.ops import add, call, cast, const, from_index, literal, mul, sub, where
 
@@ -197,3 +198,28 @@ def test_is_free_of() -> None:
     assert is_free_of(POSITIONS.at((s,)), key)  # type: ignore[arg-type]
     assert is_free_of(POSITIONS.at((s,)), row, {row: index_of(key)})  # type: ignore[arg-type, dict-item]
     assert isinstance(from_index(t), FromIndex)
+
+
+def test_masks_that_tell_the_last_key() -> None:
+    """Those of one query that follow from a position, as choices or as numbers to add; not those that lie in memory, or of several queries."""
+    position, flags = Buffer((1,), "int64", "position"), Buffer((KEYS,), "bool", "flags")
+
+    def mask(rows: int, condition: Callable[[Index], Expr], is_added: bool = False) -> Map:
+        def at(index: tuple[Index, ...]) -> Expr:
+            seen = condition(index[1])
+            return where(seen, ZERO, NOTHING) if is_added else seen
+
+        return Map((rows, KEYS), "float32" if is_added else "bool", at)
+
+    def to_position(t: Index) -> Expr:
+        return call("le", from_index(t), _load(position, as_index(0)))
+
+    def from_position(t: Index) -> Expr:
+        return call("ge", from_index(t), _load(position, as_index(0)))
+
+    assert tells_last_key(mask(1, to_position))
+    assert tells_last_key(mask(1, to_position, is_added=True))
+    assert not tells_last_key(mask(2, to_position))
+    assert not tells_last_key(mask(1, from_position))
+    assert not tells_last_key(mask(1, lambda t: _load(flags, t)))
+    assert not tells_last_key(Buffer((KEYS,), "bool", "row"))

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import torch_hybrid_backend
 from tests.artifact.exported_for_tests import exported
 from tests.runner.hybrid_files import HybridFile, kernel, named, plan, value
 from tests.runner.hybrid_files import tensor as form
@@ -478,3 +479,23 @@ def test_exported_for_many_sizes(runner: Runner, tmp_path: Path) -> None:
         np.testing.assert_array_equal(opened.run(x.numpy())[0], loaded(x).numpy())
     with pytest.raises(RunnerError, match="is 21; the model was exported for 2 to 20"):
         opened.run(np.zeros((21, 3, 8, 8), F32))
+
+
+def test_text_is_generated_as_in_python(runner: Runner, tmp_path: Path) -> None:
+    """Two entries over one cache: a chunk of a prompt, then token by token."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=2, n_positions=32, eos_token_id=1)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    options = {"placement": "estimate", "strict": True}
+    path = tmp_path / "model.hybrid"
+    torch_hybrid_backend.export_generation(model, path, max_length=32, prefill_length=4, options=options)
+    expected = list(torch_hybrid_backend.load(path).generate([5, 6, 7], 20, stop_tokens=()))
+    opened = runner.open(path)
+    ids, positions = np.array([[5, 6, 7, 0]]), np.arange(4)
+    (logits,) = opened.run(ids, positions, np.array([2]), entry="prefill")
+    found = [int(logits.argmax())]
+    for position in range(3, 22):
+        (logits,) = opened.run(np.array([found[-1:]]), np.array([position]), entry="decode")
+        found.append(int(logits.argmax()))
+    assert found == expected

@@ -218,8 +218,20 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
+class Generation:
+    """The parts of a decoder that generates text. `prefill`, `decode`: entries that take several tokens, or one, and return the logits of one.
+    `max_length`: the positions of the cache. `stop_tokens`: tokens that end a text."""
+
+    prefill: str
+    decode: str
+    max_length: int
+    stop_tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
-    """All that a file says of itself. `package`, `torch`: the versions that wrote it. `report`: the segment with the plans as JSON."""
+    """All that a file says of itself. `package`, `torch`: the versions that wrote it. `report`: the segment with the plans as JSON.
+    `generation`: None for what is no decoder."""
 
     package: str
     torch: str
@@ -231,12 +243,15 @@ class Manifest:
     entries: tuple[Entry, ...]
     samples: tuple[Sample, ...]
     report: str
+    generation: Generation | None = None
     format: int = FORMAT
 
     def to_json(self) -> str:
         """The manifest as it stands in a file: equal manifests give equal text."""
         entries = [_entry_to_plain(entry) for entry in self.entries]
         plain = {**_plain(self), "entries": entries}
+        if self.generation is None:
+            del plain["generation"]
         return json.dumps(plain, separators=(",", ":"), ensure_ascii=False)
 
     @staticmethod
@@ -254,6 +269,7 @@ class Manifest:
             entries=tuple(map(_entry_from_plain, plain["entries"])),
             samples=tuple(_made(Sample, each) for each in plain["samples"]),
             report=plain["report"],
+            generation=_made(Generation, plain["generation"]) if plain.get("generation") is not None else None,
         )
 
 

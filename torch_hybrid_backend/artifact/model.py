@@ -7,7 +7,7 @@ import functools
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 
 from torch_hybrid_backend.artifact.calls import finisher
 from torch_hybrid_backend.artifact.functions import functions_from_text
+from torch_hybrid_backend.artifact.generation import Sampling, TextGenerator
 from torch_hybrid_backend.artifact.manifest import (
     CopyUpdate,
     Entry,
@@ -68,7 +69,8 @@ class LoadedModel:
         self._check_torch()
         memory = _Memory(self._artifact, self._manifest)
         self._states = [memory.constant(state.constant).clone() for state in self._manifest.states]
-        lock = threading.RLock()
+        self._memory = memory
+        self._lock = lock = threading.RLock()
         try:
             self._entries = {
                 entry.name: LoadedEntry(entry, number, path, self._artifact, memory, self._states, lock)
@@ -82,6 +84,14 @@ class LoadedModel:
         self._default = self._entries[self._manifest.entries[0].name]
         for sample in self._manifest.samples:
             self._check_sample(sample, memory)
+        settings = self._manifest.generation
+        self._generator = (
+            None
+            if settings is None
+            else TextGenerator(
+                settings, self._entries[settings.prefill], self._entries[settings.decode], lock, self.reset
+            )
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the first entry."""
@@ -104,6 +114,42 @@ class LoadedModel:
         if name is not None:
             self.entry(name)
         return self._default if name is None else self._entries[name]
+
+    def reset(self) -> None:
+        """Set the states, such as a KV cache, back to what they are in the file."""
+        with self._lock, torch.no_grad():
+            for state, tensor in zip(self._manifest.states, self._states, strict=True):
+                tensor.copy_(self._memory.constant(state.constant))
+
+    def generate(
+        self,
+        ids: Sequence[int] | torch.Tensor,
+        max_new_tokens: int | None = None,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        stop_tokens: Sequence[int] | None = None,
+    ) -> Iterator[int]:
+        """Iterate over the tokens that follow a prompt, in a file of `export_generation`.
+
+        ids: the prompt, (n,) or (1, n). max_new_tokens: None fills the file's `max_length`. temperature: 0 takes the likeliest token each time;
+        above 0, tokens are drawn from the `top_k` likeliest ones, and from the likeliest ones that together have the probability `top_p`.
+        seed: None draws from PyTorch's default generator (`torch.manual_seed`). stop_tokens: the first of them is the last token that is
+        returned; None for the model's own, () for none. Every generation begins with an empty cache; the model's next generation ends it.
+
+        Raises ArgumentError for arguments that are none, and for a file without generation.
+
+            for token in model.generate(tokenizer.encode("Once upon a time").ids, 100, temperature=0.8, top_p=0.9):
+                print(tokenizer.decode([token]), end="", flush=True)
+        """
+        if self._generator is None:
+            raise ArgumentError(
+                f"{self._path} is no decoder that generates text: write it by torch_hybrid_backend.export_generation"
+            )
+        sampling = Sampling(temperature, top_k, top_p)
+        return self._generator.generate(ids, max_new_tokens, sampling, seed, stop_tokens)
 
     def explain(self) -> Explanation:
         """The plans that the file was written with, as `torch_hybrid_backend.explain` tells them."""
@@ -214,7 +260,6 @@ class LoadedEntry:
         self._in_spec = structure_from_text(entry.structure.inputs)
         self._out_spec = structure_from_text(entry.structure.outputs, of_results=True)
         self._arguments = len(entry.inputs)
-        used = {update.target for update in entry.updates}
         origins = {*entry.sources, *(origin for origin in _origins(entry) if origin[0] in ("constant", "state"))}
         self._fixed: dict[Origin, torch.Tensor] = {
             origin: states[origin[1]] if origin[0] == "state" else memory.constant(origin[1])
@@ -224,7 +269,7 @@ class LoadedEntry:
         self._sources = [
             (number, None) if kind == "input" else (0, self._fixed[kind, number]) for kind, number in entry.sources
         ]
-        self._lock: Any = lock if any(kind == "state" for kind, _ in used) else nullcontext()
+        self._lock: Any = lock if any(kind == "state" for kind, _ in origins) else nullcontext()
         self._needs_no_grad = bool(functions) or bool(entry.updates)
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

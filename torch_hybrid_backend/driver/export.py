@@ -9,6 +9,8 @@ artifact          -> the plan, one library of its kernels, packed weights, a rep
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ from torch_hybrid_backend.artifact.manifest import (
     CopyUpdate,
     Entry,
     Form,
+    Generation,
     LibraryTarget,
     Limit,
     LiteralForm,
@@ -108,9 +111,13 @@ class ExportReport:
         return f"{self.path}: {self.size_bytes / 1e6:.1f} MB, {', '.join(self.entries)}\n{needs}\n{sizes}\n{self.explanation}"
 
 
+# Positional and keyword arguments of a call.
+Call = tuple[Sequence[Any], Mapping[str, Any]]
+
+
 def export(
     model: torch.nn.Module | torch.export.ExportedProgram | str | os.PathLike[str],
-    args: Sequence[Any] | None,
+    args: Sequence[Any] | Mapping[str, Call] | None,
     path: str | os.PathLike[str],
     *,
     kwargs: Mapping[str, Any] | None = None,
@@ -125,39 +132,63 @@ def export(
     weights are stored in the form that kernels read. Regions stay with kernels even where an operator of PyTorch's would be faster, so that the
     file needs no PyTorch. Under `dynamic_shapes` the file serves all sizes in their ranges; the sizes that it serves are in the report.
 
+    A module that is called with several sets of sizes becomes one file with an entry for each: `args` is then a dict from the name of an entry
+    to the (args, kwargs) of its call. Entries share the weights, and the buffers that calls change. `load(path).entry(name)` calls one.
+
     Raises ArgumentError for what cannot be exported at all, NotExportableError for a model that no file can hold, ConfigError for settings, and
     OSError where the file cannot be written.
 
         report = torch_hybrid_backend.export(model.eval(), (torch.randn(1, 3, 224, 224),), "resnet50.hybrid")
     """
-    path = _checked(Path(path))
+    path = check_path(Path(path))
     config = Config.from_env(os.environ).with_options(options, None)
+    calls = _calls(model, args, kwargs)
+    programs = {entry: _program(model, *call, dynamic_shapes) for entry, call in calls.items()}
+    examples = {entry: _example(programs[entry], *call) for entry, call in calls.items()}
+    return write_programs(model, programs, examples, path, config)
+
+
+def write_programs(
+    model: object,
+    programs: Mapping[str, torch.export.ExportedProgram],
+    calls: Mapping[str, Call],
+    path: Path,
+    config: Config,
+    generation: Generation | None = None,
+) -> ExportReport:
+    """Compile programs of one model, each on a call of it, and write them to a file as entries. `generation`: what those of a decoder are."""
     config = with_instructions(dataclasses.replace(config, background=False, prefer_kernels=True))
-    program = _program(model, args, kwargs, dynamic_shapes)
-    example_args, example_kwargs = _example(program, args, kwargs)
     name = type(model).__name__ if isinstance(model, torch.nn.Module) else "Model"
     session = open_session(config)
     ready = Ready(name, config)
+    plans: dict[str, Plan] = {}
     with ready.working():
         with Progress("tracing"):
             keep_ops = frozenset[OpOverload]().union(*(engine.keep_ops for engine in session.engines))
-            graph = capture_exported(program, keep_ops)
-        flat, _ = tree_flatten((tuple(example_args), dict(example_kwargs)))
-        inputs = [tensor for _, tensor in graph.tensors] + [
-            flat[position].detach().clone() for position in graph.arguments
-        ]
-        plans: list[Plan] = []
-        compiled = HybridGraph(graph.captured, session, config, ready.telling(plans.append), name)
-        with torch.no_grad():
-            outputs = compiled(list(inputs))
-        about = about_call(model, example_args, example_kwargs) if callable(model) else {"model": name}
-        exporter = _Exporter(session, name)
-        exporter.add(ENTRY, program, graph, compiled, inputs, outputs, flat)
+            graphs = {entry: capture_exported(program, keep_ops) for entry, program in programs.items()}
+        changed = _changed(list(graphs.values()))
+        exporter = _Exporter(session, name, changed)
+        for entry, captured in graphs.items():
+            graph = _without_static(captured, changed)
+            args, kwargs = calls[entry]
+            flat, _ = tree_flatten((tuple(args), dict(kwargs)))
+            inputs = [tensor for _, tensor in graph.tensors] + [
+                flat[position].detach().clone() for position in graph.arguments
+            ]
+            tell = ready.telling(functools.partial(operator.setitem, plans, entry))
+            title = name if len(graphs) == 1 else f"{name}.{entry}"
+            compiled = HybridGraph(graph.captured, session, config, tell, title)
+            with torch.no_grad():
+                outputs = compiled(list(inputs))
+            exporter.add(entry, programs[entry], graph, compiled, inputs, outputs, flat)
+        first = next(iter(calls.values()))
+        about = about_call(model, *first) if callable(model) else {"model": name}
         with Progress("writing"):
-            return exporter.written(path, Explanation(tuple(plans[-1:]), about=about))
+            return exporter.written(path, Explanation(tuple(plans.values()), about=about), generation)
 
 
-def _checked(path: Path) -> Path:
+def check_path(path: Path) -> Path:
+    """The path of a file to be written. Raises ArgumentError where none can be."""
     if path.is_dir():
         raise ArgumentError(
             f"cannot write {path}: it is a folder; give the name of a file in it, such as {path / 'model.hybrid'}"
@@ -165,6 +196,31 @@ def _checked(path: Path) -> Path:
     if not path.parent.is_dir():
         raise ArgumentError(f"cannot write {path}: there is no folder {path.parent}; make it first")
     return path
+
+
+def _calls(model: Any, args: Any, kwargs: Any) -> dict[str, tuple[Any, Any]]:
+    """The arguments of each entry."""
+    if not isinstance(args, Mapping):
+        return {ENTRY: (args, kwargs)}
+    if isinstance(model, torch.export.ExportedProgram | str | os.PathLike):
+        raise ArgumentError("several entries are traced from a module; an exported program is one entry")
+    for entry, call in args.items():
+        if not (
+            isinstance(entry, str)
+            and isinstance(call, tuple | list)
+            and len(call) == 2
+            and isinstance(call[0], tuple | list)
+            and isinstance(call[1], Mapping)
+        ):
+            raise ArgumentError(
+                f"export got {described(call)} for the entry {entry!r}; args of several entries is a dict of names and pairs: "
+                "{'decode': ((ids, positions), {})}, of a tuple of positional arguments and a dict of keyword arguments"
+            )
+    if not args or kwargs is not None:
+        raise ArgumentError(
+            "args of several entries is a dict of at least one name, and has their keyword arguments in it: leave out kwargs"
+        )
+    return dict(args)
 
 
 def _program(model: Any, args: Any, kwargs: Any, dynamic_shapes: Any) -> torch.export.ExportedProgram:
@@ -185,6 +241,13 @@ def _program(model: Any, args: Any, kwargs: Any, dynamic_shapes: Any) -> torch.e
         raise ArgumentError(
             f"export got {described(args)} as args; it must be a tuple of positional arguments, () if there are none"
         )
+    return exported_program(model, args, kwargs, dynamic_shapes)
+
+
+def exported_program(
+    model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None, dynamic_shapes: Any = None
+) -> torch.export.ExportedProgram:
+    """`torch.export.export` of a module. Raises NotExportableError for what it cannot trace."""
     with torch.no_grad():
         try:
             return torch.export.export(
@@ -197,27 +260,64 @@ def _program(model: Any, args: Any, kwargs: Any, dynamic_shapes: Any) -> torch.e
             ) from error
 
 
-def _example(program: torch.export.ExportedProgram, args: Any, kwargs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+def _example(program: torch.export.ExportedProgram, args: Any, kwargs: Any) -> Call:
     """The call that the program is compiled on."""
     if args is not None:
         return args, kwargs or {}
     if program.example_inputs is None:
         raise ArgumentError("the exported program has no example inputs; pass args and kwargs of a call")
-    example_args, example_kwargs = program.example_inputs
-    return example_args, example_kwargs
+    example: Call = program.example_inputs
+    return example
+
+
+# Tells tensors of a model apart: those of two programs are one if their memory is.
+_Key = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
+
+
+def _key(tensor: torch.Tensor) -> _Key:
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def _changed(graphs: Sequence[ExportedGraph]) -> frozenset[_Key]:
+    """The tensors of the model that calls change. Raises NotExportableError where another tensor of the model shares memory with one."""
+    tensors = [tensor for graph in graphs for _, tensor in graph.tensors if tensor.numel()]
+    changed = {
+        _key(graph.tensors[update.position][1]): graph.tensors[update.position]
+        for graph in graphs
+        for update in graph.updates
+        if update.position < len(graph.tensors)
+    }
+    for key, (name, state) in changed.items():
+        memory = state.untyped_storage().data_ptr()
+        if any(each.untyped_storage().data_ptr() == memory and _key(each) != key for each in tensors):
+            raise NotExportableError(
+                f"calls change {name}, and another tensor of the model is a view of its memory: copy one"
+            )
+    return frozenset(changed)
+
+
+def _without_static(graph: ExportedGraph, changed: frozenset[_Key]) -> ExportedGraph:
+    """The graph; what other entries change is not folded into it."""
+    placeholders = graph.captured.graph_module.graph.find_nodes(op="placeholder")
+    states = {
+        node.name for node, (_, tensor) in zip(placeholders, graph.tensors, strict=False) if _key(tensor) in changed
+    }
+    captured = dataclasses.replace(graph.captured, static_inputs=graph.captured.static_inputs - states)
+    return dataclasses.replace(graph, captured=captured)
 
 
 class _Exporter:
     """Collects the entries of one file. Tensors that entries share are written once, and states that they share are one."""
 
-    def __init__(self, session: Session, model: str) -> None:
+    def __init__(self, session: Session, model: str, changed: frozenset[_Key]) -> None:
         self._session = session
         self._model = model
+        self._changed = changed
         self._writer = Writer()
         self._libraries: dict[str, None] = {}
         self._engines: set[str] = set()
         self._tensors: dict[int, torch.Tensor] = {}  # of constants, by number
-        self._states: dict[int, State] = {}  # by the address of the tensor that it begins as
+        self._states: dict[_Key, State] = {}  # by the tensor that it begins as
         self._state_tensors: list[torch.Tensor] = []
         self._entries: list[Entry] = []
         self._samples: list[Sample] = []
@@ -278,7 +378,7 @@ class _Exporter:
         self._entries.append(dataclasses.replace(entry, outputs=forms, symbols=symbols, limits=_of_several(limits)))
         self._samples.append(self._sample(entry, flat, results))
 
-    def written(self, path: Path, explanation: Explanation) -> ExportReport:
+    def written(self, path: Path, explanation: Explanation, generation: Generation | None) -> ExportReport:
         """Write the file."""
         targets: tuple[LibraryTarget, ...] = ()
         if self._libraries:
@@ -299,6 +399,7 @@ class _Exporter:
                 entries=tuple(self._entries),
                 samples=tuple(self._samples),
                 report="report",
+                generation=generation,
             )
 
         size_bytes = self._writer.write(path, manifest)
@@ -335,13 +436,12 @@ class _Exporter:
 
     def _origins(self, graph: ExportedGraph, saved: SavedPlan) -> Any:
         """Function that gives the origin of a graph's input or output, or of a tensor that stays the same."""
-        changed = {update.position for update in graph.updates}
 
         def of_input(position: int) -> Origin:
             if position >= len(graph.tensors):
                 return "input", graph.arguments[position - len(graph.tensors)]
             name, tensor = graph.tensors[position]
-            return ("state", self._state(name, tensor)) if position in changed else self._constant(tensor)
+            return ("state", self._state(name, tensor)) if _key(tensor) in self._changed else self._constant(tensor)
 
         def origin(of: object) -> Origin:
             match of:
@@ -363,7 +463,7 @@ class _Exporter:
 
     def _state(self, name: str, tensor: torch.Tensor) -> int:
         """The number of the state that begins as a tensor."""
-        key = tensor.data_ptr()
+        key = _key(tensor)
         if key not in self._states:
             self._states[key] = State(name, self._writer.add_tensor(tensor))
             self._state_tensors.append(tensor)

@@ -1,4 +1,4 @@
-"""The subcommands of `hybrid` about `.hybrid` files: export, run, inspect, sign. Part of the wiring."""
+"""The subcommands of `hybrid` about `.hybrid` files: export, run, generate, inspect, sign. Part of the wiring."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -35,6 +35,12 @@ def add_parsers(commands: Any) -> None:
         "-o", "--output", type=Path, required=True, metavar="FILE", help="the file, such as model.hybrid"
     )
     export.add_argument("--precision", choices=PRECISIONS, help="the setting `precision` (docs/precision.md)")
+    export.add_argument(
+        "--max-length",
+        type=int,
+        metavar="N",
+        help="export a decoder of transformers for `hybrid generate`, with a cache of N positions; the factory's arguments are not used",
+    )
     run = commands.add_parser("run", help="call a model from a file on inputs from files")
     run.add_argument("file", type=Path, help="a file that `hybrid export` wrote")
     run.add_argument(
@@ -51,6 +57,50 @@ def add_parsers(commands: Any) -> None:
     run.add_argument("--threads", type=int, metavar="N", help="threads of the kernels; PyTorch's number by default")
     run.add_argument("--bench", action="store_true", help=f"call for {_BENCH_S:.0f} seconds and show the times")
     run.add_argument(
+        "--key", type=Path, action="append", metavar="PEM", help="a public key, one of which must have signed the file"
+    )
+    generate = commands.add_parser(
+        "generate",
+        help="continue a text with a decoder from a file, and show how many tokens a second it reads and writes",
+    )
+    generate.add_argument("file", type=Path, help="a file that torch_hybrid_backend.export_generation wrote")
+    generate.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="FILE",
+        help="the model's tokenizer.json; without it, --ids are continued, and ids are shown",
+    )
+    prompt = generate.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue; needs --tokenizer")
+    prompt.add_argument("--ids", metavar="IDS", help="the tokens to continue, such as 1,2,3")
+    generate.add_argument(
+        "--max-new-tokens",
+        type=int,
+        metavar="N",
+        help="the most new tokens; by default as many as the file has room for",
+    )
+    generate.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="0, the default, takes the likeliest token each time; above 0, tokens are drawn",
+    )
+    generate.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")
+    generate.add_argument(
+        "--top-p", type=float, metavar="P", help="draw from the likeliest tokens that together have the probability P"
+    )
+    generate.add_argument("--seed", type=int, metavar="N", help="draw the same tokens each time")
+    generate.add_argument(
+        "--stop",
+        action="append",
+        metavar="TOKEN",
+        help="end behind this token: an id, or with --tokenizer a token's text such as '</s>'; by default the model's own",
+    )
+    generate.add_argument(
+        "--threads", type=int, metavar="N", help="threads of the kernels; PyTorch's number by default"
+    )
+    generate.add_argument(
         "--key", type=Path, action="append", metavar="PEM", help="a public key, one of which must have signed the file"
     )
     inspect = commands.add_parser(
@@ -72,22 +122,23 @@ def add_parsers(commands: Any) -> None:
 def export(parsed: argparse.Namespace, out: TextIO) -> int:
     """Run `hybrid export`."""
     from torch_hybrid_backend.driver.export import export as export_model  # heavy, so not imported for --help
+    from torch_hybrid_backend.driver.generation import export_generation
 
     factory = Factory(parsed.target)
     options = {} if parsed.precision is None else {"precision": parsed.precision}
     with factory.importable():
         model, args, kwargs = factory.load()()
-        report = export_model(model, tuple(args), parsed.output, kwargs=kwargs, options=options)  # type: ignore[arg-type]
+        if parsed.max_length is not None:
+            report = export_generation(model, parsed.output, max_length=parsed.max_length, options=options)  # type: ignore[arg-type]
+        else:
+            report = export_model(model, tuple(args), parsed.output, kwargs=kwargs, options=options)  # type: ignore[arg-type]
     out.write(f"{report}\n")
     return 0
 
 
 def run(parsed: argparse.Namespace, out: TextIO) -> int:
     """Run `hybrid run`."""
-    if parsed.threads is not None:
-        if parsed.threads < 1:
-            raise ArgumentError(f"--threads is {parsed.threads}; it must be a whole number, at least 1")
-        torch.set_num_threads(parsed.threads)
+    _set_threads(parsed.threads)
     start = time.perf_counter()
     model = load(parsed.file, keys=parsed.key)
     opened_s = time.perf_counter() - start
@@ -106,6 +157,35 @@ def run(parsed: argparse.Namespace, out: TextIO) -> int:
             f"opened in {time_in_words(opened_s * 1e6)}; {len(times)} calls with {torch.get_num_threads()} threads: median "
             f"{time_in_words(median * 1e6)}, fastest {time_in_words(low * 1e6)}\n"
         )
+    return 0
+
+
+def generate(parsed: argparse.Namespace, out: TextIO) -> int:
+    """Run `hybrid generate`."""
+    _set_threads(parsed.threads)
+    tokenizer = None if parsed.tokenizer is None else _tokenizer(parsed.tokenizer)
+    ids = _prompt_ids(parsed, tokenizer)
+    stops = None if parsed.stop is None else [_stop_id(each, tokenizer) for each in parsed.stop]
+    model = load(parsed.file, keys=parsed.key)
+    tokens = model.generate(
+        ids,
+        parsed.max_new_tokens,
+        temperature=parsed.temperature,
+        top_k=parsed.top_k,
+        top_p=parsed.top_p,
+        seed=parsed.seed,
+        stop_tokens=stops,
+    )
+    in_words = _token_in_words(tokenizer)
+    times = [time.perf_counter()]
+    for token in tokens:
+        times.append(time.perf_counter())
+        out.write(in_words(token))
+        out.flush()
+    read_s, write_s = times[1] - times[0], times[-1] - times[1]
+    told = f"\n{len(ids)} prompt tokens, {len(ids) / read_s:.1f} tokens/s; {len(times) - 1} new tokens"
+    # The first new token comes out of the prompt.
+    out.write(told + (f", {(len(times) - 2) / write_s:.1f} tokens/s\n" if len(times) > 2 else "\n"))
     return 0
 
 
@@ -128,6 +208,9 @@ def inspect(parsed: argparse.Namespace, out: TextIO) -> int:
         if entry.needs_torch:
             lines.append("  calls operators of PyTorch's")
     lines += [f"state: {state.name}, {_bytes(manifest, state.constant)}" for state in manifest.states]
+    if (text := manifest.generation) is not None:
+        stops = f"stops behind {', '.join(map(str, text.stop_tokens))}" if text.stop_tokens else "has no stop tokens"
+        lines.append(f"generates text of at most {text.max_length} tokens with the prompt; {stops}")
     sizes: dict[str, int] = {}
     for segment in manifest.segments:
         sizes[segment.kind] = sizes.get(segment.kind, 0) + segment.size
@@ -143,6 +226,62 @@ def sign(parsed: argparse.Namespace, out: TextIO) -> int:
     """Run `hybrid sign`."""
     out.write(f"signed by {sign_file(parsed.file, parsed.key).hex()}\n")
     return 0
+
+
+def _set_threads(count: int | None) -> None:
+    if count is not None:
+        if count < 1:
+            raise ArgumentError(f"--threads is {count}; it must be a whole number, at least 1")
+        torch.set_num_threads(count)
+
+
+def _tokenizer(path: Path) -> Any:
+    try:
+        from tokenizers import Tokenizer
+    except ModuleNotFoundError as error:
+        raise ArgumentError(
+            "--tokenizer needs the package tokenizers: pip install tokenizers; or give --ids"
+        ) from error
+    try:
+        return Tokenizer.from_file(str(path))
+    except failures(Exception) as error:  # tokenizers raises Exception itself
+        raise ArgumentError(f"--tokenizer {path} is no tokenizer.json that can be read: {error}") from error
+
+
+def _prompt_ids(parsed: argparse.Namespace, tokenizer: Any) -> list[int]:
+    if parsed.prompt is not None:
+        if tokenizer is None:
+            raise ArgumentError("--prompt needs --tokenizer, the tokenizer.json of the model; or give --ids")
+        ids: list[int] = tokenizer.encode(parsed.prompt).ids
+        return ids
+    try:
+        return [int(each) for each in parsed.ids.split(",")]
+    except ValueError as error:
+        raise ArgumentError(
+            f"--ids is {parsed.ids!r}; it must be whole numbers with commas between them, such as 1,2,3"
+        ) from error
+
+
+def _stop_id(given: str, tokenizer: Any) -> int:
+    if given.isdecimal():
+        return int(given)
+    found: int | None = None if tokenizer is None else tokenizer.token_to_id(given)
+    if found is None:
+        known = "needs --tokenizer" if tokenizer is None else "is no token of the tokenizer"
+        raise ArgumentError(
+            f"--stop {given} {known}; give the id of a token, or the text of one token of the vocabulary"
+        )
+    return found
+
+
+def _token_in_words(tokenizer: Any) -> Callable[[int], str]:
+    """Function that takes each new token and returns the text that can be shown since: of some letters only the last token makes a text."""
+    if tokenizer is None:
+        return lambda token: f"{token} "
+    from tokenizers.decoders import DecodeStream
+
+    stream = DecodeStream(skip_special_tokens=True)
+    return lambda token: stream.step(tokenizer, token) or ""
 
 
 def _inputs(entry: Entry, sample: Sequence[Any], given: Sequence[str]) -> list[Any]:
@@ -206,4 +345,4 @@ def _times(call: Any) -> list[float]:
     return times
 
 
-RUN: Mapping[str, Any] = {"export": export, "run": run, "inspect": inspect, "sign": sign}
+RUN: Mapping[str, Any] = {"export": export, "run": run, "generate": generate, "inspect": inspect, "sign": sign}

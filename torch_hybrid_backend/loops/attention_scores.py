@@ -21,6 +21,7 @@ from torch_hybrid_backend.loops.ir import (
     FromIndex,
     Load,
     Value,
+    domain_vars,
     indices,
     parts,
 )
@@ -46,6 +47,18 @@ _MASK_CALLS = (
 def is_cheap_mask(expr: Expr) -> bool:
     """True if a mask costs less to compute than to read: a few operations, those of indices included."""
     return sum(isinstance(e, Call) for e in parts([expr], within_indices=True)) <= _MASK_CALLS
+
+
+def tells_last_key(mask: Value) -> bool:
+    """True if a mask, (*lead, S, T), is of one query and bounds the keys that this one sees."""
+    index = domain_vars(mask.shape)
+    if len(index) < 2 or mask.shape[-2] != 1 or not index[-1].terms:
+        return False
+    key = index[-1].terms[0][0]
+    expr = mask.at(index)
+    if expr.dtype == "bool":
+        expr = where(expr, literal(0.0, "float32"), literal(-math.inf, "float32"))
+    return isinstance(key, LoopVar) and is_cheap_mask(expr) and bool(visible(expr, key).bounds.highs)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

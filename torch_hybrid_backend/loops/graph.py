@@ -25,7 +25,7 @@ import torch.fx
 
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import dim
-from torch_hybrid_backend.loops.attention_scores import is_cheap_mask
+from torch_hybrid_backend.loops.attention_scores import is_cheap_mask, tells_last_key
 from torch_hybrid_backend.loops.cache_updates import is_cache_update
 from torch_hybrid_backend.loops.index import Index, LoopVar, contiguous_strides, linear
 from torch_hybrid_backend.loops.integer_products import integer_product
@@ -392,7 +392,9 @@ class _Lowerer:
         if node.target in _CONCATENATIONS:
             self._concatenated.add(value)
         readers = _readers(node)
-        if self._policy.gathers_in_attention and is_cheap_mask(expr):
+        if (self._policy.gathers_in_attention and is_cheap_mask(expr)) or (
+            self._policy.skips_keys and tells_last_key(value)
+        ):
             # Every attention computes its mask where it needs it: what can be seen is derived from the expression.
             readers = [reader for reader in readers if not _is_mask(reader, node)]
         if (

@@ -56,7 +56,8 @@ class FusionPolicy:
     `channel_block`: a convolution reads some channels of what another one writes in place where they begin at a multiple of it; else they are
     copied.
     `gathers_in_attention`: attention reads keys and values where an index says, and computes its mask as it needs it, though others need the
-    same one. `updates_in_attention`: it reads a cache of keys or values and what is new in it (`loops.cache_updates`), not a copy of both.
+    same one. `skips_keys`: of one query, attention computes a mask that tells the last visible key, and leaves out the keys behind it.
+    `updates_in_attention`: it reads a cache of keys or values and what is new in it (`loops.cache_updates`), not a copy of both.
     `abilities`: what the kernels can do.
     """
 
@@ -70,5 +71,6 @@ class FusionPolicy:
     small_elements: int
     channel_block: int
     gathers_in_attention: bool = False
+    skips_keys: bool = False
     updates_in_attention: bool = False
     abilities: Abilities = COMMON

@@ -333,6 +333,11 @@ def of_sample(**members: Any) -> Edit:
     return lambda manifest: manifest["samples"][0].update(members)
 
 
+def generation(**members: Any) -> Edit:
+    whole = {"prefill": "forward", "decode": "forward", "max_length": 8, "stop_tokens": []}
+    return lambda manifest: manifest.update(generation=whole | members)
+
+
 def rows(dim: int, index: Any, source: Any) -> Edit:
     return of_entry(updates=[["rows", ["state", 0], dim, index, source]])
 
@@ -433,6 +438,10 @@ MANIFESTS: dict[str, tuple[Edit, str]] = {
     "sample of a value": (of_sample(inputs=[0, 0]), "must be null, and only"),
     "sample's sizes": (of_sample(inputs=[2, None]), "constant 2 has another dtype or other sizes"),
     "tolerance": (of_sample(tolerance=-1), "tolerance is no"),
+    "generation": (generation(stop_tokens="2"), "another type than a list"),
+    "generation's length": (generation(max_length=-1), "the max_length of generation is -1"),
+    "generation's entry": (generation(decode="gone"), "there is no entry .gone."),
+    "generation's entries": (generation(), "something else than a decoder's"),
     "no tolerance": (of_sample(tolerance=float("nan")), "tolerance is no"),
 }
 

@@ -13,6 +13,7 @@ POLICY = FusionPolicy(
     min_rows=8,  # fewer leave cores idle when a whole row belongs to one task
     small_elements=16_384,  # not worth a second kernel
     channel_block=MAX_CHANNELS_TOGETHER,
+    skips_keys=True,
     updates_in_attention=True,
     abilities=Abilities(integer_products=True, flags=True),
 )

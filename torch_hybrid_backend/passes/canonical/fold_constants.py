@@ -20,7 +20,12 @@ from torch_hybrid_backend.torch_private import OpOverload, unset_fake_temporaril
 aten = torch.ops.aten
 
 # Values that a loop computes from its indices at no cost. Reading a buffer would cost more.
-FREE = frozenset({aten.full.default, aten.full_like.default, aten.scalar_tensor.default, aten.arange.start_step})
+FREE = frozenset(
+    {
+        *(aten.full.default, aten.full_like.default, aten.scalar_tensor.default),
+        *(aten.arange.default, aten.arange.start, aten.arange.start_step),
+    }
+)
 # Operators whose results have undefined contents: two evaluations may differ.
 UNDEFINED = frozenset(
     {aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.empty_permuted.default}

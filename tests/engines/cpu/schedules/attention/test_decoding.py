@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
 
-from tests.engines.cpu.schedule_runner import HOST, NARROW, printer_of
+from tests.engines.cpu.schedule_runner import HOST, NARROW, printer_of, run_kernel
 from tests.engines.cpu.schedules.attention.attention_for_tests import check, make
+from torch_hybrid_backend.engines.cpu.schedules.attention import rules
 from torch_hybrid_backend.engines.cpu.schedules.attention.decoding import DecodingAttention
 from torch_hybrid_backend.engines.cpu.target import Target
+from torch_hybrid_backend.loops import ops
+from torch_hybrid_backend.loops.index import as_index, index_of
+from torch_hybrid_backend.loops.ir import Buffer
+from torch_hybrid_backend.loops.kernels import Argument
+from torch_hybrid_backend.loops.layout import contiguous
 
 
 @pytest.mark.parametrize("target", [HOST, NARROW], ids=["host", "narrow"])
@@ -39,6 +46,28 @@ def test_few_queries_masked() -> None:
     check((2, 3, 1, 1100, 32, 32), mask=mask)
     check((1, 2, 4, 40, 16, 16), causal=True)
     check((1, 2, 2, 40, 16, 16), dtype="bfloat16")
+
+
+@pytest.mark.parametrize("shared", [1, 2])
+@pytest.mark.parametrize("last", [-1, 0, 31, 32, 599, 1099, 5000])
+def test_keys_behind_the_last_visible_one_are_not_read(last: int, shared: int) -> None:
+    """Whatever lies there, and in blocks of which no key is visible; no visible key at all gives zeros."""
+    kernel, inputs = make((1, 2, 1, 1100, 32, 32), shared=shared)
+    at = Buffer((1,), "int64", "last")
+    key = ops.from_index(index_of(kernel.score_vars[3]))
+    seen = ops.call("le", key, at.at((as_index(0),)))
+    product = kernel.product.at(tuple(map(index_of, kernel.score_vars)))
+    score = ops.where(seen, product, ops.const(-math.inf, "float32"))
+    reads = (*kernel.reads, Argument(at, contiguous(at.shape)))
+    kernel = dataclasses.replace(kernel, score=score, reads=reads)
+    q, k, v = inputs.values()
+    visible = min(max(last + 1, 0), 1100)
+    behind = -(-visible // 32) * 32  # of the panel of the last one, all are read
+    k[:, :, behind:], v[:, :, behind:] = torch.nan, torch.nan
+    (got,) = run_kernel(kernel, rules.emit, inputs | {at: torch.tensor([last])}, HOST)
+    keys, values = (x[:, :, :visible].repeat_interleave(shared, 1) for x in (k, v))
+    want = 2 * torch.nn.functional.scaled_dot_product_attention(q, keys, values) if visible else torch.zeros_like(q)
+    torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("target", [HOST, NARROW], ids=["host", "narrow"])

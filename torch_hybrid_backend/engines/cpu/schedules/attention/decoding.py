@@ -6,20 +6,23 @@ head of keys):
    `tiled` does, would cost as much as the products themselves.
 2. Softmax as in `tiled`, in blocks of keys where they are many.
 3. Weights times values: a row of values is a vector operand as it is.
+Keys behind the last one that is visible to all queries, where the mask tells it, are not read: a static cache is mostly empty.
 Time is that of reading keys and values from memory: 2 T D elements for 4 T D operations a query.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch_hybrid_backend.engines.cpu.schedules.attention.parts import FEW_QUERIES
 from torch_hybrid_backend.engines.cpu.schedules.attention.tiled import TiledAttention
 from torch_hybrid_backend.engines.cpu.schedules.register_tiles import LaneFn, RegisterTile, partials
+from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Stmt, TirBuffer, TirExpr
+from torch_hybrid_backend.loops.attention_scores import is_free_of, visible
 from torch_hybrid_backend.loops.cache_updates import CacheUpdate
-from torch_hybrid_backend.loops.index import Index
-from torch_hybrid_backend.loops.ir import Load
+from torch_hybrid_backend.loops.index import Index, as_index
+from torch_hybrid_backend.loops.ir import Expr, Load
 from torch_hybrid_backend.sizes.size import Dim
 
 # Accumulators of a group of keys times the queries: enough to hide the latency of multiply-adds, and few enough for 16 registers.
@@ -29,12 +32,42 @@ _ACCUMULATORS = 8
 class DecodingAttention(TiledAttention):
     """The emission of one kernel."""
 
+    # Variables of the row tile at hand: no row of it sees a key behind one of them.
+    _last: Sequence[TirExpr] = ()
+
     def serves(self) -> bool:
         """True if the kernel is of this kind."""
         lanes = self.lanes
         few = isinstance(self.queries, int) and self.queries <= FEW_QUERIES
         vectors = isinstance(self.depth, int) and self.depth % lanes == 0 and self.width % lanes == 0
         return few and vectors and isinstance(self.packed_keys, Load) and isinstance(self.packed_values, Load)
+
+    def _row_tile(self, batch: Index, head: Index, first: Index, rows: int) -> Stmt:
+        b, kernel = self.builder, self.kernel
+        self._last, binds = [], []
+        for high in self._last_keys():
+            last = b.variable("last", "int64")
+            value = self.read(high, kernel.score_vars, batch, *self.place(head, first), as_index(0))
+            binds.append(b.bind(last, value))
+            self._last.append(last)
+        return b.seq(*binds, super()._row_tile(batch, head, first, rows))
+
+    def _last_keys(self) -> tuple[Expr, ...]:
+        """The last key that is visible, as scalars of which the smallest counts; none that differs between the rows of a task."""
+        score, (_, head, query, key) = self.kernel.score, self.kernel.score_vars
+        highs = () if score is None else visible(score, key).bounds.highs
+        return tuple(high for high in highs if is_free_of(high, head) and is_free_of(high, query))
+
+    def _each_panel(self, block: Index, first: Index, rows: int, body: Callable[[Index, Index], Stmt | None]) -> Stmt:
+        b = self.builder
+
+        def seen(panel: Index, column: Index) -> Stmt | None:
+            statement = body(panel, column)
+            for last in self._last if statement is not None else ():
+                statement = b.when(tir.cast(b.index(panel * self.panel), "int64") <= last, statement)
+            return statement
+
+        return super()._each_panel(block, first, rows, seen)
 
     def _buffers(self) -> tuple[TirBuffer, ...]:
         return (self.q, self.scores, self.out, self.maximum, self.sum)
