@@ -70,6 +70,20 @@ def test_bits_come_back(bits: LazyBits) -> None:
     assert LazyBits.of(found) == bits
 
 
+def test_a_view_of_an_input_with_other_strides() -> None:
+    """The view shows the values that it would of the input as it was exported: row 1 of a (2, 3) input, here of a transposed one."""
+    given = torch.arange(6.0).view(3, 2).t()
+    (row,) = finish(_entry((), (ViewResult(("input", 0), (3,), (1,), 3, ""),)), lambda _: given)
+    assert row.tolist() == given[1].tolist()
+
+
+def test_a_view_of_a_constant_is_one_of_a_copy() -> None:
+    constant = torch.zeros(2)
+    (view,) = finish(_entry((), (ViewResult(("constant", 0), (1,), (1,), 1, ""),)), lambda _: constant)
+    view.fill_(7)
+    assert constant.tolist() == [0, 0]
+
+
 def test_outputs_of_the_plan_need_no_work() -> None:
     """Nothing is done after the plan if results are its outputs, in order."""
     assert finisher(_entry((), (Result(("output", 0)), Result(("output", 1))))) is None

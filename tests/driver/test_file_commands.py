@@ -177,6 +177,24 @@ def test_generate_takes_a_decoder(file: Path, capsys: pytest.CaptureFixture[str]
     assert "export_generation" in capsys.readouterr().err
 
 
+def test_export_for_many_sizes(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file serves every batch of the range; what --dynamic cannot mean is refused."""
+    script, path = file.parent / "script_for_files.py", tmp_path / "any.hybrid"
+    assert _run("export", f"{script}:make", "-o", path, "--dynamic", "input:0=2..64")[0] == 0
+    for rows in (2, 64):
+        np.save(tmp_path / "x.npy", np.ones((rows, 4), np.float32))
+        assert _run("run", path, "--input", tmp_path / "x.npy", "--output", tmp_path / "out")[0] == 0
+        assert np.load(tmp_path / "out" / "output0.npy").shape == (rows, 2)
+    for given, said in [
+        ("input", "must be INPUT:DIM"),
+        ("x:0", "no tensor x with a dimension 0; it has input (2 dimensions)"),
+        ("input:2", "no tensor input with a dimension 2"),
+        ("input:0=9..3", "the least size is above the most"),
+    ]:
+        assert _run("export", f"{script}:make", "-o", path, "--dynamic", given)[0] == 1
+        assert said in capsys.readouterr().err
+
+
 def test_inspect(file: Path) -> None:
     status, told = _run("inspect", file)
     assert status == 0

@@ -10,10 +10,12 @@ import torch
 from torch_hybrid_backend.artifact.manifest import (
     CopyUpdate,
     Entry,
+    Form,
     LiteralResult,
     Origin,
     Result,
     RowsUpdate,
+    TensorForm,
     ViewResult,
 )
 from torch_hybrid_backend.core.lazy_bits import LazyBits, copied
@@ -38,7 +40,7 @@ def finish(entry: Entry, find: Find) -> list[Any]:
     """Carry out the entry's updates, then return its results. Raises IndexError for a position outside of a state or input."""
     for update in entry.updates:
         _carry_out(update, find)
-    return [_value(result, find) for result in entry.results]
+    return [_value(entry, result, find) for result in entry.results]
 
 
 def finisher(entry: Entry) -> Callable[[Sequence[torch.Tensor], Find], list[Any]] | None:
@@ -63,12 +65,23 @@ def _carry_out(update: CopyUpdate | RowsUpdate, find: Find) -> None:
     target.index_copy_(update.dim, torch.where(index < 0, index + target.shape[update.dim], index), source)
 
 
-def _value(result: Result | LiteralResult | ViewResult, find: Find) -> Any:
-    match result:
-        case LiteralResult(value):
-            return value
-        case ViewResult(origin, sizes, strides, offset, bits):
-            base = find(origin)
-            return _BITS[bits].view_of(base.as_strided(sizes, strides, base.storage_offset() + offset))
+def _value(entry: Entry, result: Result | LiteralResult | ViewResult, find: Find) -> Any:
+    if isinstance(result, LiteralResult):
+        return result.value
     tensor = find(result.origin)
-    return copied(tensor) if result.origin[0] == "constant" else tensor
+    if result.origin[0] == "constant":
+        tensor = copied(tensor)  # the caller may write to it
+    if isinstance(result, Result):
+        return tensor
+    if result.origin[0] == "input":
+        tensor = _with_strides(tensor, entry.inputs[result.origin[1]])
+    view = tensor.as_strided(result.sizes, result.strides, tensor.storage_offset() + result.offset)
+    return _BITS[result.bits].view_of(view)
+
+
+def _with_strides(tensor: torch.Tensor, form: Form) -> torch.Tensor:
+    """The tensor, or a copy of it where its strides are others than a view of it was exported for."""
+    assert isinstance(form, TensorForm), "a view is of a tensor"
+    if tensor.stride() == form.strides:
+        return tensor
+    return torch.empty_strided(form.sizes, form.strides, dtype=tensor.dtype).copy_(tensor)

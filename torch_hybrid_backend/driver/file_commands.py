@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -35,6 +37,13 @@ def add_parsers(commands: Any) -> None:
         "-o", "--output", type=Path, required=True, metavar="FILE", help="the file, such as model.hybrid"
     )
     export.add_argument("--precision", choices=PRECISIONS, help="the setting `precision` (docs/precision.md)")
+    export.add_argument(
+        "--dynamic",
+        action="append",
+        default=[],
+        metavar="INPUT:DIM[=MIN..MAX]",
+        help="a dimension of an input, by the name of the argument, whose size may vary: input_ids:0 or input_ids:1=1..512; may be repeated",
+    )
     export.add_argument(
         "--max-length",
         type=int,
@@ -131,9 +140,37 @@ def export(parsed: argparse.Namespace, out: TextIO) -> int:
         if parsed.max_length is not None:
             report = export_generation(model, parsed.output, max_length=parsed.max_length, options=options)  # type: ignore[arg-type]
         else:
-            report = export_model(model, tuple(args), parsed.output, kwargs=kwargs, options=options)  # type: ignore[arg-type]
+            shapes = _dynamic_shapes(model, args, kwargs, parsed.dynamic) if parsed.dynamic else None
+            report = export_model(  # type: ignore[arg-type]
+                model, tuple(args), parsed.output, kwargs=kwargs, dynamic_shapes=shapes, options=options
+            )
     out.write(f"{report}\n")
     return 0
+
+
+def _dynamic_shapes(
+    model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], texts: Sequence[str]
+) -> dict[str, dict[int, Any]]:
+    """The `dynamic_shapes` of `torch.export` that `--dynamic` asks for. Raises ArgumentError for what it cannot mean."""
+    given = signature(getattr(model, "forward", model)).bind(*args, **kwargs).arguments
+    shapes: dict[str, dict[int, Any]] = {name: {} for name in given}
+    for text in texts:
+        found = re.fullmatch(r"(\w+):(\d+)(?:=(\d+)\.\.(\d+))?", text)
+        if found is None:
+            raise ArgumentError(f"--dynamic {text} must be INPUT:DIM or INPUT:DIM=MIN..MAX, such as input_ids:1=1..512")
+        name, dim, least, most = found.groups()
+        if not isinstance(value := given.get(name), torch.Tensor) or int(dim) >= value.dim():
+            known = [
+                f"{each} ({held.dim()} dimensions)" for each, held in given.items() if isinstance(held, torch.Tensor)
+            ]
+            raise ArgumentError(
+                f"--dynamic {text}: the call has no tensor {name} with a dimension {dim}; it has {', '.join(known)}"
+            )
+        if least is not None and int(least) > int(most):
+            raise ArgumentError(f"--dynamic {text}: the least size is above the most")
+        dynamic: Any = torch.export.Dim.DYNAMIC
+        shapes[name][int(dim)] = dynamic if least is None else dynamic(min=int(least), max=int(most))
+    return shapes
 
 
 def run(parsed: argparse.Namespace, out: TextIO) -> int:
