@@ -67,7 +67,7 @@ def _model() -> nn.Module:
         (lambda t: t.compress(_model(), clusters=4, exclude=["wght"]), "near names: weight"),
         (
             lambda t: t.save_compressed(_model(), "/nowhere/at/all/model"),
-            "there is no folder /nowhere/at/all; make it first",
+            "there is no folder /nowhere/at/all; make the folder first",
         ),
         (lambda t: t.save_compressed(_model(), "/"), "cannot write /: it is a folder"),
         (
@@ -95,9 +95,9 @@ def test_a_wrong_argument_is_one_sentence(call: Callable[[object], object], said
         (nn.Linear(128, 32), "'bias' is (64,) in the file and (32,) in the model"),
         (
             nn.Sequential(nn.Linear(128, 64)),
-            "it lacks '0.bias', '0.weight', and it has 'bias', 'weight', which the model has not",
+            "the file lacks '0.bias', '0.weight', and the model lacks 'bias', 'weight'",
         ),
-        (nn.Linear(128, 64, bias=False), "it has 'bias', which the model has not"),
+        (nn.Linear(128, 64, bias=False), "the model lacks 'bias'"),
     ],
 )
 def test_a_file_of_another_model(other: nn.Module, said: str, shared: bool, tmp_path: Path) -> None:

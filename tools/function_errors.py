@@ -137,7 +137,8 @@ def _shown(at: tuple[float, ...]) -> str:
 
 
 def with_current_table(text: str) -> str:
-    """`text` with the table between its markers replaced."""
+    """`text` with the table between its markers replaced. Raises ValueError where it has none."""
+    replaced(text, START, END, "")  # before the minute that the table takes
     return replaced(text, START, END, table())
 
 

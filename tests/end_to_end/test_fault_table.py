@@ -18,7 +18,7 @@ def test_every_fault_test_is_listed() -> None:
     """Each file of fault tests is read, those in tests/reports too, and each fault has its own line."""
     found = {f"end_to_end.{path.stem}" for path in Path(__file__).parent.glob("test_faults*.py")}
     found |= {f"reports.{path.stem}" for path in (fault_table.TESTS / "reports").glob("test_*.py")}
-    assert found == set(fault_table.MODULES)
+    assert found == set(fault_table.MODULES) - set(fault_table.OF_FILES)
     faults = [what for what, _, _ in fault_table.rows()]
     assert len(faults) == len(set(faults)) >= 40
 

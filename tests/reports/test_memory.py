@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.full  # its process takes most of a minute
+
 ROOT = Path(__file__).resolve().parents[2]
 
 _SCRIPT = """

@@ -194,7 +194,7 @@ def check_path(path: Path) -> Path:
             f"cannot write {path}: it is a folder; give the name of a file in it, such as {path / 'model.hybrid'}"
         )
     if not path.parent.is_dir():
-        raise ArgumentError(f"cannot write {path}: there is no folder {path.parent}; make it first")
+        raise ArgumentError(f"cannot write {path}: there is no folder {path.parent}; make the folder first")
     return path
 
 

@@ -11,6 +11,7 @@ from torch_hybrid_backend.bench.peers import LacksError, Setting
 from torch_hybrid_backend.bench.peers.inductor import prepare
 
 
+@pytest.mark.full
 def test_a_model_with_named_arguments_and_outputs(tmp_path: Path) -> None:
     """Results equal eager's up to rounding, and the peer is timed."""
     result = measured("inductor", tmp_path)

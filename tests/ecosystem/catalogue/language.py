@@ -449,7 +449,7 @@ _VISION_ONLY = (
     ),
 )
 _GENERATION = (
-    _generation("transformers/t5_generate", _T5, _tokens(2, 16), quick=True),
+    _generation("transformers/t5_generate", _T5, _tokens(2, 16)),
     _generation("transformers/t5_generate_static", _T5, _tokens(2, 16), cache_implementation="static"),
     _generation("transformers/bart_beams", _BART, _tokens(1, 16), num_beams=3),
     _generation(

@@ -28,7 +28,7 @@ from torch_hybrid_backend.engines.triton.host_driver import HostLaunch
 from torch_hybrid_backend.engines.triton.target import INTERPRETER, Target
 from torch_hybrid_backend.generators import Taken
 from torch_hybrid_backend.partition.regions import partition_graph
-from torch_hybrid_backend.runtime.plan_layout import Piece, lay_out
+from torch_hybrid_backend.runtime.plan_layout import NumbersTaken, Piece, lay_out
 from torch_hybrid_backend.sizes.size import Dim
 
 
@@ -223,7 +223,9 @@ def test_the_state_of_the_generator_is_passed_by_value(tmp_path: Path, request: 
     layout = lay_out(frozenset(names), frozenset(), [piece], outputs)
     first, *others = (planned.step for planned in layout.steps)
     assert isinstance(first, Callback)
-    assert layout.functions == (Taken(Device("cuda", 1), (1, 1)),)
+    (function,) = layout.functions
+    assert isinstance(function, NumbersTaken)
+    assert function.at({}) == Taken(Device("cuda", 1), (1, 1))
     assert all(isinstance(step, DeviceLaunch) for step in others)
     assert len(layout.from_programs) == len(launches)
     assert TritonBackend(device=Device("cuda", 1)).policy.abilities.random_blocks == 132 * 8

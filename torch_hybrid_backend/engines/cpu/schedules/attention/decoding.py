@@ -54,8 +54,10 @@ class DecodingAttention(TiledAttention):
 
     def _last_keys(self) -> tuple[Expr, ...]:
         """The last key that is visible, as scalars of which the smallest counts; none that differs between the rows of a task."""
-        score, (_, head, query, key) = self.kernel.score, self.kernel.score_vars
-        highs = () if score is None else visible(score, key).bounds.highs
+        if self.kernel.score is None:
+            return ()
+        _, head, query, key = self.kernel.score_vars
+        highs = visible(self.kernel.score, key).bounds.highs
         return tuple(high for high in highs if is_free_of(high, head) and is_free_of(high, query))
 
     def _each_panel(self, block: Index, first: Index, rows: int, body: Callable[[Index, Index], Stmt | None]) -> Stmt:
