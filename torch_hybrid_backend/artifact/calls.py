@@ -84,4 +84,5 @@ def _with_strides(tensor: torch.Tensor, form: Form) -> torch.Tensor:
     assert isinstance(form, TensorForm), "a view is of a tensor"
     if tensor.stride() == form.strides:
         return tensor
-    return torch.empty_strided(form.sizes, form.strides, dtype=tensor.dtype).copy_(tensor)
+    sizes, strides = (tuple(map(int, each)) for each in (form.sizes, form.strides))  # those of a call are known
+    return torch.empty_strided(sizes, strides, dtype=tensor.dtype).copy_(tensor)

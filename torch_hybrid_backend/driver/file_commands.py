@@ -141,8 +141,13 @@ def export(parsed: argparse.Namespace, out: TextIO) -> int:
             report = export_generation(model, parsed.output, max_length=parsed.max_length, options=options)  # type: ignore[arg-type]
         else:
             shapes = _dynamic_shapes(model, args, kwargs, parsed.dynamic) if parsed.dynamic else None
-            report = export_model(  # type: ignore[arg-type]
-                model, tuple(args), parsed.output, kwargs=kwargs, dynamic_shapes=shapes, options=options
+            report = export_model(
+                model,  # type: ignore[arg-type]
+                tuple(args),
+                parsed.output,
+                kwargs=kwargs,
+                dynamic_shapes=shapes,
+                options=options,
             )
     out.write(f"{report}\n")
     return 0
