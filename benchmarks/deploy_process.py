@@ -27,6 +27,7 @@ def main() -> None:
     parser.add_argument("--model")
     parser.add_argument("--size")
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--hold", action="store_true", help="keep the answering process until its input ends")
     arguments = parser.parse_args()
     tasks = {"save": _save, "answer": _answer, "steady": _steady}
     print(json.dumps(tasks[arguments.task](arguments)))
@@ -58,6 +59,9 @@ def _answer(arguments: argparse.Namespace) -> dict[str, Any]:
     call = _LOAD[arguments.format](arguments.folder)
     call()
     answered = time.perf_counter()
+    if arguments.hold:
+        print("ready", flush=True)
+        sys.stdin.read()
     return {"import_s": imported - start, "answer_s": answered - imported, "private_mib": _private_mib() - before}
 
 
