@@ -375,10 +375,10 @@ def test_models_come_and_go(cycles: int, tmp_path: Path) -> None:
         kib = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1024
         return kib, Path("/proc/self/maps").read_text().count("\n"), len(os.listdir("/proc/self/fd"))
 
-    cycle(200)
+    cycle(300 + cycles // 3)  # the heap has found its size
     before = cycle(100)
     after = cycle(cycles)
-    assert after[0] < before[0] + 4096
+    assert after[0] < before[0] + 1024 + 0.1 * cycles
     assert after[1] < before[1] + 20
     assert after[2] == before[2]
 

@@ -117,6 +117,7 @@ def test_programs_and_their_files(tmp_path: Path) -> None:
     [
         (nn.Linear, (torch.ones(1, 2),), {}, ArgumentError, "must be a model"),
         (lambda x: x, (torch.ones(1),), {}, ArgumentError, "must be a model"),
+        ("missing.pt2", None, {}, ArgumentError, r"missing\.pt2 is no program that torch\.export\.save wrote"),
         (nn.ReLU(), torch.ones(2), {}, ArgumentError, "must be a tuple"),
         (torch.compile(nn.ReLU(), backend="hybrid"), (torch.ones(2),), {}, ArgumentError, "compiled model"),
         (_Branches(), (torch.ones(2),), {}, NotExportableError, "torch.export cannot trace _Branches"),

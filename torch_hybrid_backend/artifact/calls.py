@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ def finish(entry: Entry, find: Find) -> list[Any]:
     return [_value(entry, result, find) for result in entry.results]
 
 
-def finisher(entry: Entry) -> Callable[[Sequence[torch.Tensor], Find], list[Any]] | None:
+def finisher(entry: Entry) -> Callable[[Find], list[Any]] | None:
     """`finish` for an entry, or None where the results are the plan's outputs as they are."""
     outputs = [result.origin for result in entry.results if isinstance(result, Result)]
     if (
@@ -52,7 +53,7 @@ def finisher(entry: Entry) -> Callable[[Sequence[torch.Tensor], Find], list[Any]
         and outputs == [("output", k) for k in range(len(outputs))]
     ):
         return None
-    return lambda _outputs, find: finish(entry, find)
+    return functools.partial(finish, entry)
 
 
 def _carry_out(update: CopyUpdate | RowsUpdate, find: Find) -> None:

@@ -153,7 +153,7 @@ class LoadedModel:
 
     def explain(self) -> Explanation:
         """The plans that the file was written with, as `torch_hybrid_backend.explain` tells them."""
-        told = json.loads(_bytes(*self._artifact.segment(self._manifest.report)))
+        told = json.loads(self._artifact.content(self._manifest.report))
         plans = tuple(PlanReport.from_json(json.dumps(plan)) for plan in told["plans"])
         about = {
             "model": self._manifest.model,
@@ -182,7 +182,6 @@ class LoadedModel:
             for number, literal in zip(sample.inputs, literals, strict=True)
         ]
         inputs = [value.clone() if isinstance(value, torch.Tensor) else value for value in entry.sample_inputs]
-        kept = [state.clone() for state in self._states] if entry.entry.updates else []
         results = entry.run(inputs)
         for number, result in zip(sample.outputs, results, strict=True):
             if number is not None and not _is_close(result, memory.constant(number), sample.tolerance):
@@ -190,8 +189,7 @@ class LoadedModel:
                     f"{self._path}: the sample call of {sample.entry} has other results on this machine than in the file: "
                     "export the model again on a machine of this kind"
                 )
-        for state, before in zip(self._states, kept, strict=False):
-            state.copy_(before)
+        self.reset()
 
 
 class _Memory:
@@ -245,9 +243,7 @@ class LoadedEntry:
     ) -> None:
         self.entry = entry
         self._path = path
-        functions = (
-            functions_from_text(_bytes(*artifact.segment(entry.functions))) if entry.functions is not None else {}
-        )
+        functions = functions_from_text(artifact.content(entry.functions)) if entry.functions is not None else {}
         callbacks = [functions.get(called, _never) for called in range(max(functions, default=-1) + 1)]
         self._at: Callable[[tuple[int, ...]], _AtSizes] | None = None
         if entry.symbols:
@@ -259,7 +255,6 @@ class LoadedEntry:
         self._binding = Binding(self._example.plan, Guard([]), {}, addresses)
         self._in_spec = structure_from_text(entry.structure.inputs)
         self._out_spec = structure_from_text(entry.structure.outputs, of_results=True)
-        self._arguments = len(entry.inputs)
         origins = {*entry.sources, *(origin for origin in _origins(entry) if origin[0] in ("constant", "state"))}
         self._fixed: dict[Origin, torch.Tensor] = {
             origin: states[origin[1]] if origin[0] == "state" else memory.constant(origin[1])
@@ -324,7 +319,7 @@ class LoadedEntry:
             kind, number = origin
             return values[kind][number] if kind in values else self._fixed[origin]
 
-        return at_sizes.finish(outputs, find)
+        return at_sizes.finish(find)
 
     def _in_order(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         """The flat arguments of a call whose keyword arguments come in another order. Raises ArgumentError where that is not all."""
@@ -372,10 +367,6 @@ def _origins(entry: Entry) -> list[Origin]:
 
 def _never(_: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     raise AssertionError("the plan calls no such function")
-
-
-def _bytes(address: int, size: int) -> bytes:
-    return ctypes.string_at(address, size)
 
 
 def _is_close(result: object, expected: torch.Tensor, tolerance: float) -> bool:

@@ -229,7 +229,7 @@ def _program(model: Any, args: Any, kwargs: Any, dynamic_shapes: Any) -> torch.e
             raise ArgumentError(
                 "dynamic_shapes is for a module; sizes of an exported program were chosen when it was exported"
             )
-        return model if isinstance(model, torch.export.ExportedProgram) else torch.export.load(model)
+        return model if isinstance(model, torch.export.ExportedProgram) else _loaded_program(Path(model))
     if is_compiled(model):
         raise ArgumentError("export got a compiled model; pass the model that was given to torch.compile")
     if not isinstance(model, torch.nn.Module):
@@ -244,6 +244,13 @@ def _program(model: Any, args: Any, kwargs: Any, dynamic_shapes: Any) -> torch.e
     return exported_program(model, args, kwargs, dynamic_shapes)
 
 
+def _loaded_program(path: Path) -> torch.export.ExportedProgram:
+    try:
+        return torch.export.load(path)
+    except failures(Exception) as error:  # whatever PyTorch raises for a file that is none, or damaged
+        raise ArgumentError(f"{path} is no program that torch.export.save wrote: {_first_line(error)}") from error
+
+
 def exported_program(
     model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None, dynamic_shapes: Any = None
 ) -> torch.export.ExportedProgram:
@@ -255,9 +262,14 @@ def exported_program(
             )
         except failures(Exception) as error:  # torch.export raises many kinds of errors for what it cannot trace
             raise NotExportableError(
-                f"torch.export cannot trace {type(model).__name__}: {str(error).strip().splitlines()[0]}; the error before this one has the "
+                f"torch.export cannot trace {type(model).__name__}: {_first_line(error)}; the error before this one has the "
                 "rest, https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/export.html what it can trace"
             ) from error
+
+
+def _first_line(error: Exception) -> str:
+    """The first line of an error's text, or its kind where it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _example(program: torch.export.ExportedProgram, args: Any, kwargs: Any) -> Call:

@@ -326,6 +326,10 @@ class Artifact:
         address, size = _opening(self._ops.artifact_segment, self.handle, name)
         return address, size
 
+    def content(self, name: str) -> bytes:
+        """A copy of a segment."""
+        return _bytes_at(*self.segment(name))
+
     def constant_address(self, number: int) -> int:
         """The address of a constant's first element. The memory may be written to, which does not change the file."""
         return int(_opening(self._ops.artifact_constant, self.handle, number))
