@@ -22,7 +22,7 @@ import torch
 from torch_hybrid_backend._version import __version__
 from torch_hybrid_backend.arguments import described, is_compiled
 from torch_hybrid_backend.artifact.calls import bits_in_words, finish
-from torch_hybrid_backend.artifact.functions import functions_to_text
+from torch_hybrid_backend.artifact.functions import functions_to_text, graph_of
 from torch_hybrid_backend.artifact.manifest import (
     CopyUpdate,
     Entry,
@@ -352,7 +352,9 @@ class _Exporter:
         elif isinstance(executor, Executor):
             saved = executor.saved(inputs)
         else:
-            raise NotExportableError("its graph is run from Python, segment by segment; HYBRID_LOG=info says why")
+            raise NotExportableError(
+                "its graph is run from Python, segment by segment, as graphs are whose sizes depend on data; HYBRID_LOG=info says why"
+            )
         self._take_libraries(compiled.assignment)
         steps = saved.description.steps
         description = dataclasses.replace(saved.description, titles=())
@@ -518,12 +520,6 @@ def _saved_for_any_sizes(
         raise NotExportableError(
             f"it cannot be exported for many sizes: {error}; export it without dynamic_shapes"
         ) from error
-    if saved.functions:
-        raise NotExportableError(
-            "parts of it run in Python, which a file cannot hold for many sizes: export one file for each set of sizes, without dynamic_shapes"
-        )
-    if any(isinstance(output, Size) for output in saved.outputs):
-        raise NotExportableError("one of its results is a size known only at run time; return the tensor that has it")
     return saved, limits
 
 
@@ -598,11 +594,11 @@ def _structure(program: torch.export.ExportedProgram) -> Structure:
 
 
 def _python_parts(assignment: Assignment, saved: SavedPlan) -> tuple[str, ...]:
-    segments = assignment.partition.graph.segments
+    regions = {segment.region.name: segment.region for segment in assignment.partition.graph.segments}
     parts = []
     for number, function in saved.functions.items():
-        if number < len(segments):
-            region = segments[number].region
+        if graph_of(function) is not None:
+            region = regions[saved.regions[number]]
             operators = dict.fromkeys(
                 str(node.target) for node in region.graph_module.graph.nodes if isinstance(node.target, OpOverload)
             )
@@ -627,7 +623,7 @@ def _input_forms(program: torch.export.ExportedProgram, graph: ExportedGraph, fl
 def _form(name: str, value: Any) -> Form:
     if isinstance(value, torch.Tensor):
         return TensorForm(name, str(value.dtype).removeprefix("torch."), tuple(value.shape), value.stride())
-    if value is not None and not isinstance(value, bool | int | float | str):
+    if value is not None and not isinstance(value, bool | int | float | str | Size):
         raise NotExportableError(
             f"{name} is {described(value)}; inputs and outputs of a file are tensors, numbers, strings or None"
         )
