@@ -93,9 +93,8 @@ class _Writer:
             case "output":
                 target = str(node.target)
                 if self._sizes is not None:
-                    arguments = (
-                        [each for each in node.args[0] if not isinstance(each, Node) or not self.is_size(each)],
-                    )  # type: ignore[union-attr]
+                    outputs: Any = node.args[0]
+                    arguments = ([each for each in outputs if not isinstance(each, Node) or not self.is_size(each)],)
             case "get_attr":
                 target = self._constant(str(node.target))
             case "call_function":
