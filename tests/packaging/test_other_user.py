@@ -78,7 +78,7 @@ def folder() -> Iterator[Path]:
 def _run_as(
     user: int, folder: Path, command: Sequence[object], variables: Mapping[str, str], *, is_bare: bool = False
 ) -> str:
-    """What a command prints, run by a user in mounts of its own, in which root's home holds no more than the interpreter.
+    """Output of a command, run by a user in mounts of its own, in which root's home holds no more than the interpreter.
 
     is_bare: nothing can be written, and TVM's folders are empty.
     """

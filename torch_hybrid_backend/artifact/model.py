@@ -266,6 +266,12 @@ class LoadedEntry:
         self._lock: Any = lock if any(kind == "state" for kind, _ in origins) else nullcontext()
         self._needs_no_grad = entry.functions is not None or bool(entry.updates)
 
+    @property
+    def sample_call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """`sample_inputs` as positional and keyword arguments."""
+        args, kwargs = tree_unflatten(list(self.sample_inputs), self._in_spec)
+        return args, kwargs
+
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
         if spec != self._in_spec:
