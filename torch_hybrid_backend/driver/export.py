@@ -133,7 +133,8 @@ def export(
     file needs no PyTorch. Under `dynamic_shapes` the file serves all sizes in their ranges; the sizes that it serves are in the report.
 
     A module that is called with several sets of sizes becomes one file with an entry for each: `args` is then a dict from the name of an entry
-    to the (args, kwargs) of its call. Entries share the weights, and the buffers that calls change. `load(path).entry(name)` calls one.
+    to the (args, kwargs) of its call, `dynamic_shapes` one from names to those of the entries that have some. Entries share the weights, and
+    the buffers that calls change. `load(path).entry(name)` calls one.
 
     Raises ArgumentError for what cannot be exported at all, NotExportableError for a model that no file can hold, ConfigError for settings, and
     OSError where the file cannot be written.
@@ -143,7 +144,8 @@ def export(
     path = check_path(Path(path))
     config = Config.from_env(os.environ).with_options(options, None)
     calls = _calls(model, args, kwargs)
-    programs = {entry: _program(model, *call, dynamic_shapes) for entry, call in calls.items()}
+    shapes = _shapes(args, dynamic_shapes)
+    programs = {entry: _program(model, *call, shapes.get(entry)) for entry, call in calls.items()}
     examples = {entry: _example(programs[entry], *call) for entry, call in calls.items()}
     return write_programs(model, programs, examples, path, config)
 
@@ -221,6 +223,18 @@ def _calls(model: Any, args: Any, kwargs: Any) -> dict[str, tuple[Any, Any]]:
             "args of several entries is a dict of at least one name, and has their keyword arguments in it: leave out kwargs"
         )
     return dict(args)
+
+
+def _shapes(args: Any, dynamic_shapes: Any) -> Mapping[str, Any]:
+    """The `dynamic_shapes` of each entry that has some."""
+    if not isinstance(args, Mapping):
+        return {ENTRY: dynamic_shapes}
+    if not isinstance(dynamic_shapes or {}, Mapping) or (dynamic_shapes or {}).keys() - args.keys():
+        raise ArgumentError(
+            f"dynamic_shapes of several entries is a dict from names of entries ({', '.join(map(repr, args))}) to the dynamic_shapes of each: "
+            "{'prefill': ({1: Dim('n')}, None)}"
+        )
+    return dynamic_shapes or {}
 
 
 def _program(model: Any, args: Any, kwargs: Any, dynamic_shapes: Any) -> torch.export.ExportedProgram:
