@@ -287,8 +287,8 @@ def pixel_unshuffle(ctx: Context, x: Value, downscale_factor: int) -> Value:
 def as_strided(
     ctx: Context, x: Value, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> Value:
-    """A view by the strides of the traced input. Refused unless those cover the input's elements densely, in any order; and where sizes are known
-    only at run time, unless the view has the input's own dimensions, in any order."""
+    """A view by the strides of the traced input. Refused unless those cover the input's elements densely, in any order, or where sizes are
+    known only at run time, unless the view has the input's own dimensions."""
     node = ctx.node.args[0] if ctx.node is not None else None
     meta = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
     if not isinstance(meta, torch.Tensor):
