@@ -14,20 +14,18 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks import machine
 from benchmarks.compare import ZooWork
+from benchmarks.deploy_live import BesideLive, Export
 from benchmarks.models import Size
 from torch_hybrid_backend.bench import files
 from torch_hybrid_backend.bench.process import WorkerError, WorkerProcess
 from torch_hybrid_backend.bench.saving import missing
-from torch_hybrid_backend.bench.worker import State, Work, environment
+from torch_hybrid_backend.bench.worker import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 _SECONDS = 3.0
@@ -83,72 +81,16 @@ def _measured(model: str, size: Size, formats: Sequence[str], effort: files.Effo
     file, log = folder / "model.hybrid", folder / "log"
     work = ZooWork(model=model, size=size, batch=1, threads=effort.threads, folder=folder)
     with WorkerProcess(environment(effort.threads, folder) | work.variables, log) as worker:
-        worker.ask(_Export(work, file), effort.timeout_s)
+        worker.ask(Export(work, file), effort.timeout_s)
     gaps = {form: why for form in formats if (why := missing(form))}
     found = files.compare(file, {form: work for form in formats if form not in gaps}, folder, effort, log)
     with WorkerProcess(environment(effort.threads, folder) | work.variables, log) as worker:
         try:
-            found[0] |= worker.ask(_BesideLive(work, file), effort.timeout_s)
+            found[0] |= worker.ask(BesideLive(work, file), effort.timeout_s)
         except WorkerError as error:
             found[0] = {"format": files.OURS, "gap": str(error)}
     found += [{"format": form, "gap": why} for form, why in gaps.items()]
     return [{"model": model, **result} for result in found]
-
-
-@dataclass(frozen=True, slots=True)
-class _Export:
-    """Message: export the model."""
-
-    work: Work
-    file: Path
-
-    def answer(self, _state: State) -> None:
-        import torch_hybrid_backend
-
-        model, inputs = self.work.build()
-        torch_hybrid_backend.export(model, inputs.args, self.file, kwargs=inputs.kwargs)
-
-
-@dataclass(frozen=True, slots=True)
-class _BesideLive:
-    """Message: time a file's calls in turns with those of the live plan, without guards, and of the compiled module. Answer: both ratios."""
-
-    work: Work
-    file: Path
-
-    def answer(self, _state: State) -> dict[str, float]:
-        import torch_hybrid_backend
-        from torch_hybrid_backend.measuring.measure import measure
-
-        model, inputs = self.work.build()
-        loaded = torch_hybrid_backend.load(self.file)
-        calls: list[Callable[[], object]] = [lambda: loaded(*inputs.args), *_live(model, inputs.args)]
-        for call in calls:
-            call()
-        ours, live, compiled = (timing.median_us for timing in measure(calls, _SECONDS * len(calls)))
-        return {"live_ratio": ours / live, "compiled_ratio": ours / compiled}
-
-
-def _live(model: Any, inputs: tuple[Any, ...]) -> list[Callable[[], object]]:
-    """The graph of a compiled model without Dynamo's guards around it, and the compiled model."""
-    from torch_hybrid_backend.backend import hybrid
-
-    graphs: list[tuple[Callable[..., Any], list[Any]]] = []
-
-    def backend(gm: Any, example_inputs: Any) -> Callable[..., Any]:
-        compiled = hybrid(gm, example_inputs, options={"prefer_kernels": True})
-
-        def called(*given: Any) -> Any:
-            graphs[:] = [(compiled, list(given))]
-            return compiled(*given)
-
-        return called
-
-    torch.compile(model, backend=backend, dynamic=False)(*inputs)
-    (graph, given) = graphs[0]
-    torch.compiler.reset()
-    whole = torch.compile(model, backend="hybrid", dynamic=False, options={"prefer_kernels": True})
-    return [lambda: graph(*given), lambda: whole(*inputs)]
 
 
 if __name__ == "__main__":
