@@ -43,7 +43,7 @@ def test_as_written(name: str, tmp_path: Path) -> None:
     "name", [n if n in ("gpt2", "lstm") else pytest.param(n, marks=pytest.mark.full) for n in _NAMES]
 )
 def test_for_many_batches(name: str) -> None:
-    """One file serves batches of 1 to 8; at each of them it has the live plan's results, bit for bit, in Python and in the runner."""
+    """A file serves batches of 1 to 8; at each of them it has the live plan's results, bit for bit, in Python and in the runner."""
     outcome = zoo_attempt(f"{ZOO}{name}")
     assert not outcome.refused
     assert not outcome.wrong

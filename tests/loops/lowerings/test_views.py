@@ -123,7 +123,7 @@ def test_as_strided_of_gaps_is_refused(strides: tuple[int, ...], size: list[int]
     ],
 )
 def test_as_strided_of_any_size(view: Callable[[torch.Tensor], torch.Tensor], is_taken: bool) -> None:
-    """Where sizes are known only at run time, a view of the input's own dimensions is taken, and no other."""
+    """A view of the input's own dimensions is taken where sizes are known only at run time, and no other."""
     graph = make_fx(view, tracing_mode="symbolic")(torch.empty(5, 3)).graph
     (node,) = graph.find_nodes(op="call_function", target=aten.as_strided.default)
     assert bool(supports(node)) == is_taken
