@@ -21,6 +21,7 @@ from tests.runtime import hybrid_files
 from tests.runtime.hybrid_files import (
     PAGE,
     HybridFile,
+    coded_file,
     file_for_many_sizes,
     form,
     plan_text,
@@ -77,6 +78,14 @@ def test_a_file_is_read(share: bool, path: Path) -> None:
     for number in (-1, 5):
         with pytest.raises(ArtifactError, match=f"no constant {number}"):
             artifact.constant_address(number)
+
+
+def test_a_coded_file_byte_by_byte(path: Path) -> None:
+    """A block is stored, or numbers that stand for values."""
+    artifact = Artifact(written(path, coded_file()), threads=2)
+    _, whole = small_file().segments["weights.0"]
+    content = ctypes.string_at(*artifact.segment("weights.0"))
+    assert content == whole[:64] + struct.pack("<8f", *[0, 1] * 4)
 
 
 @pytest.mark.parametrize("share", [True, False])
