@@ -58,13 +58,14 @@ std::string WhyPython(const Entry& entry) {
 // The names of the operators of PyTorch's that a plan calls, each once.
 std::string OperatorsOf(const Artifact& artifact, size_t plan) {
   const std::span<uint8_t> text = artifact.SegmentBytes(plan);
-  const Json json = Json::ParseUntrusted({reinterpret_cast<const char*>(text.data()), text.size()});
+  Json json = Json::ParseUntrusted({reinterpret_cast<const char*>(text.data()), text.size()});
   std::vector<std::string> names;
-  for (const Json& step : json["steps"].AsList()) {
-    if (step["kind"].AsString() != "operator") continue;
-    const std::string& name = step["name"].AsString();
+  json.Visit([&](const Json& part) {  // steps may lie within steps
+    const Json* const kind = part.IsObject() ? part.Find("kind") : nullptr;
+    if (kind == nullptr || !kind->IsString() || kind->AsString() != "operator") return;
+    const std::string& name = part["name"].AsString();
     if (std::find(names.begin(), names.end(), name) == names.end()) names.push_back(name);
-  }
+  });
   std::string shown;
   for (const std::string& name : names) shown += (shown.empty() ? "" : ", ") + Printable(name);
   return shown;
