@@ -60,14 +60,16 @@ from torch_hybrid_backend.core.engine import LinkedLibrary
 from torch_hybrid_backend.core.hoisted_inputs import CallInput
 from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.core.program import KernelCall, OperatorCall
+from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.driver.hybrid_graph import HybridGraph
 from torch_hybrid_backend.driver.ready import Ready
 from torch_hybrid_backend.driver.session import Session, open_session
-from torch_hybrid_backend.driver.stages import Assignment
+from torch_hybrid_backend.driver.stages import Assignment, Executable, build_executable
 from torch_hybrid_backend.errors import ArgumentError, NotExportableError, failures
 from torch_hybrid_backend.progress import Progress
 from torch_hybrid_backend.report import Explanation, about_call
 from torch_hybrid_backend.runtime.executor import Executor, PlanOutput, SavedPlan
+from torch_hybrid_backend.runtime.operator_program import NotNativeError, operator_region
 from torch_hybrid_backend.runtime.plan_layout import StaticLayoutError
 from torch_hybrid_backend.runtime.symbolic_executor import SymbolicExecutor
 from torch_hybrid_backend.sizes.forms import linear
@@ -88,7 +90,8 @@ class ExportReport:
     """The outcome of an export. Prints as text.
 
     `python_parts`: what only Python can run, one text for each: `load` runs such a file, the runner refuses it. `needs_torch`: operators of
-    PyTorch's are among its steps. `sizes`: the ranges of those that may differ from call to call, one text for each.
+    PyTorch's are among its steps, which the runner needs LibTorch for. `sizes`: the ranges of those that may differ from call to call, one text
+    for each.
     """
 
     path: Path
@@ -104,7 +107,8 @@ class ExportReport:
             runs = "runs with torch_hybrid_backend.load; the runner without Python refuses it (not_exportable):"
             needs = "\n".join([runs, *(f"  {part}" for part in self.python_parts)])
         elif self.needs_torch:
-            needs = "runs with torch_hybrid_backend.load, which has PyTorch: it calls operators of PyTorch's"
+            version = torch.__version__
+            needs = f"runs with torch_hybrid_backend.load, and in the runner beside LibTorch {version}: it calls operators of PyTorch's"
         else:
             needs = "runs with torch_hybrid_backend.load, and in the runner without Python and PyTorch"
         sizes = "".join(f"serves {size}\n" for size in self.sizes)
@@ -182,7 +186,8 @@ def write_programs(
             compiled = HybridGraph(graph.captured, session, config, tell, title)
             with torch.no_grad():
                 outputs = compiled(list(inputs))
-            exporter.add(entry, programs[entry], graph, compiled, inputs, outputs, flat)
+            plan = build_executable(compiled.assignment, inputs, config, without_python=True)
+            exporter.add(entry, programs[entry], graph, plan, inputs, outputs, flat)
         first = next(iter(calls.values()))
         about = about_call(model, *first) if callable(model) else {"model": name}
         with Progress("writing"):
@@ -353,13 +358,13 @@ class _Exporter:
         name: str,
         program: torch.export.ExportedProgram,
         graph: ExportedGraph,
-        compiled: HybridGraph,
+        plan: Executable,
         inputs: Sequence[torch.Tensor],
         outputs: Sequence[Any],
         flat: Sequence[Any],
     ) -> None:
         """Add an entry. `inputs`, `outputs`: of the graph, in the call that chose its engines; `flat`: that call's arguments."""
-        executor = compiled.executor
+        executor = plan.executor
         limits: tuple[Limit, ...] = ()
         if isinstance(executor, SymbolicExecutor):
             saved, limits = _saved_for_any_sizes(executor, inputs)
@@ -369,10 +374,10 @@ class _Exporter:
             raise NotExportableError(
                 "its graph is run from Python, segment by segment, as graphs are whose sizes depend on data; HYBRID_LOG=info says why"
             )
-        self._take_libraries(compiled.assignment)
+        self._take_libraries(plan.assignment)
         steps = saved.description.steps
         description = dataclasses.replace(saved.description, titles=())
-        plan = self._writer.add_segment(
+        segment = self._writer.add_segment(
             "plan", f"plan.{name}", description.text(lambda _member, _path: LIBRARY).encode()
         )
         functions = None
@@ -382,9 +387,9 @@ class _Exporter:
         inputs_of_call = _input_forms(program, graph, flat)
         entry = Entry(
             name=name,
-            plan=plan,
+            plan=segment,
             functions=functions,
-            python_parts=_python_parts(compiled.assignment, saved),
+            python_parts=_python_parts(plan.assignment, saved),
             needs_torch=any(isinstance(step.step, OperatorCall) for step in steps),
             inputs=inputs_of_call,
             sources=tuple(map(origin, saved.inputs)),
@@ -613,14 +618,19 @@ def _python_parts(assignment: Assignment, saved: SavedPlan) -> tuple[str, ...]:
     for number, function in saved.functions.items():
         if graph_of(function) is not None:
             region = regions[saved.regions[number]]
-            operators = dict.fromkeys(
-                str(node.target) for node in region.graph_module.graph.nodes if isinstance(node.target, OpOverload)
-            )
             where = f" ({region.source})" if region.source else ""
-            parts.append(f"{', '.join(operators)}{where}")
+            parts.append(f"{_why_python(region)}{where}")
         else:
             parts.append(str(getattr(function, "args", [function])[0]))
     return tuple(parts)
+
+
+def _why_python(region: Region) -> str:
+    try:
+        operator_region(region)
+    except NotNativeError as error:
+        return str(error)
+    return "an engine that is called from Python"
 
 
 def _input_forms(program: torch.export.ExportedProgram, graph: ExportedGraph, flat: Sequence[Any]) -> tuple[Form, ...]:
