@@ -9,8 +9,6 @@ artifact          -> the plan, one library of its kernels, packed weights, a rep
 from __future__ import annotations
 
 import dataclasses
-import functools
-import operator
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -62,16 +60,15 @@ from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.core.program import KernelCall, OperatorCall
 from torch_hybrid_backend.driver.hybrid_graph import HybridGraph
 from torch_hybrid_backend.driver.ready import Ready
+from torch_hybrid_backend.driver.saved_graph import saved_graph
 from torch_hybrid_backend.driver.session import Session, open_session
 from torch_hybrid_backend.driver.stages import Assignment
 from torch_hybrid_backend.errors import ArgumentError, NotExportableError, failures
 from torch_hybrid_backend.progress import Progress
 from torch_hybrid_backend.report import Explanation, about_call
-from torch_hybrid_backend.runtime.executor import Executor, PlanOutput, SavedPlan
-from torch_hybrid_backend.runtime.plan_layout import StaticLayoutError
-from torch_hybrid_backend.runtime.symbolic_executor import SymbolicExecutor
+from torch_hybrid_backend.runtime.executor import PlanOutput, SavedPlan
 from torch_hybrid_backend.sizes.forms import linear
-from torch_hybrid_backend.sizes.size import MAX_SIZE, Size, Symbol, symbols
+from torch_hybrid_backend.sizes.size import MAX_SIZE, Symbol, symbols
 from torch_hybrid_backend.torch_private import OpOverload, tree_flatten, treespec_dumps
 
 ENTRY = "forward"
@@ -175,7 +172,7 @@ def write_programs(
             inputs = [tensor for _, tensor in graph.tensors] + [
                 flat[position].detach().clone() for position in graph.arguments
             ]
-            tell = ready.telling(functools.partial(operator.setitem, plans, entry))
+            tell = ready.telling(lambda plan: plans.update({plan.graph: plan}))  # those of control flow too
             title = name if len(graphs) == 1 else f"{name}.{entry}"
             compiled = HybridGraph(graph.captured, session, config, tell, title)
             with torch.no_grad():
@@ -345,16 +342,10 @@ class _Exporter:
         flat: Sequence[Any],
     ) -> None:
         """Add an entry. `inputs`, `outputs`: of the graph, in the call that chose its engines; `flat`: that call's arguments."""
-        executor = compiled.executor
-        limits: tuple[Limit, ...] = ()
-        if isinstance(executor, SymbolicExecutor):
-            saved, limits = _saved_for_any_sizes(executor, inputs)
-        elif isinstance(executor, Executor):
-            saved = executor.saved(inputs)
-        else:
-            raise NotExportableError("its graph is run from Python, segment by segment; HYBRID_LOG=info says why")
-        self._take_libraries(compiled.assignment)
-        steps = saved.description.steps
+        whole = saved_graph(compiled, inputs)
+        saved, limits = whole.plan, whole.limits
+        for assignment in whole.assignments:
+            self._take_libraries(assignment)
         description = dataclasses.replace(saved.description, titles=())
         plan = self._writer.add_segment(
             "plan", f"plan.{name}", description.text(lambda _member, _path: LIBRARY).encode()
@@ -368,8 +359,8 @@ class _Exporter:
             name=name,
             plan=plan,
             functions=functions,
-            python_parts=_python_parts(compiled.assignment, saved),
-            needs_torch=any(isinstance(step.step, OperatorCall) for step in steps),
+            python_parts=whole.python_parts,
+            needs_torch=any(isinstance(step, OperatorCall) for step in saved.description.all_steps),
             inputs=inputs_of_call,
             sources=tuple(map(origin, saved.inputs)),
             slots=tuple(self._writer.add_tensor(tensor) for tensor in saved.slots),
@@ -509,24 +500,6 @@ class _Exporter:
         return Sample(entry.name, numbers(flat), numbers(results), tolerance)
 
 
-def _saved_for_any_sizes(
-    executor: SymbolicExecutor, inputs: Sequence[torch.Tensor]
-) -> tuple[SavedPlan, tuple[Limit, ...]]:
-    try:
-        saved, limits = executor.saved(inputs)
-    except StaticLayoutError as error:
-        raise NotExportableError(
-            f"it cannot be exported for many sizes: {error}; export it without dynamic_shapes"
-        ) from error
-    if saved.functions:
-        raise NotExportableError(
-            "parts of it run in Python, which a file cannot hold for many sizes: export one file for each set of sizes, without dynamic_shapes"
-        )
-    if any(isinstance(output, Size) for output in saved.outputs):
-        raise NotExportableError("one of its results is a size known only at run time; return the tensor that has it")
-    return saved, limits
-
-
 def _symbols(
     program: torch.export.ExportedProgram,
     saved: SavedPlan,
@@ -595,22 +568,6 @@ def _structure(program: torch.export.ExportedProgram) -> Structure:
             f"its arguments or results have a class that PyTorch cannot write by name: {error}; use tuples, lists and dicts, or register the "
             "class with a serialized_type_name (torch.export.register_dataclass)"
         ) from error
-
-
-def _python_parts(assignment: Assignment, saved: SavedPlan) -> tuple[str, ...]:
-    segments = assignment.partition.graph.segments
-    parts = []
-    for number, function in saved.functions.items():
-        if number < len(segments):
-            region = segments[number].region
-            operators = dict.fromkeys(
-                str(node.target) for node in region.graph_module.graph.nodes if isinstance(node.target, OpOverload)
-            )
-            where = f" ({region.source})" if region.source else ""
-            parts.append(f"{', '.join(operators)}{where}")
-        else:
-            parts.append(str(getattr(function, "args", [function])[0]))
-    return tuple(parts)
 
 
 def _input_forms(program: torch.export.ExportedProgram, graph: ExportedGraph, flat: Sequence[Any]) -> tuple[Form, ...]:

@@ -134,7 +134,8 @@ class PlanOutput:
 class SavedPlan:
     """A plan with all that its calls need, as data. Its sizes may be known only at run time; `outputs` may then be sizes as well.
 
-    `functions`: what its callbacks call, by number. `inputs`: of the plan, each an input of the call or a tensor that stays the same.
+    `functions`: what its callbacks call, by number, and `regions` the regions that they are of.
+    `inputs`: of the plan, each an input of the call or a tensor that stays the same.
     `slots`: the constants, by slot. `outputs`: of the graph; what is none of these types is returned as it is.
     """
 
@@ -143,6 +144,7 @@ class SavedPlan:
     inputs: tuple[CallInput | torch.Tensor, ...]
     slots: tuple[torch.Tensor, ...]
     outputs: tuple[PlanOutput | CallInput | torch.Tensor | object, ...]
+    regions: Mapping[int, str] = field(default_factory=dict)
 
 
 class GraphPlans:
@@ -295,13 +297,18 @@ class Executor:
         def source(of: object) -> object:
             return folded[of.index] if isinstance(of, FoldedValue) else of
 
-        called = {step.step.function for step in self._layout.steps if isinstance(step.step, CallbackStep)}
+        called = {
+            step.step.function: origin.region
+            for step, (origin, *_) in zip(self._layout.steps, self._layout.origins, strict=True)
+            if isinstance(step.step, CallbackStep)
+        }
         return SavedPlan(
             self._layout.description,
             {number: self._callbacks[number] for number in sorted(called)},
             tuple(map(source, self._plan_sources)),  # type: ignore[arg-type]
             tuple(slots),
             tuple(map(source, self._outputs_of_any)),
+            called,
         )
 
     def kernel_us(self, inputs: Sequence[Any]) -> list[float]:
