@@ -31,7 +31,7 @@ def test_every_way_through_control_flow(name: str, tmp_path: Path) -> None:
         for args in calls():
             found = leaves(loaded(*args))
             for one, other in zip(found, leaves(model(*args)), strict=True):
-                torch.testing.assert_close(one, other)
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
             for one, other in zip(found, leaves(live(*args)), strict=True):
                 assert torch.equal(one, other)
 
@@ -60,7 +60,7 @@ def test_many_sizes(model: type[nn.Module], tmp_path: Path) -> None:
     with torch.no_grad():
         for args in calls:
             for one, other in zip(leaves(loaded(*args)), leaves(made(*args)), strict=True):
-                torch.testing.assert_close(one, other)
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
     with pytest.raises(ArgumentError, match="exported for 2 to 16"):
         loaded(torch.randn(17, 16), *rest)
 
@@ -128,12 +128,19 @@ class _WritesInBranch(nn.Module):
         return torch.cond(x.sum() > 0, if_true, lambda x: x - 1, (x,)) + self.total  # type: ignore[no-any-return]
 
 
+class _Looks(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Looks into a table, where x is in it."""
+        return torch.cond(x.amax() < 1, lambda x: torch.arange(3.0)[x.long()], torch.sin, (x * 100,))  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize(
     ("model", "said"),
     [
         (_Scans, "control flow cannot be written, scan.*: a file holds torch.cond and while_loop"),
         (_Maps, "control flow cannot be written, map_impl.*: a file holds torch.cond and while_loop"),
         (_CountsInPython, "while_loop.*: it carries a number from one iteration to the next: carry a tensor"),
+        (_Looks, r"does not run true_graph_0, which fails on that call's tensors \(.*\): export with a call"),
         (_WritesInBranch, "writes to a tensor that it is given, or to a buffer: return the new value"),
     ],
 )

@@ -18,7 +18,7 @@ from torch_hybrid_backend.artifact.manifest import Limit
 from torch_hybrid_backend.core.region import Region, Segment
 from torch_hybrid_backend.driver.hybrid_graph import HybridGraph
 from torch_hybrid_backend.driver.stages import Assignment
-from torch_hybrid_backend.errors import NotExportableError
+from torch_hybrid_backend.errors import NotExportableError, failures
 from torch_hybrid_backend.graph.schema import is_item
 from torch_hybrid_backend.graph.values import output_nodes
 from torch_hybrid_backend.passes.control_flow import CompiledBody, site_of
@@ -159,8 +159,14 @@ def _read(segment: Segment, arguments: Sequence[Any], sizes: Mapping[str, Any]) 
         if not isinstance(graph, HybridGraph):
             raise refuse(f"{attribute.target} could not be compiled; the log says why")
         if not graph.is_ready:
-            with torch.no_grad():
-                graph(list(operands))
+            try:
+                with torch.no_grad():
+                    graph(list(operands))
+            except failures(Exception) as error:  # whatever it raises: the user's call does not run it
+                raise refuse(
+                    f"the example call does not run {attribute.target}, which fails on that call's tensors ({error}): export with a call on "
+                    "whose tensors both branches work"
+                ) from error
         bodies.append(saved_graph(graph, operands))
         if name == "while_loop" and len(bodies) == 1 and not _is_truth_value(graph([*operands])[0]):
             raise refuse("its condition does not return a tensor of one truth value")
