@@ -20,6 +20,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <unordered_map>
 #include <vector>
 
 #include "json.h"
@@ -187,7 +188,8 @@ struct PlanOutline {
   size_t inputs;
   std::vector<int64_t> slot_bytes;  // by slot: how many bytes the plan may read of its constant
   std::vector<TensorForm> values;
-  std::vector<size_t> outputs;  // values
+  std::vector<size_t> outputs;                      // values
+  std::unordered_map<size_t, size_t> input_values;  // of each input that is read, a value
   bool has_kernels = false;
   bool has_operators = false;
   bool has_callbacks = false;
@@ -201,8 +203,9 @@ std::vector<int64_t> SymbolsIn(
 // An entry for many sizes at these values of its symbols. Throws for those that it is not for.
 Entry EntryAt(const Manifest& manifest, const Entry& entry, const std::vector<int64_t>& values);
 
-// Of the text of a plan (plan.h). Refuses what no file may have: steps that are addresses in a
-// process, or on other devices, and libraries other than "library".
+// Of the text of a plan (plan.h), whose steps give each other and the plans that they run tensors
+// of the dtypes and sizes that these take. Refuses what no file may have: steps that are addresses
+// in a process, or on other devices, and libraries other than "library".
 PlanOutline OutlineOf(const Json& plan);
 
 // Checks an entry against its plan.

@@ -8,7 +8,12 @@
 //    "steps": [{"kind": ..., ...}, ...],        in order of execution; see src/steps/
 //    "ranges": [[first step, name], ...],       what profilers show steps as
 //    "arenas": [[device, bytes], ...],
-//    "inputs": count, "constants": count, "outputs": values}
+//    "inputs": count, "constants": count, "outputs": values,
+//    "plans": [plan, ...]}                      those that control flow runs; absent where it has
+//    none
+//
+// A plan of "plans" has the same members but for "version" and "plans". Its steps run plans that
+// come before it in the list. All have the slots of one binding and the functions of one key.
 //
 // plan_template.h makes plans whose sizes are known only at run time.
 //
@@ -28,6 +33,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -61,17 +67,26 @@ class Plan {
  public:
   // Kernels are found in libraries at the paths that `library_path` makes of the names in the
   // description.
-  explicit Plan(const Json& json, const LibraryPaths& library_path = PathsAsTheyAre);
+  explicit Plan(const Json& json, const LibraryPaths& library_path = PathsAsTheyAre)
+      : Plan(json, library_path, ReadPlans(json, library_path)) {}
   explicit Plan(std::string_view description, const LibraryPaths& library_path = PathsAsTheyAre)
       : Plan(Json::Parse(description), library_path) {}
   Plan(const Plan&) = delete;
   Plan& operator=(const Plan&) = delete;
 
   int64_t constants() const { return constants_; }
-  int64_t ArenaBytes() const;  // of all devices
+  int64_t ArenaBytes() const;  // of all devices; without those of plans that its steps run
+  size_t inputs() const { return inputs_; }
+  size_t outputs() const { return outputs_.size(); }
+  const Layout& OutputLayout(size_t output) const { return values_[outputs_[output]].layout; }
+  size_t depth() const { return depth_; }  // of plans within plans; 1 where no step runs one
 
   // `key` is the plan's handle, by which callbacks find their Python side.
   RunResult Run(int64_t key, const Binding& binding, const std::vector<Tensor>& inputs);
+
+  // A run within a step of another plan's run, with its constants. Nothing where a callback raised.
+  std::optional<std::vector<Tensor>> RunInside(const RunContext& caller,
+                                               const std::vector<Tensor>& inputs);
 
   // The two below are torch/plan_profile.cc's: the runner has neither.
 
@@ -85,6 +100,9 @@ class Plan {
                    bool in_teams);
 
  private:
+  Plan(const Json& json, const LibraryPaths& library_path, const SubPlans& plans);
+  static SubPlans ReadPlans(const Json& json, const LibraryPaths& library_path);
+
   struct PlannedStep {
     std::unique_ptr<Step> step;
     const HostKernel* kernel;       // the step, where it is one: it is called directly
@@ -111,7 +129,11 @@ class Plan {
   const Arena* ArenaOf(const Device& device) const;
 
   std::unique_ptr<Frame> NewFrame(Streams streams) const;
-  std::unique_ptr<Frame> BoundFrame(const Binding& binding, const std::vector<Tensor>& inputs);
+  // Null for a stale binding.
+  std::unique_ptr<Frame> BoundFrame(const Binding& binding, const std::vector<Tensor>& inputs) {
+    return binding.IsStale() ? nullptr : FrameWith(binding, inputs);
+  }
+  std::unique_ptr<Frame> FrameWith(const Binding& binding, const std::vector<Tensor>& inputs);
   void BindInputs(Frame& frame, const std::vector<Tensor>& inputs) const;
   void BindConstants(Frame& frame, const Binding& binding) const;
   Tensor NewTensor(const Value& value) const;
@@ -135,6 +157,7 @@ class Plan {
   size_t states_ = 0;
   size_t inputs_ = 0;
   int64_t constants_ = 0;
+  size_t depth_ = 1;
   FramePool frames_;
   std::shared_ptr<KeptBlocks> kept_;  // null where no fresh value is large
 };

@@ -5,7 +5,7 @@
 // more members:
 //
 //   "symbols", "sizes": see size_table.h
-//   "lives": for each of the arenas [[value, first step, last step], ...]
+//   "lives": for each of the arenas [[value, first step, last step], ...]; so have its "plans"
 //
 // Bytes of arenas and offsets in them are no part of it: they are planned for each set of values.
 //
@@ -58,7 +58,7 @@ class PlanTemplate {
     std::vector<Life> lives;
   };
 
-  void FindArenas();
+  void FindArenas(Json& description);
   static void Place(const Arena& arena);
 
   const LibraryPaths library_path_;

@@ -17,11 +17,17 @@
 #include <string_view>
 #include <vector>
 
+#include "binding.h"
 #include "frame.h"
 #include "json.h"
 #include "values.h"
 
 namespace torch_hybrid_backend {
+
+class Plan;
+
+// Plans that control flow runs, by number.
+using SubPlans = std::vector<std::shared_ptr<Plan>>;
 
 // A running call, as its steps see it. `plan`: the handle by which callbacks find their Python
 // side.
@@ -29,6 +35,7 @@ struct RunContext {
   const Values& values;
   Frame& frame;
   int64_t plan;
+  const Binding& binding;
 };
 
 class Step {
@@ -71,6 +78,9 @@ struct PlanParts {
   std::vector<size_t> tensor_constants;
   // The path by which the loader opens the library that a kernel's step names.
   LibraryPaths library_path;
+  const SubPlans& plans;
+  // Of the plans that steps made before run, those in them included.
+  size_t depth = 0;
 
   // A value that a step reads as a tensor; constants are allowed where `constants`.
   size_t Tensor(int64_t value, const char* user, bool constants);
@@ -78,9 +88,15 @@ struct PlanParts {
   size_t Returned(int64_t value, const char* user);
   // Values whose addresses a step is given, on its device.
   std::vector<size_t> Addressed(const std::vector<int64_t>& numbers, const char* user);
+  // The plan of that number, which a step runs with so many inputs. Throws for one that is not
+  // there, takes others, or is nested too deep.
+  std::shared_ptr<Plan> Inner(int64_t number, size_t inputs, size_t outputs);
   // The position of the device's stream in the frames' streams.
   size_t StreamOf(const Device& device);
 };
+
+// How deep plans may be nested in plans, which run within each other on one stack.
+inline constexpr size_t kMostPlanDepth = 32;
 
 // The step that a description stands for. Throws for a kind that this build does not know.
 std::unique_ptr<Step> MakeStep(const Json& description, PlanParts& plan);
@@ -96,6 +112,8 @@ std::unique_ptr<Step> MakeHostKernel(const Json& description, PlanParts& plan);
 std::unique_ptr<Step> MakeOperatorCall(const Json& description, PlanParts& plan);
 std::unique_ptr<Step> MakeCopy(const Json& description, PlanParts& plan);
 std::unique_ptr<Step> MakeCheck(const Json& description, PlanParts& plan);
+std::unique_ptr<Step> MakeBranch(const Json& description, PlanParts& plan);
+std::unique_ptr<Step> MakeLoop(const Json& description, PlanParts& plan);
 
 // The kinds that need LibTorch, Python or a GPU: torch/steps/ has them. In the runner they refuse
 // (runner/steps.cc).

@@ -533,6 +533,118 @@ class Reader {
   std::unordered_map<std::string, size_t> entries_;
 };
 
+size_t CountIn(const Json& plan, const char* member) {
+  return static_cast<size_t>(Bounded(plan[member], Json::kMostUntrustedValues, member));
+}
+
+void RequireTruthValue(const TensorForm& form) {
+  if (form.dtype != "bool" || form.span != 1) Refuse("what it asks is not one truth value");
+}
+
+void RequireLike(const TensorForm& one, const TensorForm& other, const char* noun, size_t number) {
+  if (!IsTensorLike(one, other)) {
+    Refuse(std::string(noun) + " " + std::to_string(number) +
+           " of a plan has another dtype or other sizes than what it is");
+  }
+}
+
+// A step that runs two of the plans `inner`.
+void CheckControlFlow(const Json& step, bool is_loop, const std::vector<TensorForm>& values,
+                      const std::vector<PlanOutline>& inner) {
+  const auto forms = [&](const char* member) {
+    return Each(step[member], "value", [&](const Json& value) -> const TensorForm* {
+      constexpr int64_t kUnread = -1;
+      if (value.AsInt() == kUnread && member == std::string_view("outputs")) return nullptr;
+      return &values[Numbered(value, values.size(), "value")];
+    });
+  };
+  const std::vector<const TensorForm*> inputs = forms("inputs");
+  const std::vector<const TensorForm*> outputs = forms("outputs");
+  const std::vector<Json>& plans = step["plans"].AsList();
+  if (plans.size() != 2) Refuse("it runs two plans");
+  if (is_loop && outputs.size() > inputs.size()) Refuse("it carries more than it is given");
+  if (!is_loop) RequireTruthValue(values[Numbered(step["predicate"], values.size(), "value")]);
+  for (size_t p = 0; p < plans.size(); ++p) {
+    const PlanOutline& plan = inner[Numbered(plans[p], inner.size(), "plan before it")];
+    const bool is_condition = is_loop && p == 0;
+    if (plan.inputs != inputs.size() ||
+        plan.outputs.size() != (is_condition ? 1 : outputs.size())) {
+      Refuse("plan " + std::to_string(plans[p].AsInt()) + " has other inputs or outputs");
+    }
+    for (const auto& [input, value] : plan.input_values)
+      RequireLike(plan.values[value], *inputs[input], "input", input);
+    for (size_t i = 0; i < plan.outputs.size(); ++i) {
+      const TensorForm& output = plan.values[plan.outputs[i]];
+      if (is_condition) {
+        RequireTruthValue(output);
+        continue;
+      }
+      if (is_loop) RequireLike(output, *inputs[i], "output", i);
+      if (outputs[i] != nullptr) RequireLike(output, *outputs[i], "output", i);
+    }
+  }
+}
+
+// A plan, whose steps may run the plans `inner`. `slot_bytes`: raised to what it reads of
+// constants.
+PlanOutline ReadOutline(const Json& json, const std::vector<PlanOutline>& inner,
+                        std::vector<int64_t>& slot_bytes) {
+  PlanOutline outline{CountIn(json, "inputs"), {}, {}, {}, {}};
+  if (CountIn(json, "constants") != slot_bytes.size())
+    Refuse("it has other constants than the plan that it is of");
+  // Sums of what is bounded here fit in 64 bits where the plan is built.
+  for (const Json& arena : json["arenas"].AsList()) {
+    if (arena.AsList().size() != 2) Refuse("an arena is a device and a size");
+    Bounded(arena.AsList()[1], kMost, "the size of an arena");
+  }
+  outline.values.reserve(json["values"].AsList().size());
+  for (const Json& value : json["values"].AsList()) {
+    Within("value", outline.values.size(), [&] {
+      const std::vector<Json>& fields = value.AsList();
+      if (fields.size() != 6 && fields.size() != 7) Refuse("it has six fields, or seven");
+      const std::string& kind = fields[0].AsString();
+      const int64_t payload = Bounded(fields[1], kMost, "the payload");
+      TensorForm form = MakeForm(fields[2], fields[3], fields[4]);
+      const int64_t offset =
+          fields.size() == 7 ? Bounded(fields[6], kMost - form.span, "the offset") : 0;
+      if (kind == "constant") {
+        int64_t& bytes = slot_bytes[Numbered(fields[1], slot_bytes.size(), "slot")];
+        if (form.span > 0) bytes = std::max(bytes, (offset + form.span) * form.element_bytes);
+      } else if (kind == "input" || kind == "raw_input") {
+        const size_t input = Numbered(fields[1], outline.inputs, "input");
+        const auto [known, is_new] = outline.input_values.emplace(input, outline.values.size());
+        if (!is_new) RequireLike(form, outline.values[known->second], "input", payload);
+      }
+      outline.values.push_back(std::move(form));
+    });
+  }
+  size_t step_number = 0;
+  for (const Json& step : json["steps"].AsList()) {
+    const std::string& kind = step["kind"].AsString();
+    Within("step", step_number++, [&] {
+      if (kind == "kernel") {
+        outline.has_kernels = true;
+        if (step["library"].AsString() != "library") {
+          Refuse("its library must be called \"library\", not " +
+                 Quoted(step["library"].AsString()));
+        }
+      } else if (kind == "operator") {
+        outline.has_operators = true;
+      } else if (kind == "callback") {
+        outline.has_callbacks = true;
+      } else if (kind == "branch" || kind == "loop") {
+        CheckControlFlow(step, kind == "loop", outline.values, inner);
+      } else if (kind != "copy" && kind != "check") {
+        Refuse("no step in a file is called " + Quoted(kind));
+      }
+    });
+  }
+  outline.outputs = Each(json["outputs"], "output", [&](const Json& output) {
+    return Numbered(output, outline.values.size(), "value");
+  });
+  return outline;
+}
+
 }  // namespace
 
 std::string Quoted(std::string_view text) {
@@ -611,53 +723,21 @@ Entry EntryAt(const Manifest& manifest, const Entry& entry, const std::vector<in
 }
 
 PlanOutline OutlineOf(const Json& json) {
-  const auto count = [&](const char* member) {
-    return static_cast<size_t>(Bounded(json[member], Json::kMostUntrustedValues, member));
-  };
-  PlanOutline outline{count("inputs"), std::vector<int64_t>(count("constants")), {}, {}};
-  // Sums of what is bounded here fit in 64 bits where the plan is built.
-  for (const Json& arena : json["arenas"].AsList()) {
-    if (arena.AsList().size() != 2) Refuse("an arena is a device and a size");
-    Bounded(arena.AsList()[1], kMost, "the size of an arena");
-  }
-  outline.values = Each(json["values"], "value", [&](const Json& value) {
-    const std::vector<Json>& fields = value.AsList();
-    if (fields.size() != 6 && fields.size() != 7) Refuse("it has six fields, or seven");
-    const int64_t payload = Bounded(fields[1], kMost, "the payload");
-    TensorForm form = MakeForm(fields[2], fields[3], fields[4]);
-    const int64_t offset =
-        fields.size() == 7 ? Bounded(fields[6], kMost - form.span, "the offset") : 0;
-    if (fields[0].AsString() == "constant") {
-      if (static_cast<size_t>(payload) >= outline.slot_bytes.size()) {
-        Refuse("there is no slot " + std::to_string(payload));
-      }
-      int64_t& bytes = outline.slot_bytes[payload];
-      if (form.span > 0) bytes = std::max(bytes, (offset + form.span) * form.element_bytes);
+  std::vector<int64_t> slot_bytes(CountIn(json, "constants"));
+  std::vector<PlanOutline> inner;
+  if (const Json* const plans = json.Find("plans")) {
+    for (const Json& plan : plans->AsList()) {
+      inner.push_back(
+          Within("plan", inner.size(), [&] { return ReadOutline(plan, inner, slot_bytes); }));
     }
-    return form;
-  });
-  size_t step_number = 0;
-  for (const Json& step : json["steps"].AsList()) {
-    const std::string& kind = step["kind"].AsString();
-    Within("step", step_number++, [&] {
-      if (kind == "kernel") {
-        outline.has_kernels = true;
-        if (step["library"].AsString() != "library") {
-          Refuse("its library must be called \"library\", not " +
-                 Quoted(step["library"].AsString()));
-        }
-      } else if (kind == "operator") {
-        outline.has_operators = true;
-      } else if (kind == "callback") {
-        outline.has_callbacks = true;
-      } else if (kind != "copy" && kind != "check") {
-        Refuse("no step in a file is called " + Quoted(kind));
-      }
-    });
   }
-  outline.outputs = Each(json["outputs"], "output", [&](const Json& output) {
-    return Numbered(output, outline.values.size(), "value");
-  });
+  PlanOutline outline = ReadOutline(json, inner, slot_bytes);
+  for (const PlanOutline& plan : inner) {
+    outline.has_kernels |= plan.has_kernels;
+    outline.has_operators |= plan.has_operators;
+    outline.has_callbacks |= plan.has_callbacks;
+  }
+  outline.slot_bytes = std::move(slot_bytes);
   return outline;
 }
 

@@ -19,12 +19,24 @@ bool HasTensor(ValueKind kind) { return kind != ValueKind::kConstant && kind != 
 
 }  // namespace
 
-Plan::Plan(const Json& json, const LibraryPaths& library_path) {
+SubPlans Plan::ReadPlans(const Json& json, const LibraryPaths& library_path) {
   const int64_t version = json["version"].AsInt();
   if (version != kVersion) {
     Refuse("this build of the C++ runtime reads plans of version " + std::to_string(kVersion) +
            ", not of version " + std::to_string(version) + ": build it again");
   }
+  SubPlans plans;
+  const Json* const described = json.Find("plans");
+  if (described == nullptr) return plans;
+  for (const Json& each : described->AsList()) {
+    plans.emplace_back(new Plan(each, library_path, plans));
+    if (plans.back()->constants() != json["constants"].AsInt())
+      Refuse("a plan and those that its steps run have the same constants");
+  }
+  return plans;
+}
+
+Plan::Plan(const Json& json, const LibraryPaths& library_path, const SubPlans& plans) {
   inputs_ = json["inputs"].AsInt();
   constants_ = json["constants"].AsInt();
   if (static_cast<int64_t>(inputs_) < 0 || constants_ < 0)
@@ -35,7 +47,8 @@ Plan::Plan(const Json& json, const LibraryPaths& library_path) {
                   .touched = std::vector<bool>(values_.size()),
                   .streams = {},
                   .tensor_constants = {},
-                  .library_path = library_path};
+                  .library_path = library_path,
+                  .plans = plans};
   ReadArenas(json["arenas"], parts);
   CheckValues();
   ReadSteps(json["steps"], parts);
@@ -47,6 +60,7 @@ Plan::Plan(const Json& json, const LibraryPaths& library_path) {
   arguments_ = parts.arguments;
   parameters_ = parts.parameters;
   states_ = parts.states;
+  depth_ = parts.depth + 1;
   streams_ = std::move(parts.streams);
   tensor_constants_ = std::move(parts.tensor_constants);
   FindLifetimes();

@@ -75,13 +75,12 @@ std::unique_ptr<Frame> Plan::NewFrame(Streams streams) const {
   return frame;
 }
 
-std::unique_ptr<Frame> Plan::BoundFrame(const Binding& binding, const std::vector<Tensor>& inputs) {
+std::unique_ptr<Frame> Plan::FrameWith(const Binding& binding, const std::vector<Tensor>& inputs) {
   if (static_cast<int64_t>(binding.size()) != constants_) Refuse("the binding is another plan's");
   if (inputs.size() != inputs_) {
     Refuse("the plan takes " + std::to_string(inputs_) + " inputs, not " +
            std::to_string(inputs.size()));
   }
-  if (binding.IsStale()) return nullptr;
   Streams streams = CurrentStreams(streams_);
   const bool captured = std::any_of(streams.begin(), streams.end(),
                                     [](const auto& stream) { return IsCapturing(stream.second); });
@@ -97,10 +96,19 @@ RunResult Plan::Run(int64_t key, const Binding& binding, const std::vector<Tenso
   std::unique_ptr<Frame> bound = BoundFrame(binding, inputs);
   if (!bound) return {{}, RunStatus::kStaleBinding};
   const FramePool::Lease frame(frames_, std::move(bound));
-  const RunContext context{values_, *frame, key};
+  const RunContext context{values_, *frame, key, binding};
   if (!InTeams([&](const PlannedStep& step) { return RunStep(context, step); }))
     return {{}, RunStatus::kCallbackRaised};
   return {Outputs(*frame), RunStatus::kDone};
+}
+
+std::optional<std::vector<Tensor>> Plan::RunInside(const RunContext& caller,
+                                                   const std::vector<Tensor>& inputs) {
+  const FramePool::Lease frame(frames_, FrameWith(caller.binding, inputs));
+  const RunContext context{values_, *frame, caller.plan, caller.binding};
+  if (!InTeams([&](const PlannedStep& step) { return RunStep(context, step); }))
+    return std::nullopt;
+  return Outputs(*frame);
 }
 
 void Plan::BindConstants(Frame& frame, const Binding& binding) const {

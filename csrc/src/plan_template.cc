@@ -14,11 +14,13 @@ PlanTemplate::PlanTemplate(Json description, LibraryPaths library_path)
       symbols_(NamesIn(description["symbols"])),
       sizes_(symbols_, description["sizes"]),
       description_(std::move(description), sizes_.size()) {
-  FindArenas();
+  Json& whole = description_.json();
+  FindArenas(whole);
+  if (whole.Find("plans") == nullptr) return;
+  for (Json& plan : whole["plans"].AsList()) FindArenas(plan);
 }
 
-void PlanTemplate::FindArenas() {
-  Json& description = description_.json();
+void PlanTemplate::FindArenas(Json& description) {
   std::vector<Json>& arenas = description["arenas"].AsList();
   const std::vector<Json>& lives = description["lives"].AsList();
   if (arenas.size() != lives.size())

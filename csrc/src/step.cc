@@ -5,13 +5,14 @@
 #include <string_view>
 #include <utility>
 
+#include "plan.h"
+
 namespace torch_hybrid_backend {
 namespace {
 
-constexpr StepKind kKinds[] = {{"kernel", &MakeHostKernel},
-                               {"operator", &MakeOperatorCall},
-                               {"copy", &MakeCopy},
-                               {"check", &MakeCheck}};
+constexpr StepKind kKinds[] = {{"kernel", &MakeHostKernel}, {"operator", &MakeOperatorCall},
+                               {"copy", &MakeCopy},         {"check", &MakeCheck},
+                               {"branch", &MakeBranch},     {"loop", &MakeLoop}};
 
 }  // namespace
 
@@ -56,6 +57,27 @@ std::vector<size_t> PlanParts::Addressed(const std::vector<int64_t>& numbers, co
   std::vector<size_t> checked = values.Checked(numbers);
   for (const size_t value : checked) values.Address(value, device, user);
   return checked;
+}
+
+std::shared_ptr<Plan> PlanParts::Inner(int64_t number, size_t inputs, size_t outputs) {
+  if (number < 0 || number >= static_cast<int64_t>(plans.size())) {
+    throw std::runtime_error("there is no plan " + std::to_string(number) +
+                             " that a step could run: there are " + std::to_string(plans.size()) +
+                             " before it");
+  }
+  const std::shared_ptr<Plan>& plan = plans[number];
+  if (plan->inputs() != inputs || plan->outputs() != outputs) {
+    throw std::runtime_error("plan " + std::to_string(number) + " takes " +
+                             std::to_string(plan->inputs()) + " inputs and has " +
+                             std::to_string(plan->outputs()) + " outputs, and a step gives it " +
+                             std::to_string(inputs) + " and reads " + std::to_string(outputs));
+  }
+  depth = std::max(depth, plan->depth());
+  if (depth >= kMostPlanDepth) {
+    throw std::runtime_error("plans are nested more than " + std::to_string(kMostPlanDepth) +
+                             " deep");
+  }
+  return plan;
 }
 
 size_t PlanParts::StreamOf(const Device& of) {

@@ -187,7 +187,7 @@ void TestWhatIsRefused() {
   CheckThrows([] { Plan("no text"); }, "no JSON");
   CheckThrows([] { Plan(Described("", R"({"kind":"dance"})", 0, "")); },
               "no kind of step is called \"dance\": it must be one of kernel, operator, copy, "
-              "check, launch");
+              "check, branch, loop, launch");
   CheckThrows([] { Plan(Described(Row("borrowed", 0, 1), "", 0, "")); },
               "no kind of value \"borrowed\"");
   CheckThrows([] { Plan(Described(R"(["fresh",0,"int5",[],[],"cpu"])", "", 0, "")); },

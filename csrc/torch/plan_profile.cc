@@ -31,7 +31,8 @@ RunResult Plan::RunProfiled(int64_t key, const Binding& binding,
   std::unique_ptr<Frame> bound = BoundFrame(binding, inputs);
   if (!bound) return {{}, RunStatus::kStaleBinding};
   const FramePool::Lease frame(frames_, std::move(bound));
-  if (!RunStepsProfiled(RunContext{values_, *frame, key})) return {{}, RunStatus::kCallbackRaised};
+  if (!RunStepsProfiled(RunContext{values_, *frame, key, binding}))
+    return {{}, RunStatus::kCallbackRaised};
   return {Outputs(*frame), RunStatus::kDone};
 }
 
@@ -40,7 +41,7 @@ TimedResult Plan::Time(int64_t key, const Binding& binding, const std::vector<Te
   std::unique_ptr<Frame> bound = BoundFrame(binding, inputs);
   if (!bound) return {{{}, RunStatus::kStaleBinding}, {}};
   const FramePool::Lease frame(frames_, std::move(bound));
-  const RunContext context{values_, *frame, key};
+  const RunContext context{values_, *frame, key, binding};
   std::vector<int64_t> times;
   times.reserve(steps_.size());
   // Of one device, as a program is: on others only the host's time is known.

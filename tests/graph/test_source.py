@@ -34,6 +34,15 @@ def test_without_a_frame_of_the_users_the_last_is_named() -> None:
     assert _source(text) == "functional.py:1700 in relu: result = torch.relu(input)"
 
 
+def test_generated_code_is_no_line_of_the_users() -> None:
+    """Code that fx generates and torch.export compiles again, such as a branch, has no place in the user's files."""
+    generated = '  File "<eval_with_key>.5", line 7, in forward\n    relu = linear.relu()\n'
+    assert _source(generated) == ""
+    assert _source(f'  File "/home/me/model.py", line 3, in forward\n    x = f(x)\n{generated}').startswith(
+        "model.py:3"
+    )
+
+
 def test_frames_without_code_and_nodes_without_trace() -> None:
     """Code made at run time has no source line; nodes that passes made have no trace."""
     assert _source('  File "<string>", line 1, in forward') == "<string>:1 in forward"

@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.partition.engines_for_tests import FakeEngine, trace
+from torch_hybrid_backend.capture.aot import capture
 from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.core.captured import CapturedGraph
 from torch_hybrid_backend.core.engine import Engine
 from torch_hybrid_backend.core.region import PartitionedGraph
 from torch_hybrid_backend.core.verdict import Reason, Verdict
@@ -43,6 +45,31 @@ def _run(graph: PartitionedGraph, inputs: Sequence[torch.Tensor]) -> list[object
 
 def _engines(found: Partition) -> list[str]:
     return [segment.engine_hint for segment in found.graph.segments]
+
+
+def test_calls_of_control_flow_are_segments_of_their_own() -> None:
+    """With what takes their results, apart from other operators that eager runs and from each other."""
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        p = x.sum() > 0
+        y = torch.cond(p, torch.sin, torch.cos, (x,))
+        return torch.cond(p, torch.cos, torch.sin, (y,)) + 1, torch.cond(p, torch.sin, torch.tan, (x,)) + y
+
+    found: list[Partition] = []
+
+    def compile_graph(captured: CapturedGraph) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
+        found.append(partition_graph(captured.graph_module, [], Config()))
+        return lambda inputs: list(captured.graph_module(*inputs))
+
+    with torch.no_grad():
+        torch.compile(function, backend=lambda gm, inputs: capture(gm, inputs, compile_graph, ()))(torch.ones(4))
+    (partition,) = found
+    called = [
+        [str(node.target) for node in segment.region.graph_module.graph.nodes if node.op == "call_function"]
+        for segment in partition.graph.segments
+    ]
+    assert sorted(map(len, called)) == [2, 2, 2, 2, 2]
+    assert [names for names in called if "cond" in names] == [["cond", "<built-in function getitem>"]] * 3
 
 
 def test_a_graph_an_engine_takes_whole_is_one_region() -> None:

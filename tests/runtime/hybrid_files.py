@@ -188,6 +188,45 @@ def file_for_many_sizes() -> HybridFile:
     return file
 
 
+def file_with_control_flow() -> HybridFile:
+    """A model of three truth values and two tensors: while the first is true it becomes the second, and x becomes y if the third is true, else
+    a copy of itself."""
+    file = small_file()
+    flag = value("raw_input", 0, (), "bool")
+    flags = [[*flag[:1], number, *flag[2:]] for number in (0, 2, 3)]
+    x, y, fresh = value("raw_input", 1), value("raw_input", 4), value("fresh")
+    filled = [value("returned", 0, (), "bool"), value("returned")]
+
+    def plan(values: list[Any], steps: list[Any], inputs: int, outputs: list[int]) -> dict[str, Any]:
+        made = json.loads(plan_text(values, steps, inputs, 1, outputs))
+        del made["version"]
+        return made  # type: ignore[no-any-return]
+
+    copies = [[[*value("input", number)], fresh] for number in (0, 1)]
+    branch = {"kind": "branch", "predicate": 1, "plans": [0, 1], "inputs": [3, 2], "outputs": [4]}
+    loop = {"kind": "loop", "plans": [2, 3], "inputs": [0, 3, 1, 2, 4], "outputs": [-1, 6]}
+    inner = [
+        *(plan(each, [{"kind": "copy", "source": 0, "destination": 1}], 2, [1]) for each in copies),
+        plan([flags[0]], [], 5, [0]),
+        plan([flags[1], flags[2], x, y, filled[1]], [branch], 5, [0, 4]),
+    ]
+    whole = plan([*flags, x, y, *filled], [loop], 5, [6])
+    file.segments["plan.forward"] = (
+        "plan",
+        json.dumps({"version": 1, **whole, "plans": inner}, separators=(",", ":")).encode(),
+    )
+    flag_form = [form(name, (), "bool") for name in ("flag", "next", "which")]
+    file.manifest["entries"][0] |= {
+        "inputs": [flag_form[0], form("x"), *flag_form[1:], form("y")],
+        "sources": [["input", number] for number in range(5)],
+        "updates": [],
+        "results": [["output", 0]],
+        "outputs": [form("a")],
+    }
+    file.manifest["samples"] = []
+    return file
+
+
 def coded_file() -> HybridFile:
     """The small file with its weights coded: a stored block, and one of two values of 4 bytes."""
     file = small_file()
@@ -211,7 +250,7 @@ def target(library: str, *features: str) -> dict[str, Any]:
 
 
 def main(folder: Path) -> None:
-    """Write the seeds of the fuzzer: a whole file, and the text of a manifest with that of a plan."""
+    """Write the seeds of the fuzzer: a whole file, and texts of manifests with those of their plans."""
     file = small_file()
     whole = file.to_bytes()
     _, plan = file.segments["plan.forward"]
@@ -219,10 +258,10 @@ def main(folder: Path) -> None:
     (folder / "whole").write_bytes(b"F" + whole)
     (folder / "texts").write_bytes(b"M" + str(len(whole)).encode() + b"\n" + file.text() + b"\0" + plan)
     (folder / "coded").write_bytes(b"F" + coded_file().to_bytes())
-    many = file_for_many_sizes()
-    _, plan = many.segments["plan.forward"]
-    size = len(many.to_bytes())
-    (folder / "sizes").write_bytes(b"M" + str(size).encode() + b"\n" + many.text() + b"\0" + plan)
+    for name, other in (("sizes", file_for_many_sizes()), ("control_flow", file_with_control_flow())):
+        _, plan = other.segments["plan.forward"]
+        size = len(other.to_bytes())
+        (folder / name).write_bytes(b"M" + str(size).encode() + b"\n" + other.text() + b"\0" + plan)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ A program is a list of steps over numbered buffers. The runtime decides where bu
 fresh outputs); the program only says how large they are and who reads and writes them.
 
 This is the only place that lists the kinds of steps. A whole graph's plan has the same ones, over the plan's values in place of buffers
-(`Step.over`), and four more, which the runtime adds: `Callback`, `Copy`, `Check` and `LaunchGraph`. Each is a class of the same name in
-`csrc/src/steps/`, which reads what `Step.describe` returns. See docs/adr/0020-plan-steps.md.
+(`Step.over`), and six more, which the runtime adds: `Callback`, `Copy`, `Check`, `LaunchGraph`, `Branch` and `Loop`. Each is a class of the
+same name in `csrc/src/steps/`, which reads what `Step.describe` returns. See docs/adr/0020-plan-steps.md.
 """
 
 from __future__ import annotations
@@ -415,6 +415,65 @@ class Check(Step):
 
     def describe(self) -> dict[str, Any]:
         return {"kind": "check", "flags": self.flags, "title": REFUSED_VALUES}
+
+
+@dataclass(frozen=True, slots=True)
+class _RunsPlans(Step):
+    """Runs two plans, by number, which both take `inputs`. `outputs`: what it fills, NULL for a result that nobody reads."""
+
+    plans: tuple[int, int]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    @property
+    def tensors(self) -> tuple[TensorArgument, ...]:
+        return tuple(map(TensorArgument, self.inputs))
+
+    @property
+    def returned(self) -> tuple[int, ...]:
+        return tuple(output for output in self.outputs if output != NULL)
+
+    def _mapped(
+        self, memory: Callable[[int], int], tensor: Callable[[TensorArgument], int]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        inputs = tuple(tensor(TensorArgument(number)) for number in self.inputs)
+        return inputs, tuple(NULL if number == NULL else memory(number) for number in self.outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Loop(_RunsPlans):
+    """Runs the second plan as long as the first returns true. Its outputs are the first inputs of both plans in the next iteration."""
+
+    def over(self, memory: Callable[[int], int], tensor: Callable[[TensorArgument], int]) -> Loop:
+        inputs, outputs = self._mapped(memory, tensor)
+        return replace(self, inputs=inputs, outputs=outputs)
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "loop", "plans": self.plans, "inputs": self.inputs, "outputs": self.outputs}
+
+
+@dataclass(frozen=True, slots=True)
+class Branch(_RunsPlans):
+    """Runs the first plan where the truth value `predicate` is true, else the second."""
+
+    predicate: int
+
+    @property
+    def tensors(self) -> tuple[TensorArgument, ...]:
+        return tuple(map(TensorArgument, (self.predicate, *self.inputs)))
+
+    def over(self, memory: Callable[[int], int], tensor: Callable[[TensorArgument], int]) -> Branch:
+        inputs, outputs = self._mapped(memory, tensor)
+        return replace(self, inputs=inputs, outputs=outputs, predicate=tensor(TensorArgument(self.predicate)))
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "kind": "branch",
+            "predicate": self.predicate,
+            "plans": self.plans,
+            "inputs": self.inputs,
+            "outputs": self.outputs,
+        }
 
 
 @dataclass(frozen=True, slots=True)

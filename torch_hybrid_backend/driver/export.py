@@ -9,8 +9,6 @@ artifact          -> the plan, one library of its kernels, packed weights, a rep
 from __future__ import annotations
 
 import dataclasses
-import functools
-import operator
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ import torch
 from torch_hybrid_backend._version import __version__
 from torch_hybrid_backend.arguments import described, is_compiled
 from torch_hybrid_backend.artifact.calls import bits_in_words, finish
-from torch_hybrid_backend.artifact.functions import functions_to_text, graph_of
+from torch_hybrid_backend.artifact.functions import functions_to_text
 from torch_hybrid_backend.artifact.manifest import (
     CopyUpdate,
     Entry,
@@ -60,18 +58,15 @@ from torch_hybrid_backend.core.engine import LinkedLibrary
 from torch_hybrid_backend.core.hoisted_inputs import CallInput
 from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.core.program import KernelCall, OperatorCall
-from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.driver.hybrid_graph import HybridGraph
 from torch_hybrid_backend.driver.ready import Ready
+from torch_hybrid_backend.driver.saved_graph import saved_graph
 from torch_hybrid_backend.driver.session import Session, open_session
-from torch_hybrid_backend.driver.stages import Assignment, Executable, build_executable
+from torch_hybrid_backend.driver.stages import Assignment
 from torch_hybrid_backend.errors import ArgumentError, NotExportableError, failures
 from torch_hybrid_backend.progress import Progress
 from torch_hybrid_backend.report import Explanation, about_call
-from torch_hybrid_backend.runtime.executor import Executor, PlanOutput, SavedPlan
-from torch_hybrid_backend.runtime.operator_program import NotNativeError, operator_region
-from torch_hybrid_backend.runtime.plan_layout import StaticLayoutError
-from torch_hybrid_backend.runtime.symbolic_executor import SymbolicExecutor
+from torch_hybrid_backend.runtime.executor import PlanOutput, SavedPlan
 from torch_hybrid_backend.sizes.forms import linear
 from torch_hybrid_backend.sizes.size import MAX_SIZE, Size, Symbol, symbols
 from torch_hybrid_backend.torch_private import OpOverload, tree_flatten, treespec_dumps
@@ -173,7 +168,7 @@ def write_programs(
             keep_ops = frozenset[OpOverload]().union(*(engine.keep_ops for engine in session.engines))
             graphs = {entry: capture_exported(program, keep_ops) for entry, program in programs.items()}
         changed = _changed(list(graphs.values()))
-        exporter = _Exporter(session, name, changed)
+        exporter = _Exporter(session, config, name, changed)
         for entry, captured in graphs.items():
             graph = _without_static(captured, changed)
             args, kwargs = calls[entry]
@@ -181,13 +176,12 @@ def write_programs(
             inputs = [tensor for _, tensor in graph.tensors] + [
                 flat[position].detach().clone() for position in graph.arguments
             ]
-            tell = ready.telling(functools.partial(operator.setitem, plans, entry))
+            tell = ready.telling(lambda plan: plans.update({plan.graph: plan}))  # those of control flow too
             title = name if len(graphs) == 1 else f"{name}.{entry}"
             compiled = HybridGraph(graph.captured, session, config, tell, title)
             with torch.no_grad():
                 outputs = compiled(list(inputs))
-            plan = build_executable(compiled.assignment, inputs, config, without_python=True)
-            exporter.add(entry, programs[entry], graph, plan, inputs, outputs, flat)
+            exporter.add(entry, programs[entry], graph, compiled, inputs, outputs, flat)
         first = next(iter(calls.values()))
         about = about_call(model, *first) if callable(model) else {"model": name}
         with Progress("writing"):
@@ -340,8 +334,9 @@ def _without_static(graph: ExportedGraph, changed: frozenset[_Key]) -> ExportedG
 class _Exporter:
     """Collects the entries of one file. Tensors that entries share are written once, and states that they share are one."""
 
-    def __init__(self, session: Session, model: str, changed: frozenset[_Key]) -> None:
+    def __init__(self, session: Session, config: Config, model: str, changed: frozenset[_Key]) -> None:
         self._session = session
+        self._config = config
         self._model = model
         self._changed = changed
         self._writer = Writer()
@@ -358,24 +353,16 @@ class _Exporter:
         name: str,
         program: torch.export.ExportedProgram,
         graph: ExportedGraph,
-        plan: Executable,
+        compiled: HybridGraph,
         inputs: Sequence[torch.Tensor],
         outputs: Sequence[Any],
         flat: Sequence[Any],
     ) -> None:
         """Add an entry. `inputs`, `outputs`: of the graph, in the call that chose its engines; `flat`: that call's arguments."""
-        executor = plan.executor
-        limits: tuple[Limit, ...] = ()
-        if isinstance(executor, SymbolicExecutor):
-            saved, limits = _saved_for_any_sizes(executor, inputs)
-        elif isinstance(executor, Executor):
-            saved = executor.saved(inputs)
-        else:
-            raise NotExportableError(
-                "its graph is run from Python, segment by segment, as graphs are whose sizes depend on data; HYBRID_LOG=info says why"
-            )
-        self._take_libraries(plan.assignment)
-        steps = saved.description.steps
+        whole = saved_graph(compiled, inputs, self._config)
+        saved, limits = whole.plan, whole.limits
+        for assignment in whole.assignments:
+            self._take_libraries(assignment)
         description = dataclasses.replace(saved.description, titles=())
         segment = self._writer.add_segment(
             "plan", f"plan.{name}", description.text(lambda _member, _path: LIBRARY).encode()
@@ -389,8 +376,8 @@ class _Exporter:
             name=name,
             plan=segment,
             functions=functions,
-            python_parts=_python_parts(plan.assignment, saved),
-            needs_torch=any(isinstance(step.step, OperatorCall) for step in steps),
+            python_parts=whole.python_parts,
+            needs_torch=any(isinstance(step, OperatorCall) for step in saved.description.all_steps),
             inputs=inputs_of_call,
             sources=tuple(map(origin, saved.inputs)),
             slots=tuple(self._writer.add_tensor(tensor) for tensor in saved.slots),
@@ -530,18 +517,6 @@ class _Exporter:
         return Sample(entry.name, numbers(flat), numbers(results), tolerance)
 
 
-def _saved_for_any_sizes(
-    executor: SymbolicExecutor, inputs: Sequence[torch.Tensor]
-) -> tuple[SavedPlan, tuple[Limit, ...]]:
-    try:
-        saved, limits = executor.saved(inputs)
-    except StaticLayoutError as error:
-        raise NotExportableError(
-            f"it cannot be exported for many sizes: {error}; export it without dynamic_shapes"
-        ) from error
-    return saved, limits
-
-
 def _symbols(
     program: torch.export.ExportedProgram,
     saved: SavedPlan,
@@ -610,27 +585,6 @@ def _structure(program: torch.export.ExportedProgram) -> Structure:
             f"its arguments or results have a class that PyTorch cannot write by name: {error}; use tuples, lists and dicts, or register the "
             "class with a serialized_type_name (torch.export.register_dataclass)"
         ) from error
-
-
-def _python_parts(assignment: Assignment, saved: SavedPlan) -> tuple[str, ...]:
-    regions = {segment.region.name: segment.region for segment in assignment.partition.graph.segments}
-    parts = []
-    for number, function in saved.functions.items():
-        if graph_of(function) is not None:
-            region = regions[saved.regions[number]]
-            where = f" ({region.source})" if region.source else ""
-            parts.append(f"{_why_python(region)}{where}")
-        else:
-            parts.append(str(getattr(function, "args", [function])[0]))
-    return tuple(parts)
-
-
-def _why_python(region: Region) -> str:
-    try:
-        operator_region(region)
-    except NotNativeError as error:
-        return str(error)
-    return "an engine that is called from Python"
 
 
 def _input_forms(program: torch.export.ExportedProgram, graph: ExportedGraph, flat: Sequence[Any]) -> tuple[Form, ...]:

@@ -52,7 +52,8 @@ def with_module_stack(node: Node, stack: Iterable[tuple[str, str]]) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def _source_line(trace: str) -> str:
-    frames = list(_FRAME.finditer(trace))
+    # Code that fx generates, such as what torch.export compiles of a branch, is no line of the user's.
+    frames = [frame for frame in _FRAME.finditer(trace) if not frame["path"].startswith("<eval_with_key>")]
     if not frames:
         return ""
     # The innermost frame outside PyTorch and this package: inside torch.nn.Linear.forward nobody finds their own code again.

@@ -8,7 +8,7 @@ eager. Then the graph is cut again, so that the segments which they separated gr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -23,7 +23,7 @@ from torch_hybrid_backend.core.plan import GraphInput, ModuleCall, NodeDecision
 from torch_hybrid_backend.core.region import PartitionedGraph, Segment
 from torch_hybrid_backend.core.verdict import Reason, Refused, Verdict
 from torch_hybrid_backend.graph.devices import device_of
-from torch_hybrid_backend.graph.schema import is_item, is_view
+from torch_hybrid_backend.graph.schema import is_control_flow, is_item, is_view
 from torch_hybrid_backend.graph.values import outputs_of
 from torch_hybrid_backend.partition.capability import capability
 from torch_hybrid_backend.partition.dependencies import Dependencies, dependencies
@@ -84,7 +84,7 @@ def partition_graph(
     cut: list[Segment] = []
     home: dict[Node, Segment] = {}
     able: dict[str, tuple[str, ...]] = {}
-    for index, nodes in enumerate(by_level(needs.operators, levels).values()):
+    for index, nodes in enumerate(_apart(by_level(needs.operators, levels).values())):
         engine = names[_claimer(verdicts[nodes[0]])]
         mixed = {devices[node] for node in nodes}
         device = mixed.pop() if len(mixed) == 1 else None
@@ -99,6 +99,21 @@ def partition_graph(
     outputs = tuple(value.name if isinstance(value, Node) else value for value in outputs_of(graph_module))
     partitioned = PartitionedGraph(inputs, constants, tuple(cut), outputs, sizes_of(graph))
     return Partition(partitioned, decisions, able, graph_inputs(graph, constants), module_calls(graph))
+
+
+def _call(node: Node) -> Node | None:
+    """The call of a control flow operator that a node makes, or takes a result of; None for other nodes."""
+    called = node.args[0] if is_item(node) else node
+    return called if isinstance(called, Node) and is_control_flow(called) else None
+
+
+def _apart(levels: Iterable[list[Node]]) -> Iterator[list[Node]]:
+    """The operators of each level, with those of each call of control flow as a segment of its own."""
+    for nodes in levels:
+        calls: dict[Node | None, list[Node]] = {}
+        for node in nodes:
+            calls.setdefault(_call(node), []).append(node)
+        yield from calls.values()
 
 
 def _claimer(verdicts: Sequence[Verdict]) -> int:
@@ -122,19 +137,21 @@ def _cut(
     flops: Mapping[Node, int],
     minimum: int,
 ) -> list[int]:
-    """The level of each operator. Demotions are written into `verdicts`."""
+    """The level of each operator. Demotions are written into `verdicts`. Calls of control flow share no level with other operators."""
     places = list(dict.fromkeys(devices.values()))
     engine_count = max((len(given) for given in verdicts.values()), default=0)
     sinkable = [_sinkable(node, ordered) for node, ordered in zip(needs.operators, needs.ordered, strict=True)]
     eager = engine_count * len(places)
+    calls = [_call(node) is not None for node in needs.operators]
+    colour_count = eager + 1 + any(calls)
     cuts = _MAX_CUTS * max(eager, 1)
     for attempt in range(cuts):
         claimers = [_claimer(verdicts[node]) for node in needs.operators]
         colours = [
-            eager if claimer == engine_count else claimer * len(places) + places.index(devices[node])
-            for node, claimer in zip(needs.operators, claimers, strict=True)
+            eager + calls[i] if claimer == engine_count else claimer * len(places) + places.index(devices[node])
+            for i, (node, claimer) in enumerate(zip(needs.operators, claimers, strict=True))
         ]
-        levels = segments(colours, needs.before, eager + 1)
+        levels = segments(colours, needs.before, colour_count)
         levels = sink(levels, colours, needs.before, sinkable)
         demoted = _too_small(needs, (claimers, levels), flops, engine_count, minimum) if attempt < cuts - 1 else {}
         if not demoted:

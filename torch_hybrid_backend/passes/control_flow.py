@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,31 +22,44 @@ Node = torch.fx.Node
 
 # Takes the operands as a list, returns the outputs as a list.
 Run = Callable[[list[Any]], list[Any]]
-# One call site: its bodies, and the operand of each of their placeholders; None for a value that changes from one iteration to the next.
-_Site = tuple[tuple[Any, ...], tuple[Any, ...]]
 
 
-def _cond(_predicate: Any, if_true: Any, if_false: Any, operands: Sequence[Any]) -> _Site:
-    return (if_true, if_false), tuple(operands)
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A call of a control flow operator: its bodies, and the operands, one for each of their placeholders. The first `changing` operands are
+    other ones in each iteration."""
+
+    bodies: tuple[Any, ...]
+    operands: tuple[Any, ...]
+    changing: int = 0
+
+    @property
+    def lasting(self) -> tuple[Any, ...]:
+        """The operands; None for those that change."""
+        return (*(None for _ in self.operands[: self.changing]), *self.operands[self.changing :])
 
 
-def _while_loop(condition: Any, body: Any, carried: Sequence[Any], others: Sequence[Any]) -> _Site:
-    return (condition, body), (*(None for _ in carried), *others)
+def _cond(_predicate: Any, if_true: Any, if_false: Any, operands: Sequence[Any]) -> Site:
+    return Site((if_true, if_false), tuple(operands))
 
 
-def _scan(step: Any, carried: Sequence[Any], scanned: Sequence[Any], others: Sequence[Any]) -> _Site:
-    return (step,), (*(None for _ in (*carried, *scanned)), *others)
+def _while_loop(condition: Any, body: Any, carried: Sequence[Any], others: Sequence[Any]) -> Site:
+    return Site((condition, body), (*carried, *others), len(carried))
 
 
-def _map(body: Any, mapped: Sequence[Any], others: Sequence[Any]) -> _Site:
-    return (body,), (*(None for _ in mapped), *others)
+def _scan(step: Any, carried: Sequence[Any], scanned: Sequence[Any], others: Sequence[Any]) -> Site:
+    return Site((step,), (*carried, *scanned, *others), len(carried) + len(scanned))
 
 
-def _invoke_subgraph(body: Any, _identifier: Any, *operands: Any) -> _Site:
-    return (body,), operands
+def _map(body: Any, mapped: Sequence[Any], others: Sequence[Any]) -> Site:
+    return Site((body,), (*mapped, *others), len(mapped))
 
 
-_OPERATORS: Mapping[str, Callable[..., _Site]] = {
+def _invoke_subgraph(body: Any, _identifier: Any, *operands: Any) -> Site:
+    return Site((body,), operands)
+
+
+_OPERATORS: Mapping[str, Callable[..., Site]] = {
     "cond": _cond,
     "while_loop": _while_loop,
     "while_loop_stack_output": _while_loop,
@@ -60,13 +74,13 @@ class CompiledBody(torch.nn.Module):
 
     def __init__(self, run: Run, returns: object) -> None:
         super().__init__()
-        self._run = run
+        self.run = run
         self._pack: Callable[[list[Any]], Any] = (
             list if isinstance(returns, list) else tuple if isinstance(returns, tuple) else operator.itemgetter(0)
         )
 
     def forward(self, *operands: Any) -> Any:
-        return self._pack(self._run(list(operands)))
+        return self._pack(self.run(list(operands)))
 
 
 def compile_bodies(captured: CapturedGraph, compile_body: Callable[[str, CapturedGraph], Run]) -> None:
@@ -99,16 +113,17 @@ def _bodies(gm: torch.fx.GraphModule) -> dict[str, tuple[Any, ...]]:
         if "." in name or not isinstance(getattr(gm, name, None), torch.fx.GraphModule):
             continue
         for user in attribute.users:
-            site = _site(user)
-            if site is None or attribute not in site[0]:
+            site = site_of(user)
+            if site is None or attribute not in site.bodies:
                 others.add(name)
                 continue
-            known = sites.setdefault(name, site[1])
-            sites[name] = tuple(a if a is b else None for a, b in zip(known, site[1], strict=True))
+            known = sites.setdefault(name, site.lasting)
+            sites[name] = tuple(a if a is b else None for a, b in zip(known, site.lasting, strict=True))
     return {name: operands for name, operands in sites.items() if name not in others}
 
 
-def _site(node: Node) -> _Site | None:
+def site_of(node: Node) -> Site | None:
+    """The call that a node makes; None where it calls no control flow operator that is known."""
     if not isinstance(node.target, HigherOrderOperator) or node.kwargs:
         return None
     read = _OPERATORS.get(str(node.target))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -23,6 +24,7 @@ from tests.runtime.hybrid_files import (
     HybridFile,
     coded_file,
     file_for_many_sizes,
+    file_with_control_flow,
     form,
     plan_text,
     small_file,
@@ -561,6 +563,105 @@ def test_plans_are_checked(case: str, path: Path) -> None:
     file = small_file()
     file.segments["plan.forward"] = "plan", plan
     refused(path, file, f"not as the format demands: .*{said}")
+
+
+def test_control_flow_in_a_file(path: Path) -> None:
+    """Loops run as long as their condition is true, and a branch in them takes the way that its predicate tells. A result is no operand."""
+    artifact = Artifact(written(path, file_with_control_flow()))
+    plan = Plan.of_artifact(artifact, "plan.forward")
+    binding = Binding(plan, Guard([]), {}, {0: artifact.constant_address(0)})
+    x, y = torch.randn(2, 8)
+    for flag, which in itertools.product([True, False], repeat=2):
+        (result,) = plan.run(binding, [torch.tensor(flag), x, torch.tensor(False), torch.tensor(which), y]) or ()
+        assert torch.equal(result, x if not (flag and which) else y), (flag, which)
+        assert result.data_ptr() not in (x.data_ptr(), y.data_ptr())
+
+
+FLOWS: dict[str, tuple[Edit, str]] = {
+    "plans": (lambda plan: plan.update(plans=plan["plans"][:3]), "step 0: there is no plan before it 3: there are 3"),
+    "itself": (
+        lambda plan: plan["plans"][3]["steps"][0].update(plans=[0, 3]),
+        "plan 3: step 0: there is no plan before it 3",
+    ),
+    "negative": (lambda plan: plan["steps"][0].update(plans=[2, -1]), "there is no plan before it -1"),
+    "three": (lambda plan: plan["steps"][0].update(plans=[2, 3, 3]), "step 0: it runs two plans"),
+    "no list": (lambda plan: plan.update(plans={}), "a list"),
+    "inner plans": (lambda plan: plan["plans"][1].update(values=[]), "plan 1: output 0: there is no value 1"),
+    "a step of a plan": (
+        lambda plan: plan["plans"][1]["steps"][0].update(kind="external"),
+        "plan 1: step 0: no step in a file is called .external",
+    ),
+    "constants": (lambda plan: plan["plans"][0].update(constants=2), "plan 0: it has other constants"),
+    "constant": (
+        lambda plan: plan["plans"][0]["values"].append(value("constant", 0, (9,))),
+        "reads 36 bytes of a constant of 32",
+    ),
+    "inputs": (lambda plan: plan["steps"][0].update(inputs=[0, 3, 1, 2]), "plan 2 has other inputs or outputs"),
+    "an input that is not there": (
+        lambda plan: plan["plans"][0]["values"][0].__setitem__(1, 2),
+        "plan 0: value 0: there is no input 2",
+    ),
+    "outputs": (lambda plan: plan["steps"][0].update(outputs=[6]), "plan 3 has other inputs or outputs"),
+    "carried": (lambda plan: plan["steps"][0].update(outputs=[-1] * 6), "it carries more than it is given"),
+    "values": (lambda plan: plan["steps"][0].update(inputs=[0, 3, 1, 2, 7]), "there is no value 7"),
+    "unread inputs": (lambda plan: plan["steps"][0].update(inputs=[0, 3, 1, 2, -1]), "there is no value -1"),
+    "dtype": (lambda plan: plan["steps"][0].update(inputs=[0, 3, 1, 2, 0]), "input 4 of a plan has another dtype"),
+    "carried dtype": (lambda plan: plan["plans"][3].update(outputs=[0, 0]), "output 1 of a plan has another dtype"),
+    "result": (lambda plan: plan["steps"][0].update(outputs=[6, -1]), "output 0 of a plan has another dtype"),
+    "condition": (
+        lambda plan: plan["steps"][0].update(plans=[0, 3], inputs=[0, 3]),
+        "not one truth value|has another dtype|other inputs",
+    ),
+    "what a loop asks": (
+        lambda plan: plan["plans"][2].update(values=[value("raw_input", 1)]),
+        "step 0: what it asks is not one truth value",
+    ),
+    "what a branch asks": (
+        lambda plan: plan["plans"][3]["steps"][0].update(predicate=2),
+        "plan 3: step 0: what it asks is not one truth value",
+    ),
+    "forms of one input": (
+        lambda plan: plan["plans"][0]["values"].append(value("input", 0, (4,))),
+        "plan 0: value 2: input 0 of a plan has another dtype or other sizes",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FLOWS)
+def test_control_flow_is_checked(case: str, path: Path) -> None:
+    """The tensors that steps give to plans, and the plans that they name, are checked before anything is built."""
+    edit, said = FLOWS[case]
+    file = file_with_control_flow()
+    kind, content = file.segments["plan.forward"]
+    plan = json.loads(content)
+    edit(plan)
+    file.segments["plan.forward"] = kind, json.dumps(plan).encode()
+    refused(path, file, f"not as the format demands: .*({said})")
+
+
+def test_plans_in_plans_are_not_too_deep(path: Path) -> None:
+    """Plans within plans run on one stack: 32 are the most, the outermost included."""
+    for depth, is_legal in ((32, True), (33, False)):
+        file = file_with_control_flow()
+        kind, content = file.segments["plan.forward"]
+        plan = json.loads(content)
+        branch = {"kind": "branch", "predicate": 0, "inputs": [0, 1], "outputs": [2]}
+        values = [value("raw_input", 0, (), "bool"), value("raw_input", 1), value("returned")]
+        whole = {**plan["plans"][0], "values": values, "outputs": [2]}
+        plans = [{**whole, "values": values[1:2], "steps": [], "outputs": [0]}]
+        plans += [{**whole, "steps": [{**branch, "plans": [n, n]}]} for n in range(depth - 2)]
+        plan |= {"plans": plans, "steps": [{**branch, "inputs": [0, 3], "outputs": [6], "plans": [depth - 2] * 2}]}
+        file.segments["plan.forward"] = kind, json.dumps(plan).encode()
+        artifact = Artifact(written(path, file))
+        if not is_legal:
+            with pytest.raises(ArtifactError, match="nested more than 32 deep"):
+                Plan.of_artifact(artifact, "plan.forward")
+            continue
+        deep = Plan.of_artifact(artifact, "plan.forward")
+        x = torch.randn(8)
+        given = [torch.tensor(True), x, torch.tensor(True), torch.tensor(True), x]
+        (result,) = deep.run(Binding(deep, Guard([]), {}, {0: artifact.constant_address(0)}), given) or ()
+        assert torch.equal(result, x)
 
 
 def test_messages_obey_no_file(path: Path) -> None:

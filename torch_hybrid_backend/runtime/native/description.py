@@ -77,7 +77,8 @@ class PlanDescription:
     """A plan as data. `inputs` and `constants` count the inputs of a call and the slots of a binding; `outputs` are values.
 
     `arenas`: bytes by device, where any; 0 in a plan with sizes known only at run time, which are expressions over `symbols`, and whose arenas
-    are planned for each set of sizes by `lives`.
+    are planned for each set of sizes by `lives`. `plans`: those that control flow runs. They have no plans of their own: their steps run plans
+    that come before them. All have the same `constants`, and their callbacks are numbered together.
     """
 
     values: Sequence[PlanValue]
@@ -89,6 +90,12 @@ class PlanDescription:
     titles: Sequence[TitledSteps] = ()
     lives: Mapping[Device, Sequence[Life]] = field(default_factory=dict)
     symbols: Sequence[str] = ()
+    plans: Sequence[PlanDescription] = ()
+
+    @property
+    def all_steps(self) -> list[Step]:
+        """The steps, and those of `plans`."""
+        return [planned.step for plan in (self, *self.plans) for planned in plan.steps]
 
     def text(self, opened: Callable[[str, str], str]) -> str:
         """The JSON. `opened(member, path)` gives the name under which C++ opens a step's "library" or "module"."""
@@ -99,8 +106,14 @@ class PlanDescription:
                 raise TypeError(f"a plan's description cannot have {size!r}")
             return {"size": sizes.setdefault(size, len(sizes))}
 
-        described: dict[str, Any] = {
-            "version": VERSION,
+        described = {"version": VERSION, **self._plain(opened, lives=bool(self.symbols))}
+        if self.plans:
+            described["plans"] = [plan._plain(opened, lives=bool(self.symbols)) for plan in self.plans]
+        text = json.dumps(described, default=number, ensure_ascii=False, separators=(",", ":"))
+        return f"{text[:-1]},{size_table(self.symbols, map(expression, sizes))[1:]}" if self.symbols else text
+
+    def _plain(self, opened: Callable[[str, str], str], *, lives: bool) -> dict[str, Any]:
+        described = {
             "values": [_value(value) for value in self.values],
             "steps": [_step(step, opened) for step in self.steps],
             "ranges": [(title.first, title.title) for title in self.titles],
@@ -109,12 +122,11 @@ class PlanDescription:
             "constants": self.constants,
             "outputs": self.outputs,
         }
-        if self.symbols:
+        if lives:
             described["lives"] = [
                 [(life.value, life.first, life.last) for life in self.lives.get(device, ())] for device in self.arenas
             ]
-        text = json.dumps(described, default=number, ensure_ascii=False, separators=(",", ":"))
-        return f"{text[:-1]},{size_table(self.symbols, map(expression, sizes))[1:]}" if self.symbols else text
+        return described
 
 
 def size_table(names: Iterable[str], sizes: Iterable[Expression]) -> str:
