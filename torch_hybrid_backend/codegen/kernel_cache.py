@@ -23,7 +23,7 @@ from torch_hybrid_backend.codegen.workers.protocol import Job
 from torch_hybrid_backend.errors import CacheError, CompileError, ScheduleError, failures
 from torch_hybrid_backend.loops.kernels import Kernel
 from torch_hybrid_backend.progress import Progress
-from torch_hybrid_backend.storage.store import Store
+from torch_hybrid_backend.storage.store import Store, is_collecting
 from torch_hybrid_backend.storage.temporary_folder import TemporaryFolder
 
 _log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ def _key(kernel: Kernel, target: CodeTarget, compiler: KernelCompiler) -> str | 
 def _lookup(key: str, kernel: Kernel, store: Store) -> Artifact | None:
     at = (str(store.root), key)
     known = _memo.get(at)
-    if known is not None and Path(known.path).is_file():
+    if known is not None and not is_collecting() and Path(known.path).is_file():
         return known
     path = store.path_of(KIND, key)
     if path is None:

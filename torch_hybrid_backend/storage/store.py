@@ -10,6 +10,7 @@ bytes under one key do not disturb each other. An entry that was moved to anothe
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -17,6 +18,7 @@ import re
 import stat
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from torch_hybrid_backend.storage.temporary_folder import TemporaryFolder
 
 _log = logging.getLogger(__name__)
 _SAFE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+_SUFFIX = re.compile(r"\.[a-z]{1,16}")
 # Only files with such names are counted or removed, as the directory may also hold other files.
 _ENTRY = re.compile(r"[0-9a-f]{64}\.[a-z]+")
 _UNFINISHED = (".hybrid-", ".part")
@@ -45,6 +48,49 @@ class Usage:
     kind: str
     entries: int
     size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """An entry away from its store."""
+
+    kind: str
+    key: str
+    suffix: str
+    data: bytes
+
+
+# Gets each entry that is found or written.
+Listener = Callable[[Content], None]
+_listeners: list[Listener] = []
+_collecting: list[Listener] = []  # those of them that want what is in memory, too
+
+
+def tell(listener: Listener) -> None:
+    """Call a function with each entry that any store of this process finds or writes from now on, in the thread that does so."""
+    _listeners.append(listener)
+
+
+@contextlib.contextmanager
+def collecting(into: dict[tuple[str, str], Content]) -> Iterator[None]:
+    """Collect the entries that any thread finds or writes within the context, by kind and key. Others that remember entries in memory look them
+    up again within it (`is_collecting`)."""
+
+    def collect(content: Content) -> None:
+        into[content.kind, content.key] = content
+
+    _listeners.append(collect)
+    _collecting.append(collect)
+    try:
+        yield
+    finally:
+        _listeners.remove(collect)
+        _collecting.remove(collect)
+
+
+def is_collecting() -> bool:
+    """True within a context of `collecting`, in any thread."""
+    return bool(_collecting)
 
 
 class Store:
@@ -121,6 +167,8 @@ class Store:
         """Write the entry atomically; returns its path, which ends in `suffix`. Raises CacheError on failure."""
         if self._only_read:
             raise CacheError(self._only_read)
+        if not _SUFFIX.fullmatch(suffix):
+            raise CacheError(f"{suffix!r} cannot end the name of a cache entry; it must be a dot and 1 to 16 of a-z")
         folder = self._folder(kind, key)
         target = folder / (_checksum(kind, key, data) + suffix)
         self._make_room(len(data))
@@ -133,7 +181,16 @@ class Store:
         except failures(OSError) as error:
             raise CacheError(f"cannot write {target}: {error}") from error
         self._hidden.discard(target)
+        _told(Content(kind, key, suffix, data))
         return target
+
+    def add(self, content: Content) -> bool:
+        """Write an entry that was made elsewhere, unless there is one under its key; return True if it was written. Raises CacheError as `put`
+        does."""
+        if any(path not in self._hidden for path in _files(self._folder(content.kind, content.key))):
+            return False
+        self.put(content.kind, content.key, content.data, content.suffix)
+        return True
 
     def remove(self, kind: str, key: str) -> None:
         """Remove the entry, if present. If the store cannot be written, the entry is hidden from this process only."""
@@ -184,6 +241,7 @@ class Store:
                 continue
             with ignored(OSError):
                 os.utime(path)  # used now: `_make_room` removes the least recently used first
+            _told(Content(kind, key, path.suffix, data))
             return path, data
         return None
 
@@ -236,6 +294,11 @@ class Store:
         _log.info(
             "the cache %s was over its limit of %d MiB: %d entries removed", self.root, self.limit_bytes >> 20, removed
         )
+
+
+def _told(content: Content) -> None:
+    for listener in tuple(_listeners):
+        listener(content)
 
 
 def is_entry(path: Path) -> bool:
