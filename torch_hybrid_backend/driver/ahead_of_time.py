@@ -22,7 +22,6 @@ import torch
 import torch.fx
 
 from torch_hybrid_backend.backend import compile_graph
-from torch_hybrid_backend.builds.failures import KIND as FAILURES
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.driver.graph_compilation import GraphCompilation
 from torch_hybrid_backend.driver.session import open_session
@@ -137,7 +136,7 @@ def _compiled(
 
 def _to_bytes(graph_module: torch.fx.GraphModule, how: Mapping[str, Any], entries: Sequence[Content]) -> bytes:
     """Magic, the length of a header in JSON, the header, the graph, and the entries."""
-    kept = [entry for entry in entries if entry.kind != FAILURES]  # which may be this machine's own
+    kept = [entry for entry in entries if entry.is_portable]
     try:
         graph = graph_to_pickle(graph_module, _metadata)
     except failures(Exception) as error:  # whatever objects of the user's raise

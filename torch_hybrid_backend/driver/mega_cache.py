@@ -54,9 +54,7 @@ def register() -> None:
 
 
 def _record(content: Content) -> None:
-    from torch_hybrid_backend.builds.failures import KIND as FAILURES
-
-    if content.kind != FAILURES:
+    if content.is_portable:
         key = f"{content.kind}/{content.key}/{content.suffix.removeprefix('.')}"
         CacheArtifactManager.record_artifact(TYPE, key, content.data)
 
