@@ -31,6 +31,7 @@ def test_every_field_can_be_set_by_its_variable() -> None:
     values = {
         "engines": ("TVM, eager", ("tvm", "eager")),
         "disable_engines": ("triton", ("triton",)),
+        "target": ("x86-64-v3", "x86-64-v3"),
         "placement": ("Estimate", "estimate"),
         "prefer_kernels": ("1", True),
         "measure_budget_s": ("0.5", 0.5),
@@ -89,6 +90,7 @@ def test_the_modes_torch_users_know_are_accepted(mode: str | None) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "legal"),
     [
+        ("target", "x86-64-v2", "'native', 'x86-64-v3', 'x86-64-v4'"),
         ("placement", "guess", "'estimate', 'measure', 'tune'"),
         ("verify", "never", "'first', 'always', 'off'"),
         ("strict", "maybe", "1, true, yes, on"),

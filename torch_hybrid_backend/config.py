@@ -218,6 +218,15 @@ class Config:
             "largest of up to 64 (8 bits) or 256 (16 bits) neighbours; 32: no rounding",
         ),
     )
+    target: str = dataclasses.field(
+        default="native",
+        metadata=_setting(
+            _choice("native", "x86-64-v3", "x86-64-v4"),
+            "native, x86-64-v3, x86-64-v4",
+            "processor that kernels of the CPU are compiled for: this machine's, or a level of x86-64 (v3 has AVX2, v4 AVX-512), whose kernels "
+            "all machines of that level share; they are slower than native ones (docs/guides/cache.md)",
+        ),
+    )
     placement: str = dataclasses.field(
         default="measure",
         metadata=_setting(
