@@ -18,7 +18,9 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(n, 64) to (n, 8)."""
-        result: torch.Tensor = self.last(nn.functional.gelu(self.norm(self.first(x))))
+        hidden = nn.functional.gelu(self.norm(self.first(x)))
+        pieces = hidden.unflatten(1, (8, 8)).chunk(2, dim=1)  # views, of which PyTorch's fake tensors know their bases
+        result: torch.Tensor = self.last(torch.cat(pieces, dim=1).flatten(1))
         return result
 
 

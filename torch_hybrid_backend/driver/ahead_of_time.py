@@ -29,6 +29,7 @@ from torch_hybrid_backend.errors import ArtifactError, CacheError, NotExportable
 from torch_hybrid_backend.processes.fork_lock import ForkLock
 from torch_hybrid_backend.storage.store import Content, collecting
 from torch_hybrid_backend.torch_private import (
+    FakeTensor,
     FakeTensorMode,
     SerializableCallable,
     TracingContext,
@@ -37,6 +38,7 @@ from torch_hybrid_backend.torch_private import (
     graph_from_pickle,
     graph_to_pickle,
     tracing,
+    tree_map_only,
 )
 
 _log = logging.getLogger(__name__)
@@ -154,10 +156,18 @@ def _metadata(node: torch.fx.Node) -> dict[str, Any]:
     kept: dict[str, Any] = {
         name: node.meta[name] for name in ("example_value", "stack_trace", "tensor_dict") if name in node.meta
     }
+    if node.op != "placeholder" and "example_value" in kept:
+        kept["example_value"] = tree_map_only(FakeTensor, _apart, kept["example_value"])
     stack = node.meta.get("nn_module_stack", {})
     # Classes by name: the process that loads the graph may not have the modules that define them.
     names = {key: (path, getattr(kind, "__name__", str(kind))) for key, (path, kind) in stack.items()}
     return {**kept, "nn_module_stack": names} if names else kept
+
+
+def _apart(value: FakeTensor) -> torch.Tensor:
+    """A fake tensor of the same form that is no view: PyTorch cannot pickle all that views know of their bases."""
+    with value.fake_mode:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def _from_bytes(data: bytes) -> tuple[_Loaded, list[Content]]:
