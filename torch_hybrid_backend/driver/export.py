@@ -22,7 +22,7 @@ import torch
 from torch_hybrid_backend._version import __version__
 from torch_hybrid_backend.arguments import described, is_compiled
 from torch_hybrid_backend.artifact.calls import bits_in_words, finish
-from torch_hybrid_backend.artifact.functions import functions_to_text
+from torch_hybrid_backend.artifact.functions import functions_to_text, graph_of
 from torch_hybrid_backend.artifact.manifest import (
     CopyUpdate,
     Entry,
@@ -133,7 +133,8 @@ def export(
     file needs no PyTorch. Under `dynamic_shapes` the file serves all sizes in their ranges; the sizes that it serves are in the report.
 
     A module that is called with several sets of sizes becomes one file with an entry for each: `args` is then a dict from the name of an entry
-    to the (args, kwargs) of its call. Entries share the weights, and the buffers that calls change. `load(path).entry(name)` calls one.
+    to the (args, kwargs) of its call, `dynamic_shapes` one from names to those of the entries that have some. Entries share the weights, and
+    the buffers that calls change. `load(path).entry(name)` calls one.
 
     Raises ArgumentError for what cannot be exported at all, NotExportableError for a model that no file can hold, ConfigError for settings, and
     OSError where the file cannot be written.
@@ -143,7 +144,8 @@ def export(
     path = check_path(Path(path))
     config = Config.from_env(os.environ).with_options(options, None)
     calls = _calls(model, args, kwargs)
-    programs = {entry: _program(model, *call, dynamic_shapes) for entry, call in calls.items()}
+    shapes = _shapes(args, dynamic_shapes)
+    programs = {entry: _program(model, *call, shapes.get(entry)) for entry, call in calls.items()}
     examples = {entry: _example(programs[entry], *call) for entry, call in calls.items()}
     return write_programs(model, programs, examples, path, config)
 
@@ -221,6 +223,18 @@ def _calls(model: Any, args: Any, kwargs: Any) -> dict[str, tuple[Any, Any]]:
             "args of several entries is a dict of at least one name, and has their keyword arguments in it: leave out kwargs"
         )
     return dict(args)
+
+
+def _shapes(args: Any, dynamic_shapes: Any) -> Mapping[str, Any]:
+    """The `dynamic_shapes` of each entry that has some."""
+    if not isinstance(args, Mapping):
+        return {ENTRY: dynamic_shapes}
+    if not isinstance(dynamic_shapes or {}, Mapping) or (dynamic_shapes or {}).keys() - args.keys():
+        raise ArgumentError(
+            f"dynamic_shapes of several entries is a dict from names of entries ({', '.join(map(repr, args))}) to the dynamic_shapes of each: "
+            "{'prefill': ({1: Dim('n')}, None)}"
+        )
+    return dynamic_shapes or {}
 
 
 def _program(model: Any, args: Any, kwargs: Any, dynamic_shapes: Any) -> torch.export.ExportedProgram:
@@ -352,7 +366,9 @@ class _Exporter:
         elif isinstance(executor, Executor):
             saved = executor.saved(inputs)
         else:
-            raise NotExportableError("its graph is run from Python, segment by segment; HYBRID_LOG=info says why")
+            raise NotExportableError(
+                "its graph is run from Python, segment by segment, as graphs are whose sizes depend on data; HYBRID_LOG=info says why"
+            )
         self._take_libraries(compiled.assignment)
         steps = saved.description.steps
         description = dataclasses.replace(saved.description, titles=())
@@ -518,12 +534,6 @@ def _saved_for_any_sizes(
         raise NotExportableError(
             f"it cannot be exported for many sizes: {error}; export it without dynamic_shapes"
         ) from error
-    if saved.functions:
-        raise NotExportableError(
-            "parts of it run in Python, which a file cannot hold for many sizes: export one file for each set of sizes, without dynamic_shapes"
-        )
-    if any(isinstance(output, Size) for output in saved.outputs):
-        raise NotExportableError("one of its results is a size known only at run time; return the tensor that has it")
     return saved, limits
 
 
@@ -598,11 +608,11 @@ def _structure(program: torch.export.ExportedProgram) -> Structure:
 
 
 def _python_parts(assignment: Assignment, saved: SavedPlan) -> tuple[str, ...]:
-    segments = assignment.partition.graph.segments
+    regions = {segment.region.name: segment.region for segment in assignment.partition.graph.segments}
     parts = []
     for number, function in saved.functions.items():
-        if number < len(segments):
-            region = segments[number].region
+        if graph_of(function) is not None:
+            region = regions[saved.regions[number]]
             operators = dict.fromkeys(
                 str(node.target) for node in region.graph_module.graph.nodes if isinstance(node.target, OpOverload)
             )
@@ -627,7 +637,7 @@ def _input_forms(program: torch.export.ExportedProgram, graph: ExportedGraph, fl
 def _form(name: str, value: Any) -> Form:
     if isinstance(value, torch.Tensor):
         return TensorForm(name, str(value.dtype).removeprefix("torch."), tuple(value.shape), value.stride())
-    if value is not None and not isinstance(value, bool | int | float | str):
+    if value is not None and not isinstance(value, bool | int | float | str | Size):
         raise NotExportableError(
             f"{name} is {described(value)}; inputs and outputs of a file are tensors, numbers, strings or None"
         )
