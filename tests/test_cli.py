@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 import torch_hybrid_backend
 from tests.partition.engines_for_tests import FakeEngine
@@ -293,6 +296,40 @@ def test_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "1 entries, 1.0 MiB of at most 7 MiB; `hybrid cache --clear`" in _doctor()
     assert _run("cache", "--clear") == (0, f"kernels: 1 entries, 1.0 MiB\n1.0 MiB removed from {tmp_path}\n")
     assert Store(tmp_path).usage() == []
+
+
+def test_sharing_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """`hybrid cache push`, `sign` and `pull`; what is missing is named."""
+    key = Ed25519PrivateKey.generate()
+    form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    (tmp_path / "key.pem").write_bytes(key.private_bytes(*form))
+    place, private = str(tmp_path / "place"), str(tmp_path / "key.pem")
+    monkeypatch.setenv("HYBRID_CACHE_DIR", str(tmp_path / "one"))
+    Store(tmp_path / "one").put("kernels", "key", b"kernel", ".so")
+    assert _run("cache", "push", place) == (0, f"new entries of {tmp_path / 'one'} in {place}: 1\n")
+    assert _run("cache", "sign", place, "--key", private) == (0, f"entries signed in {place}: 1\n")
+    assert _run("cache", "push", place, "--key", private)[1].endswith(": 0\n")
+    (tmp_path / "place").chmod(0o777)
+    monkeypatch.setenv("HYBRID_CACHE_DIR", str(tmp_path / "two"))
+    monkeypatch.setenv("HYBRID_CACHE_SHARED", place)
+    assert _run("cache", "pull")[1].endswith(": 0\n")
+    monkeypatch.setenv("HYBRID_CACHE_KEYS", key.public_key().public_bytes_raw().hex())
+    assert _run("cache", "pull") == (0, f"new entries from {place} in {tmp_path / 'two'}: 1\n")
+    assert Store(tmp_path / "two").get("kernels", "key") == b"kernel"
+    capsys.readouterr()
+    monkeypatch.delenv("HYBRID_CACHE_SHARED")
+    monkeypatch.setenv("HYBRID_CACHE_KEYS", str(tmp_path / "nowhere.pem"))
+    for arguments, told in (
+        (["push"], "push takes a location"),
+        (["sign", place], "sign takes a location and --key"),
+        (["pull"], "pull takes a location, unless HYBRID_CACHE_SHARED"),
+        (["pull", place], "HYBRID_CACHE_KEYS .*nowhere.pem holds no public key"),
+        (["--key", private], "--key is for"),
+        (["push", place, "--key", place], "holds no private key"),
+        (["sign", str(tmp_path / "absent"), "--key", private], "there is no such folder"),
+    ):
+        assert _run("cache", *arguments) == (1, "")
+        assert re.search(told, capsys.readouterr().err), arguments
 
 
 def test_failed_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

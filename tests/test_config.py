@@ -31,6 +31,7 @@ def test_every_field_can_be_set_by_its_variable() -> None:
     values = {
         "engines": ("TVM, eager", ("tvm", "eager")),
         "disable_engines": ("triton", ("triton",)),
+        "target": ("x86-64-v3", "x86-64-v3"),
         "placement": ("Estimate", "estimate"),
         "prefer_kernels": ("1", True),
         "measure_budget_s": ("0.5", 0.5),
@@ -41,6 +42,8 @@ def test_every_field_can_be_set_by_its_variable() -> None:
         "cache": ("off", False),
         "cache_dir": ("/var/cache/x", Path("/var/cache/x")),
         "cache_limit_mib": ("100", 100),
+        "cache_shared": ("/mnt/cache, https://cache.example/v1", ("/mnt/cache", "https://cache.example/v1")),
+        "cache_keys": ("public.pem", ("public.pem",)),
         "compile_threads": ("3", 3),
         "tensorrt_constants_percent": ("25", 25),
         "cuda_driver": ("/usr/lib/wsl/lib/libcuda.so.1", "/usr/lib/wsl/lib/libcuda.so.1"),
@@ -87,6 +90,7 @@ def test_the_modes_torch_users_know_are_accepted(mode: str | None) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "legal"),
     [
+        ("target", "x86-64-v2", "'native', 'x86-64-v3', 'x86-64-v4'"),
         ("placement", "guess", "'estimate', 'measure', 'tune'"),
         ("verify", "never", "'first', 'always', 'off'"),
         ("strict", "maybe", "1, true, yes, on"),
@@ -114,7 +118,15 @@ def test_an_illegal_value_is_an_error_that_names_the_legal_ones(name: str, value
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("strict", 2.5), ("engines", 7), ("cache_dir", 3), ("compile_threads", True), ("compile_deadline_s", False)],
+    [
+        ("strict", 2.5),
+        ("engines", 7),
+        ("cache_shared", 7),
+        ("cache_keys", [b"key"]),
+        ("cache_dir", 3),
+        ("compile_threads", True),
+        ("compile_deadline_s", False),
+    ],
 )
 def test_a_value_of_the_wrong_type_is_an_error(name: str, value: object) -> None:
     """Options are typed: what cannot be meant is refused rather than converted."""

@@ -202,9 +202,89 @@ def has_output_types() -> bool:
     return {"non_alias", "unsafe_view_alias", "alias_of_input"} <= set(private.OutputType.__members__)
 
 
+def compiled_by(backend: Callable[..., Any], *, ahead: bool, dynamic: bool = False) -> None:
+    """Have Dynamo compile a function of a tensor and a size."""
+    x = torch.ones(3, 2)
+    if dynamic:
+        torch._dynamo.mark_dynamic(x, 0)
+    torch.compiler.reset()
+    compiled = torch.compile(addition, backend=backend, fullgraph=True)
+    with torch.no_grad():
+        if ahead:
+            compiled.aot_compile(((x,), {}))
+        else:
+            compiled(x)
+
+
+def addition(x: torch.Tensor) -> torch.Tensor:
+    return x + x.shape[0]
+
+
+class _Graph(private.SerializableCallable):
+    def __init__(self, graph_module: torch.fx.GraphModule) -> None:
+        self.graph_module = graph_module
+
+    @classmethod
+    def serialize_compile_artifacts(cls, fn: Any) -> bytes:
+        return b""
+
+    @classmethod
+    def deserialize_compile_artifacts(cls, data: bytes) -> Any:
+        return None
+
+    def __call__(self, *args: Any) -> Any:
+        return self.graph_module(*args)
+
+
+def ahead_of_time() -> list[bool]:
+    told: list[bool] = []
+
+    def backend(graph_module: torch.fx.GraphModule, _: object) -> Any:
+        told.append(private.is_compiled_ahead_of_time())
+        return _Graph(graph_module)
+
+    compiled_by(backend, ahead=False)
+    compiled_by(backend, ahead=True)
+    return told
+
+
+def hints() -> list[int]:
+    found: list[int] = []
+
+    def backend(graph_module: torch.fx.GraphModule, inputs: Any) -> Any:
+        found.extend(private.hint_of(value) for value in inputs if isinstance(value, torch.SymInt))
+        return _Graph(graph_module)
+
+    compiled_by(backend, ahead=True, dynamic=True)
+    return found
+
+
+def pickled_graph() -> bool:
+    """True if a pickled graph of Dynamo's computes the same, with fake tensors of symbolic sizes and the sources of its inputs."""
+    loaded: list[tuple[torch.fx.GraphModule, Any]] = []
+
+    def backend(graph_module: torch.fx.GraphModule, _: object) -> Any:
+        keep = {"example_value", "tensor_dict"}
+        text = private.graph_to_pickle(graph_module, lambda node: {k: v for k, v in node.meta.items() if k in keep})
+        loaded.append(private.graph_from_pickle(text))
+        return _Graph(graph_module)
+
+    compiled_by(backend, ahead=True, dynamic=True)
+    graph_module, fake_mode = loaded[0]
+    *_, x = graph_module.graph.find_nodes(op="placeholder")
+    fake = x.meta["example_value"]
+    (result,) = graph_module(5, torch.ones(5, 2))
+    return fake.fake_mode is fake_mode and isinstance(fake.shape[0], torch.SymInt) and bool((result == 6).all())
+
+
 # Name of `torch_private` -> a question that is answered with True as long as what we rely on holds.
 CANARIES: dict[str, Callable[[], object]] = {
     "BackendCompilerFailed": lambda: issubclass(private.BackendCompilerFailed, Exception),
+    "CacheArtifact": lambda: takes(private.CacheArtifact, "key", "content") and private.CacheArtifact.populate_cache,
+    "CacheArtifactFactory": lambda: takes(private.CacheArtifactFactory.register, "artifact_cls"),
+    "CacheArtifactManager": lambda: takes(
+        private.CacheArtifactManager.record_artifact, "artifact_type", "key", "content"
+    ),
     "ConstantSource": lambda: private.ConstantSource("s0") == private.ConstantSource("s0"),
     "DataDependentOutputException": lambda: issubclass(private.DataDependentOutputException, RuntimeError),
     "DisableTorchFunction": lambda: not isinstance(during_function_mode(_without_function), list),
@@ -226,6 +306,10 @@ CANARIES: dict[str, Callable[[], object]] = {
     "OutputType": has_output_types,
     "PYTREE_TYPES_BY_NAME": lambda: private.PYTREE_TYPES_BY_NAME["builtins.dict"] is dict,
     "PlainTensorMeta": lambda: isinstance(private.PlainTensorMeta, type),
+    "SerializableCallable": lambda: (
+        {"serialize_compile_artifacts", "deserialize_compile_artifacts", "__call__"}
+        == private.SerializableCallable.__abstractmethods__
+    ),
     "ShortenTraceback": lambda: (
         takes(private.ShortenTraceback, "first_useful_frame") and private.ShortenTraceback.remove_dynamo_frames
     ),
@@ -281,11 +365,15 @@ CANARIES: dict[str, Callable[[], object]] = {
         isinstance(table, dict) for table in private.global_decomposition_table.values()
     ),
     "graph_breaks_logger": graph_break_told,
+    "graph_from_pickle": pickled_graph,
+    "graph_to_pickle": pickled_graph,
+    "hint_of": lambda: hints() == [3],
     "inductor_config": lambda: (
         private.inductor_config.freezing is False and private.inductor_config.max_autotune is False
     ),
     "inductor_options": lambda: "max_autotune" in private.inductor_options(),
     "is_any_autocast_enabled": lambda: not private.is_any_autocast_enabled() and _autocast(),
+    "is_compiled_ahead_of_time": lambda: ahead_of_time() == [False, True],
     "is_traceable_wrapper_subclass": lambda: not private.is_traceable_wrapper_subclass(torch.zeros(1)),
     "kernel_switches": lambda: all(isinstance(each, bool) for each in private.kernel_switches()),
     "load_aotinductor": lambda: takes(private.load_aotinductor, "path"),

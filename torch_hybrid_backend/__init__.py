@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from typing import TYPE_CHECKING, Any
 
 from torch_hybrid_backend._version import __version__
@@ -27,6 +28,11 @@ if importlib.util.find_spec("torch") is None:
     raise ModuleNotFoundError(
         "torch_hybrid_backend needs PyTorch 2.11 or later, which is not installed here: pip install torch", name="torch"
     )
+
+if "torch" in sys.modules:  # else `backend` does so: importing the package must stay cheap
+    from torch_hybrid_backend.driver.mega_cache import register
+
+    register()
 
 if TYPE_CHECKING:
     from torch_hybrid_backend.artifact.model import load

@@ -37,6 +37,7 @@ from torch_hybrid_backend.driver.errors_as_written import as_written
 from torch_hybrid_backend.driver.garbage import collector_paused
 from torch_hybrid_backend.driver.graph_compilation import GraphCompilation, Listeners, warn_once
 from torch_hybrid_backend.driver.hybrid_graph import OnPlan, OnRegions
+from torch_hybrid_backend.driver.mega_cache import register
 from torch_hybrid_backend.driver.profiling import Timeable, profile_calls, warm_up
 from torch_hybrid_backend.driver.ready import Ready
 from torch_hybrid_backend.driver.refused_forms import refused_operator
@@ -50,9 +51,11 @@ from torch_hybrid_backend.torch_private import (
     ShortenTraceback,
     TorchRuntimeError,
     dynamo_config,
+    is_compiled_ahead_of_time,
 )
 
 log = logging.getLogger(__name__)
+register()
 
 
 class _Unwrapped(ShortenTraceback):
@@ -102,6 +105,10 @@ def hybrid(
     mode, options: as given to `torch.compile`; see `config.Config`. Raises ConfigError for unknown settings or values; no
     fault of an engine reaches the caller unless `strict` is set.
     """
+    if is_compiled_ahead_of_time():
+        from torch_hybrid_backend.driver.ahead_of_time import AheadOfTimeGraph
+
+        return AheadOfTimeGraph.compile(gm, example_inputs, options, mode)
     config = Config.from_env(os.environ).with_options(options, mode)
     return compile_for_dynamo(gm, example_inputs, config, **(_listening.get() or {}))
 
@@ -123,9 +130,11 @@ def compile_graph(
     on_regions: OnRegions | None = None,
     on_background: Callable[[InBackground], None] | None = None,
     on_graph: Callable[[Timeable], None] = lambda _: None,
+    after: Callable[[GraphCompilation, Callable[..., Any]], None] = lambda _compilation, _compiled: None,
 ) -> Callable[..., Any]:
     """Compile one Dynamo graph under `config`; `on_plan` gets each plan when it is made (in the graph's first call),
-    `on_regions` what its regions were compiled to, `on_background` what is built off the call, `on_graph` what can be timed."""
+    `on_regions` what its regions were compiled to, `on_background` what is built off the call, `on_graph` what can be timed. `after` is called
+    with the compilation and what is returned."""
     apply_log_level(config)
     if (refused := refused_operator(gm)) is not None:
         log.warning("a graph runs as written, as eager refuses an operator of it: %s", refused)
@@ -135,7 +144,9 @@ def compile_graph(
         config = with_instructions(config)
         listeners = Listeners(on_plan, on_regions, on_background, on_graph)
         compilation = GraphCompilation(gm, example_inputs, config, open_session(config), ready, listeners)
-        return compilation.compiled(example_inputs)
+        compiled = compilation.compiled(example_inputs)
+        after(compilation, compiled)
+        return compiled
 
 
 # What needs instructions -> precision -> the one to be used without them.

@@ -58,6 +58,8 @@ from torch_hybrid_backend.machine import unsupported
 from torch_hybrid_backend.report import Explanation
 from torch_hybrid_backend.report.share import counted
 from torch_hybrid_backend.runtime.native.ops import CALLS_PER_ROUND, watches_writes
+from torch_hybrid_backend.signatures import private_key
+from torch_hybrid_backend.storage import shared
 from torch_hybrid_backend.storage.store import Store
 
 Explain = Callable[..., Explanation]
@@ -144,7 +146,22 @@ def parser() -> argparse.ArgumentParser:
         "doctor",
         help="show which engines can run and compile here, and what the others lack; the exit status is 1 if something needed is missing",
     )
-    cache = commands.add_parser("cache", help="show the size of the cache of compiled kernels and timings on disk")
+    cache = commands.add_parser(
+        "cache", help="show the size of the cache of compiled kernels and timings on disk, or share its entries"
+    )
+    cache.add_argument(
+        "share",
+        nargs="?",
+        choices=("push", "pull", "sign"),
+        help="push: write all entries to LOCATION; pull: take the trusted ones of it; sign: sign all that it has",
+    )
+    cache.add_argument(
+        "location",
+        nargs="?",
+        metavar="LOCATION",
+        help="a folder, or a URL that fsspec opens; for pull, all of HYBRID_CACHE_SHARED by default",
+    )
+    cache.add_argument("--key", type=Path, metavar="FILE", help="private key of Ed25519 in PEM, for push and sign")
     action = cache.add_mutually_exclusive_group()
     action.add_argument("--clear", action="store_true", help="remove all entries; they are made again when needed")
     action.add_argument("--forget-failures", action="store_true", help="try builds again that failed within a day")
@@ -278,9 +295,39 @@ def _cache_state(config: Config) -> str:
     return f"{store.root}: {sum(kind.entries for kind in used)} entries, {size}; `hybrid cache --clear` removes them"
 
 
+def _share(parsed: argparse.Namespace, config: Config, store: Store, out: TextIO) -> None:
+    from torch_hybrid_backend.driver.session import trusted_keys  # heavy, so not imported for --help
+
+    key = None if parsed.key is None else private_key(parsed.key)
+    if parsed.share == "pull":
+        locations = [parsed.location] if parsed.location else config.cache_shared
+        if not locations or key is not None:
+            raise ConfigError("hybrid cache pull takes a location, unless HYBRID_CACHE_SHARED names some, and no --key")
+        for text in locations:
+            count = shared.pull(store, shared.location_of(text), trusted_keys(config))
+            out.write(f"new entries from {text} in {store.root}: {count}\n")
+        return
+    if parsed.location is None or (parsed.share == "sign" and key is None):
+        takes = "a location and --key" if parsed.share == "sign" else "a location"
+        raise ConfigError(
+            f"hybrid cache {parsed.share} takes {takes}: hybrid cache {parsed.share} FOLDER --key key.pem"
+        )
+    location = shared.location_of(parsed.location)
+    if parsed.share == "push":
+        count = shared.push(store, location, key)
+        out.write(f"new entries of {store.root} in {parsed.location}: {count}\n")
+    else:
+        out.write(f"entries signed in {parsed.location}: {shared.sign(location, key)}\n")
+
+
 def _cache(parsed: argparse.Namespace, out: TextIO) -> int:
     config = Config.from_env(os.environ)
     store = Store(config.cache_dir)
+    if parsed.share is not None:
+        _share(parsed, config, store, out)
+        return 0
+    if parsed.key is not None:
+        raise ConfigError("--key is for hybrid cache push and hybrid cache sign")
     failures = Failures(store)
     failed = failures.all()
     if parsed.forget_failures:

@@ -121,6 +121,17 @@ def _directory(raw: object) -> object:
         raise ValueError(f"a path whose home directory is known ({error})") from None
 
 
+def _texts(meaning: str) -> _Parser:
+    def parse(raw: object) -> object:
+        if isinstance(raw, str):
+            raw = raw.split(",")
+        if not isinstance(raw, Sequence) or not all(isinstance(part, str | os.PathLike) for part in raw):
+            raise ValueError(meaning)
+        return tuple(text for part in raw if (text := os.fspath(part).strip()))
+
+    return parse
+
+
 def _library(raw: object) -> object:
     if not isinstance(raw, str | os.PathLike) or not str(raw).strip():
         raise ValueError("the path or the name of a library")
@@ -207,6 +218,15 @@ class Config:
             "largest of up to 64 (8 bits) or 256 (16 bits) neighbours; 32: no rounding",
         ),
     )
+    target: str = dataclasses.field(
+        default="native",
+        metadata=_setting(
+            _choice("native", "x86-64-v3", "x86-64-v4"),
+            "native, x86-64-v3, x86-64-v4",
+            "processor that kernels of the CPU are compiled for: this machine's, or a level of x86-64 (v3 has AVX2, v4 AVX-512), whose kernels "
+            "all machines of that level share; they are slower than native ones (docs/guides/cache.md)",
+        ),
+    )
     placement: str = dataclasses.field(
         default="measure",
         metadata=_setting(
@@ -275,6 +295,23 @@ class Config:
             _whole(1),
             "at least 1",
             "largest size of the cache in MiB; beyond it the least recently used entries are removed",
+        ),
+    )
+    cache_shared: tuple[str, ...] = dataclasses.field(
+        default=(),
+        metadata=_setting(
+            _texts("paths and URLs, separated by commas"),
+            "paths and URLs, comma separated",
+            "shared caches, read where the cache has no entry, and never written: folders, and URLs that fsspec opens. An entry counts if a "
+            "key of `cache_keys` signed it, or if only this user or root can write its folder (docs/guides/cache.md)",
+        ),
+    )
+    cache_keys: tuple[str, ...] = dataclasses.field(
+        default=(),
+        metadata=_setting(
+            _texts("paths of public keys in PEM, or keys as 64 hexadecimal digits, separated by commas"),
+            "paths or keys, comma separated",
+            "public keys of Ed25519 whose entries in shared caches count: paths of PEM files, or 64 hexadecimal digits",
         ),
     )
     compile_threads: int = dataclasses.field(

@@ -49,6 +49,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
+from torch.compiler._cache import CacheArtifact, CacheArtifactFactory, CacheArtifactManager
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx._lazy_graph_module import _make_graph_module as make_graph_module
 from torch.fx._lazy_graph_module import _use_lazy_graph_module as use_lazy_graph_module
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     from torch._dynamo import compiled_autograd
     from torch._dynamo import config as dynamo_config
     from torch._dynamo import reset as reset_dynamo
+    from torch._dynamo.aot_compile_types import SerializableCallable
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.convert_frame import compile_lock
     from torch._dynamo.eval_frame import OptimizedModule
@@ -101,6 +103,7 @@ _LATER = {
     "OptimizedModule": "torch._dynamo.eval_frame:OptimizedModule",
     "OutputType": "torch._functorch._aot_autograd.schemas:OutputType",
     "PlainTensorMeta": "torch._functorch._aot_autograd.schemas:PlainTensorMeta",
+    "SerializableCallable": "torch._dynamo.aot_compile_types:SerializableCallable",
     "ShortenTraceback": "torch._dynamo.exc:ShortenTraceback",
     "TensorPropertySource": "torch._dynamo.source:TensorPropertySource",
     "TorchRuntimeError": "torch._dynamo.exc:TorchRuntimeError",
@@ -124,6 +127,9 @@ __all__ = [
     "FUNCTORCH",
     "PYTREE_TYPES_BY_NAME",
     "BackendCompilerFailed",
+    "CacheArtifact",
+    "CacheArtifactFactory",
+    "CacheArtifactManager",
     "ConstantSource",
     "DataDependentOutputException",
     "DisableTorchFunction",
@@ -141,6 +147,7 @@ __all__ = [
     "OptimizedModule",
     "OutputType",
     "PlainTensorMeta",
+    "SerializableCallable",
     "ShortenTraceback",
     "TensorBase",
     "TensorPropertySource",
@@ -170,9 +177,13 @@ __all__ = [
     "get_schema",
     "global_decomposition_table",
     "graph_breaks_logger",
+    "graph_from_pickle",
+    "graph_to_pickle",
+    "hint_of",
     "inductor_config",
     "inductor_options",
     "is_any_autocast_enabled",
+    "is_compiled_ahead_of_time",
     "is_traceable_wrapper_subclass",
     "kernel_switches",
     "load_aotinductor",
@@ -229,6 +240,51 @@ def graph_breaks_logger() -> logging.Logger:
 
     logger: logging.Logger = getArtifactLogger("torch._dynamo.symbolic_convert", "graph_breaks")
     return logger
+
+
+def hint_of(size: torch.SymInt) -> int:
+    """The value that a symbolic size had in the call that was traced; nothing is assumed of later calls."""
+    hint: int = size.node.hint
+    return hint
+
+
+def is_compiled_ahead_of_time() -> bool:
+    """True while `torch.compile(...).aot_compile` calls a backend, which must return a `SerializableCallable`."""
+    from torch._functorch import config
+
+    return bool(getattr(config, "bundled_autograd_cache", False))
+
+
+def graph_to_pickle(graph_module: torch.fx.GraphModule, metadata: Callable[[torch.fx.Node], dict[str, Any]]) -> bytes:
+    """Pickle a graph of Dynamo's, fake tensors and symbolic sizes included; `metadata` gives that of a node. Raises what pickling raises."""
+    from torch.fx._graph_pickler import GraphPickler, Options
+
+    graph = torch.fx.Graph()
+    copies: dict[torch.fx.Node, torch.fx.Node] = {}
+    graph.output(graph.graph_copy(graph_module.graph, copies))
+    for node, copy in copies.items():
+        copy.meta = metadata(node)
+    sources = [getattr(node, "_dynamo_source", None) for node in graph_module.graph.find_nodes(op="placeholder")]
+    parameters = getattr(graph_module, "_param_name_to_source", {})
+    options = Options(ops_filter=None, node_metadata_key_filter=None)
+    pickled: bytes = GraphPickler.dumps((torch.fx.GraphModule(graph_module, graph), sources, parameters), options)
+    return pickled
+
+
+def graph_from_pickle(data: bytes) -> tuple[torch.fx.GraphModule, FakeTensorMode]:
+    """A pickled graph, as Dynamo hands graphs to AOTAutograd, and the mode of its fake tensors. Bytes of others can run any code."""
+    from torch.fx._graph_pickler import GraphPickler
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    fake_mode = FakeTensorMode(shape_env=ShapeEnv())
+    loaded: Any = GraphPickler.loads(data, fake_mode)
+    graph_module, sources, parameters = loaded
+    for node, source in zip(graph_module.graph.find_nodes(op="placeholder"), sources, strict=True):
+        node._dynamo_source = source
+    graph_module._param_name_to_source = parameters
+    graph_module.meta["dynamo_compile_id"] = None  # AOTAutograd takes graphs that have one for Dynamo's
+    graph_module.recompile()
+    return graph_module, fake_mode
 
 
 def deferred_full_gc() -> Callable[[], AbstractContextManager[None]] | None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -328,3 +329,78 @@ assert compiler.process_ids() == []
 assert not {{"tvm", "tvm_ffi"}} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def _holder(store: Store, key: str) -> subprocess.Popen[str]:
+    """A process that has locked a key, as if it compiled the kernel, and lives until it is killed."""
+    code = f"""
+import sys, time
+from pathlib import Path
+from torch_hybrid_backend.builds.key_lock import KeyLock
+from torch_hybrid_backend.codegen.kernel_cache import KIND
+from torch_hybrid_backend.storage.store import Store
+lock = KeyLock.try_acquire(Store(Path({str(store.root)!r})).lock_path(KIND, {key!r}))
+print(lock is not None, flush=True)
+time.sleep(600)
+"""
+    holder = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "True\n"
+    return holder
+
+
+def test_a_kernel_that_another_process_compiles_is_waited_for(compiler: CountingCompiler, store: Store) -> None:
+    """Other kernels are compiled meanwhile. The process that dies at its kernel leaves it to those that wait."""
+    key = kernel_key(scale_kernel(64), Target.host(), tir_compiler)
+    holder = _holder(store, key)
+    made: list[Artifact] = []
+    waits = threading.Thread(target=lambda: made.extend(build(compiler, store, scale_kernel(64), scale_kernel(72))))
+    waits.start()
+    while len(compiler.asked) < 1 or store.path_of(kernel_cache.KIND, compiler.asked[0]) is None:
+        time.sleep(0.01)
+    assert compiler.asked == [kernel_key(scale_kernel(72), Target.host(), tir_compiler)]
+    holder.kill()
+    holder.wait()
+    waits.join(60)
+    assert [each.key for each in made] == [key, compiler.asked[0]]
+    assert compiler.asked[1:] == [key]
+
+
+def test_what_another_process_compiled_is_taken(
+    compiler: CountingCompiler, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel is not compiled here."""
+    elsewhere = Store(tmp_path / "elsewhere")
+    (other,) = build(compiler, elsewhere, scale_kernel(64))
+    compiler.asked.clear()
+    holder = _holder(store, other.key)
+    made: list[Artifact] = []
+    waits = threading.Thread(target=lambda: made.extend(build(compiler, store, scale_kernel(64))))
+    waits.start()
+    store.put(kernel_cache.KIND, other.key, Path(other.path).read_bytes(), ".so")
+    holder.kill()
+    holder.wait()
+    waits.join(60)
+    assert [each.key for each in made] == [other.key]
+    assert compiler.asked == []
+
+
+def test_a_process_that_hangs_at_a_kernel_costs_the_kernel_alone(compiler: CountingCompiler, store: Store) -> None:
+    """At the deadline; the failure is not remembered."""
+    key = kernel_key(scale_kernel(64), Target.host(), tir_compiler)
+    holder = _holder(store, key)
+    late, made = compile_kernels([scale_kernel(64), scale_kernel(72)], Target.host(), compiler, store, 5.0)
+    holder.kill()
+    holder.wait()
+    assert isinstance(late, DeadlineError)
+    assert "another process" in str(late)
+    assert isinstance(made, Artifact)
+    build(compiler, store, scale_kernel(64))
+
+
+def test_more_kernels_than_locks(compiler: CountingCompiler, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All are compiled, and no lock is left."""
+    monkeypatch.setattr(kernel_cache, "_LOCKS", 2)
+    build(compiler, store, *(scale_kernel(size) for size in (64, 72, 80, 88, 96)))
+    assert len(set(compiler.asked)) == len(compiler.asked) == 5
+    assert not list(store.root.rglob(".lock"))

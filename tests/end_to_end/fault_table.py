@@ -16,6 +16,7 @@ OF_FILES = (
     "artifact.test_signing",
     "runner.test_keys",
     "runner.test_operators",
+    "storage.test_shared",
 )
 MODULES = (
     *(f"end_to_end.{name}" for name in _FIRST),

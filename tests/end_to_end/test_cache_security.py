@@ -21,6 +21,7 @@ _READERS = {
     "torch.jit": {"load"},
     "torch.export": {"load"},
     "torch.fx": {"symbolic_trace_from_file"},
+    "torch.fx._graph_pickler": {"GraphPickler.loads"},
     "joblib": {"load"},
     "dill": {"load", "loads"},
     "cloudpickle": {"load", "loads"},
@@ -40,6 +41,7 @@ ALLOWED = {
     ("codegen/workers/main.py", "pickle.loads"),
     ("driver/export.py", "torch.export.load"),  # a .pt2 file that the user names: what PyTorch reads, it reads
     ("driver/file_commands.py", "numpy.load"),  # arrays alone (allow_pickle=False), of a file that the user names
+    ("torch_private.py", "torch.fx._graph_pickler.GraphPickler.loads"),  # part of a file that PyTorch has unpickled
     ("quantization/call_sites.py", "compile"),
     ("quantization/call_sites.py", "exec"),
 }
@@ -85,6 +87,7 @@ def suspicious(source: str) -> set[str]:
         "from pickle import loads as l; l(b'')",
         "import torch; torch.load(f)",
         "import marshal; f(marshal.loads)",
+        "from torch.fx._graph_pickler import GraphPickler; GraphPickler.loads(b'', mode)",
         "eval('1')",
         "exec('1')",
     ],

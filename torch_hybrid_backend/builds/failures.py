@@ -24,11 +24,11 @@ from torch_hybrid_backend.errors import (
     DeadlineError,
     failures,
 )
-from torch_hybrid_backend.storage.store import Store
+from torch_hybrid_backend.storage.store import FAILURES, Store
 
 _log = logging.getLogger(__name__)
 
-KIND = "failed-builds"
+KIND = FAILURES
 REMEMBERED_S = 24 * 3600.0
 # The share of its time for which a processor worked on a build. From this share on, a build that missed its deadline is too slow; below it,
 # other work may have delayed the build.

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from torch_hybrid_backend.builds.background import InBackground, copies_of
+from torch_hybrid_backend.builds.background import InBackground, as_here, copies_of
 from torch_hybrid_backend.capture.aot import capture
 from torch_hybrid_backend.capture.cache.aot_cache import AotCache
 from torch_hybrid_backend.config import Config
@@ -38,7 +38,7 @@ from torch_hybrid_backend.graph.values import holds_collectives, is_repeatable
 from torch_hybrid_backend.partition.seen_graphs import SeenGraphs, graph_key
 from torch_hybrid_backend.partition.whole_call import PricedCall
 from torch_hybrid_backend.progress import Progress
-from torch_hybrid_backend.torch_private import OpOverload
+from torch_hybrid_backend.torch_private import OpOverload, hint_of, tracing
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +81,7 @@ class GraphCompilation:
         self._sizes = [k for k, value in enumerate(example_inputs) if isinstance(value, int | torch.SymInt)]
         self._off_the_call = OffTheCall(config.strict, listeners.on_background)
         self._runs_twice = True  # unnoticed, each graph but the backward graph
+        self._writes_inputs = False
         self._priced: tuple[PricedCall, bool] | None = None  # with whether it is built off the call
 
     def compiled(self, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -93,6 +94,16 @@ class GraphCompilation:
         whole = self._whole(self._capture(example_inputs))
         known.add(self._key)
         return whole
+
+    def try_call(self, compiled: Callable[..., Any], inputs: Sequence[Any]) -> None:
+        """Make the first call of what `compiled` returned, on copies of inputs, if that can be done unnoticed."""
+        if not self._runs_twice:
+            log.info("a graph that cannot be run twice unnoticed is not tried when it is compiled")
+            return
+        sizes = [hint_of(value) if isinstance(value, torch.SymInt) else value for value in inputs]
+        copies = copies_of(sizes, (lambda *_: False) if self._writes_inputs else _is_static)
+        with tracing(None), as_here(copies)():
+            compiled(*copies)
 
     def _capture(self, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Have AOTAutograd make ATen graphs of the graph, and call `_compile_captured` with each."""
@@ -111,6 +122,7 @@ class GraphCompilation:
         in_background = self._is_built_in_background(captured)
         if captured.kind != "backward":
             self._runs_twice &= hindrance(captured.graph_module) is None
+            self._writes_inputs |= captured.writes_inputs
         ready = Ready(self._ready.title, self._config) if captured.kind == "backward" else self._ready
         on_plan = ready.telling(self._listeners.on_plan)
         if is_priced_whole(captured, self._config):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
 import threading
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 
 import torch
 import torch.fx
@@ -21,7 +23,7 @@ from torch_hybrid_backend.engines.eager import EagerEngine
 from torch_hybrid_backend.engines.tensorrt import installed as tensorrt_installed
 from torch_hybrid_backend.engines.triton import installed
 from torch_hybrid_backend.engines.unavailable import UnavailableEngine
-from torch_hybrid_backend.errors import ConfigError, HybridError, failures
+from torch_hybrid_backend.errors import ArgumentError, ConfigError, HybridError, failures
 from torch_hybrid_backend.graph.devices import device_of
 from torch_hybrid_backend.machine import fingerprint
 from torch_hybrid_backend.measuring.measure import timer_for
@@ -30,6 +32,8 @@ from torch_hybrid_backend.progress import Progress
 from torch_hybrid_backend.runtime.native.ops import use_cuda_driver
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
 from torch_hybrid_backend.services import EngineFactory, Services
+from torch_hybrid_backend.signatures import public_key
+from torch_hybrid_backend.storage.shared import SharedCaches
 from torch_hybrid_backend.storage.sources import sources_version
 from torch_hybrid_backend.storage.store import Store
 
@@ -185,9 +189,23 @@ def open_session(config: Config) -> Session:
 def open_services(config: Config) -> Services:
     """Services that the engines for settings are given. A cache that cannot be used gives one WARNING, or CacheError under `strict`."""
     limit_bytes = config.cache_limit_mib << 20
-    store = Store.open(config.cache_dir, enabled=config.cache, strict=config.strict, limit_bytes=limit_bytes)
+    behind = SharedCaches(config.cache_shared, trusted_keys(config)) if config.cache_shared and config.cache else None
+    store = Store.open(
+        config.cache_dir, enabled=config.cache, strict=config.strict, limit_bytes=limit_bytes, behind=behind
+    )
     progress = functools.partial(Progress, shown=config.progress)
     return Services(store, TimingCache(store, fingerprint), ProgramRunner, timer_for, progress)
+
+
+def trusted_keys(config: Config) -> list[bytes]:
+    """The public keys whose entries in shared caches count. Raises ConfigError for what is no key."""
+    try:
+        return [
+            bytes.fromhex(text) if re.fullmatch("[0-9a-fA-F]{64}", text) else public_key(Path(text).expanduser())
+            for text in config.cache_keys
+        ]
+    except ArgumentError as error:
+        raise ConfigError(f"HYBRID_CACHE_KEYS (or options['cache_keys']): {error}") from error
 
 
 def all_engines(config: Config) -> list[Engine]:

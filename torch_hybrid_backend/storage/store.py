@@ -10,6 +10,7 @@ bytes under one key do not disturb each other. An entry that was moved to anothe
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -17,14 +18,17 @@ import re
 import stat
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, Protocol
 
 from torch_hybrid_backend.errors import CacheError, failures, ignored
 from torch_hybrid_backend.storage.temporary_folder import TemporaryFolder
 
 _log = logging.getLogger(__name__)
 _SAFE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+_SUFFIX = re.compile(r"\.[a-z]{1,16}")
 # Only files with such names are counted or removed, as the directory may also hold other files.
 _ENTRY = re.compile(r"[0-9a-f]{64}\.[a-z]+")
 _UNFINISHED = (".hybrid-", ".part")
@@ -47,12 +51,77 @@ class Usage:
     size_bytes: int
 
 
+# The kind of remembered failures, which are those of one machine on one day.
+FAILURES = "failed-builds"
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """An entry away from its store."""
+
+    kind: str
+    key: str
+    suffix: str
+    data: bytes
+
+    @property
+    def is_portable(self) -> bool:
+        """True if the entry is of use to other processes and machines."""
+        return self.kind != FAILURES
+
+
+class Behind(Protocol):
+    """A place where entries are looked for that a store does not have."""
+
+    def get(self, kind: str, key: str) -> Content | None:
+        """The entry, verified, or None."""
+        ...
+
+    def forget(self, kind: str, key: str) -> None:
+        """Let the entry be a miss from now on."""
+        ...
+
+
+# Gets each entry that is found or written.
+Listener = Callable[[Content], None]
+_listeners: list[Listener] = []
+_collecting: list[Listener] = []  # those of them that want what is in memory, too
+
+
+def tell(listener: Listener) -> None:
+    """Call a function with each entry that any store of this process finds or writes from now on, in the thread that does so."""
+    _listeners.append(listener)
+
+
+@contextlib.contextmanager
+def collecting(into: dict[tuple[str, str], Content]) -> Iterator[None]:
+    """Collect the entries that any thread finds or writes within the context, by kind and key. Others that remember entries in memory look them
+    up again within it (`is_collecting`)."""
+
+    def collect(content: Content) -> None:
+        into[content.kind, content.key] = content
+
+    _listeners.append(collect)
+    _collecting.append(collect)
+    try:
+        yield
+    finally:
+        _listeners.remove(collect)
+        _collecting.remove(collect)
+
+
+def is_collecting() -> bool:
+    """True within a context of `collecting`, in any thread."""
+    return bool(_collecting)
+
+
 class Store:
     """Bytes on disk, checked when read. Owns a temporary directory where the wanted one cannot be used."""
 
-    def __init__(self, root: Path, limit_bytes: int | None = None) -> None:
+    def __init__(self, root: Path, limit_bytes: int | None = None, behind: Behind | None = None) -> None:
         """Open `root`, and create it with mode 0700 if it is absent. `limit_bytes`: beyond it the least recently used entries are removed.
-        A directory that cannot be written, as in a container's image, is only read: `put` raises.
+        `behind`: where entries are looked for that are absent; what is found is written to `root`. A directory that cannot be written, as in a
+        container's image, is only read: `put` raises.
 
         Raises CacheError if the directory cannot be created or read, belongs neither to this user nor to root, is writable for others, or lies
         in a directory in which others may replace it. Kernel libraries from the store are loaded into the process, so no other user may place
@@ -63,7 +132,7 @@ class Store:
             _make(root)
             # Links are followed once, here: one that is changed later leads nobody elsewhere.
             root = root.resolve(strict=True)
-            _check_privacy(root)
+            check_privacy(root)
             try:
                 with tempfile.TemporaryFile(dir=root):
                     pass
@@ -76,12 +145,20 @@ class Store:
             raise CacheError(_cannot_write(root, error)) from error
         self.root = root
         self.limit_bytes = limit_bytes
+        self._behind = behind
         self._unchecked_bytes: int | None = None  # written since the size was looked at; None: never was
         self._owned: TemporaryFolder | None = None  # which goes with it
         self._hidden: set[Path] = set()  # entries that were to be removed, and could not be
 
     @staticmethod
-    def open(root: Path, *, enabled: bool = True, strict: bool = False, limit_bytes: int | None = None) -> Store:
+    def open(
+        root: Path,
+        *,
+        enabled: bool = True,
+        strict: bool = False,
+        limit_bytes: int | None = None,
+        behind: Behind | None = None,
+    ) -> Store:
         """The store at `root`; a temporary one, gone with the process, where `enabled` is false or `root` cannot be
         used.
 
@@ -89,7 +166,7 @@ class Store:
         """
         if enabled:
             try:
-                return Store(root, limit_bytes)
+                return Store(root, limit_bytes, behind)
             except CacheError as error:
                 if strict:
                     raise
@@ -109,20 +186,22 @@ class Store:
 
     def get(self, kind: str, key: str) -> bytes | None:
         """The bytes under (kind, key), or None. An entry whose checksum is wrong is removed and counts as absent."""
-        found = self._read(kind, key)
+        found = self._read(kind, key) or self._from_behind(kind, key)
         return found[1] if found else None
 
     def path_of(self, kind: str, key: str) -> Path | None:
         """The path of the entry's file (a kernel library, say), after its checksum was verified; None if the entry is absent."""
-        found = self._read(kind, key)
+        found = self._read(kind, key) or self._from_behind(kind, key)
         return found[0] if found else None
 
     def put(self, kind: str, key: str, data: bytes, suffix: str = ".bin") -> Path:
         """Write the entry atomically; returns its path, which ends in `suffix`. Raises CacheError on failure."""
         if self._only_read:
             raise CacheError(self._only_read)
+        if not is_suffix(suffix):
+            raise CacheError(f"{suffix!r} cannot end the name of a cache entry; it must be a dot and 1 to 16 of a-z")
         folder = self._folder(kind, key)
-        target = folder / (_checksum(kind, key, data) + suffix)
+        target = folder / (checksum(kind, key, data) + suffix)
         self._make_room(len(data))
         try:
             try:
@@ -133,10 +212,22 @@ class Store:
         except failures(OSError) as error:
             raise CacheError(f"cannot write {target}: {error}") from error
         self._hidden.discard(target)
+        _told(Content(kind, key, suffix, data))
         return target
 
+    def add(self, content: Content) -> bool:
+        """Write an entry that was made elsewhere, unless there is one under its key; return True if it was written. Raises CacheError as `put`
+        does."""
+        if any(path not in self._hidden for path in _files(self._folder(content.kind, content.key))):
+            return False
+        self.put(content.kind, content.key, content.data, content.suffix)
+        return True
+
     def remove(self, kind: str, key: str) -> None:
-        """Remove the entry, if present. If the store cannot be written, the entry is hidden from this process only."""
+        """Remove the entry, if present. If the store cannot be written, the entry is hidden from this process only. So is one that lies behind
+        the store."""
+        if self._behind is not None:
+            self._behind.forget(kind, key)
         for path in _files(self._folder(kind, key)):
             self._discard(path)
 
@@ -171,6 +262,28 @@ class Store:
         except failures(OSError):
             self._hidden.add(path)
 
+    def contents(self) -> Iterator[Content]:
+        """Iterate over the entries that are of use to other processes and machines."""
+        for usage in self.usage():
+            for key in self.keys(usage.kind):
+                found = self._read(usage.kind, key)
+                content = None if found is None else Content(usage.kind, key, found[0].suffix, found[1])
+                if content is not None and content.is_portable:
+                    yield content
+
+    def _from_behind(self, kind: str, key: str) -> tuple[Path | None, bytes] | None:
+        """The entry that lies behind the store, and its path here, unless it cannot be written."""
+        if self._behind is None or kind == FAILURES:
+            return None
+        content = self._behind.get(kind, key)
+        if content is None:
+            return None
+        try:
+            return self.put(kind, key, content.data, content.suffix), content.data
+        except CacheError as error:
+            _log.info("an entry of a shared cache is not kept: %s", error)
+            return None, content.data
+
     def _read(self, kind: str, key: str) -> tuple[Path, bytes] | None:
         for path in _files(self._folder(kind, key)):
             if path in self._hidden:
@@ -184,12 +297,13 @@ class Store:
                 continue
             with ignored(OSError):
                 os.utime(path)  # used now: `_make_room` removes the least recently used first
+            _told(Content(kind, key, path.suffix, data))
             return path, data
         return None
 
     def _folder(self, kind: str, key: str) -> Path:
         for name in (kind, key):
-            if not _SAFE.fullmatch(name):
+            if not is_name(name):
                 raise CacheError(f"{name!r} cannot name a cache entry; it must be 1 to 200 of a-z A-Z 0-9 . _ -")
         return self.root / kind / key
 
@@ -238,9 +352,29 @@ class Store:
         )
 
 
+def _told(content: Content) -> None:
+    for listener in tuple(_listeners):
+        listener(content)
+
+
 def is_entry(path: Path) -> bool:
     """True if the file has the name of a store's entry, so that `read_entry` can verify it."""
     return _ENTRY.fullmatch(path.name) is not None and len(path.parts) > 2
+
+
+def is_name(text: str) -> bool:
+    """True if a text can be the kind or the key of an entry."""
+    return _SAFE.fullmatch(text) is not None
+
+
+def is_suffix(text: str) -> bool:
+    """True if a text can end the name of an entry's file."""
+    return _SUFFIX.fullmatch(text) is not None
+
+
+def open_entry(path: Path) -> BinaryIO:
+    """Open a file to read it, but through no link, and without waiting at a pipe. Raises OSError."""
+    return os.fdopen(os.open(path, _OPEN_FLAGS), "rb")
 
 
 def read_entry(path: Path) -> bytes:
@@ -249,9 +383,9 @@ def read_entry(path: Path) -> bytes:
     Raises CacheError where the file is gone, is not a plain file of this user or of root that nobody else may write, or its checksum is wrong.
     """
     try:
-        with os.fdopen(os.open(path, _OPEN_FLAGS), "rb") as file:
+        with open_entry(path) as file:
             status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode) or not _is_private(status):
+            if not stat.S_ISREG(status.st_mode) or not is_private(status):
                 raise CacheError(
                     f"the cache entry {path} is not a plain file of this user or of root that nobody else may write "
                     f"(owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o})"
@@ -259,12 +393,13 @@ def read_entry(path: Path) -> bytes:
             data = file.read()
     except failures(OSError) as error:
         raise CacheError(f"the cache entry {path} cannot be read: {error}") from error
-    if _checksum(path.parent.parent.name, path.parent.name, data) != path.name[:64]:
+    if checksum(path.parent.parent.name, path.parent.name, data) != path.name[:64]:
         raise CacheError(f"the cache entry {path} is corrupt (its checksum differs)")
     return data
 
 
-def _checksum(kind: str, key: str, data: bytes) -> str:
+def checksum(kind: str, key: str, data: bytes) -> str:
+    """SHA-256 of an entry, in hexadecimal."""
     return hashlib.sha256(f"{kind}\x00{key}\x00".encode() + data).hexdigest()
 
 
@@ -292,7 +427,8 @@ def _check_readable(root: Path) -> None:
         ) from error
 
 
-def _check_privacy(root: Path) -> None:
+def check_privacy(root: Path) -> None:
+    """Raise CacheError unless the directory is this user's or root's, and no other user can write or replace it."""
     status = root.stat()
     if not stat.S_ISDIR(status.st_mode):
         raise CacheError(f"the cache directory {root} is not a directory. {_ELSEWHERE}")
@@ -317,8 +453,8 @@ def _check_privacy(root: Path) -> None:
             )
 
 
-def _is_private(status: os.stat_result) -> bool:
-    """True if it is this user's or root's, and no other's to write. Always so on Windows, which tells no owner."""
+def is_private(status: os.stat_result) -> bool:
+    """True if a file or folder is this user's or root's, and no other's to write. Always so on Windows, which tells no owner."""
     return not hasattr(os, "geteuid") or (_is_trusted(status) and not _others_may_write(status))
 
 

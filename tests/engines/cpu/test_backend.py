@@ -16,6 +16,7 @@ from torch_hybrid_backend.engines.cpu import backend as backend_module
 from torch_hybrid_backend.engines.cpu.backend import TvmBackend
 from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.engines.cpu.tir import compiler
+from torch_hybrid_backend.errors import ConfigError
 from torch_hybrid_backend.loops.index import LoopVar, var
 from torch_hybrid_backend.loops.ir import Buffer
 from torch_hybrid_backend.loops.kernels import Argument, MapKernel, Store
@@ -33,6 +34,20 @@ def test_the_target_is_what_pytorch_uses_of_this_processor(monkeypatch: pytest.M
     narrow = TvmBackend()
     assert (narrow.target.lanes, narrow.device) == (8, CPU)
     assert narrow.target is narrow.target
+
+
+def test_a_named_target_that_this_process_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names what is missing: of the processor, or of what PyTorch is held to."""
+    features = Target.named("x86-64-v4").features
+    has = dataclasses.replace(_AVX512, features=features)
+    monkeypatch.setattr(Target, "host", lambda: has)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    assert TvmBackend.for_setting("x86-64-v4").target == Target.named("x86-64-v4")
+    assert TvmBackend.for_setting("native").target == has
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert TvmBackend.for_setting("x86-64-v3").target == Target.named("x86-64-v3")
+    with pytest.raises(ConfigError, match=r"HYBRID_TARGET.*'x86-64-v4'.*lacks avx512bw, avx512cd.*'native'"):
+        TvmBackend.for_setting("x86-64-v4")
 
 
 @pytest.mark.parametrize("permitted", [True, False])
@@ -62,7 +77,7 @@ def test_what_doctor_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     found = dict(TvmBackend(_AVX512).describe())
     assert TvmBackend(_AVX512).compiles()
     assert found["tvm"] == compiler.version()
-    assert found["target"] == "16 lanes of float32, 2 cores with 48 KiB and 1024 KiB of cache each"
+    assert found["target"] == "x86-64-v4: 16 lanes of float32, 2 cores with 48 KiB and 1024 KiB of cache each"
     monkeypatch.setattr(backend_module, "find_linker", lambda: None)
     monkeypatch.setattr(compiler, "version", lambda: "")
     missing = dict(TvmBackend(_AVX512).describe())

@@ -194,3 +194,25 @@ def test_kernels_of_a_process_held_to_avx2_have_no_wider_vectors() -> None:
     used = {str(feature) for feature in codegen.llvm_get_cpu_features(tvm_target(target))}
     assert "avx2" in used
     assert not any(feature.startswith("avx512") for feature in used)
+
+
+def test_a_named_target_is_the_same_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its key has nothing of the machine in it, and its features are those that LLVM gives the name."""
+    monkeypatch.setattr(target_module, "_cpu_and_flags", None)
+    monkeypatch.setattr(target_module, "_cores", None)
+    monkeypatch.setattr(target_module, "_cache_bytes", None)
+    lanes = {"x86-64-v3": 8, "x86-64-v4": 16}
+    for name, wide in lanes.items():
+        target = Target.named(name)
+        assert target.lanes == wide
+        code = f"""
+from torch_hybrid_backend.engines.cpu.isa import X86_FEATURES
+from torch_hybrid_backend.engines.cpu.target import Target, _llvm_features
+used = _llvm_features({{"kind": "llvm", "mcpu": {name!r}}})
+print(sorted(linux for llvm, linux in X86_FEATURES.items() if llvm in used))
+"""
+        done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+        assert done.stdout.strip() == str(list(target.features))
+    assert Target.named("x86-64-v3").fingerprint != Target.named("x86-64-v4").fingerprint
+    with pytest.raises(KeyError):
+        Target.named("x86-64-v2")

@@ -21,10 +21,11 @@ from torch_hybrid_backend.engines.cpu.convolution_fusion import fuse_convolution
 from torch_hybrid_backend.engines.cpu.layouts import blocked_layouts
 from torch_hybrid_backend.engines.cpu.operands.packed_operands import packed_kernel, packed_operands
 from torch_hybrid_backend.engines.cpu.policy import POLICY
-from torch_hybrid_backend.engines.cpu.target import Target
+from torch_hybrid_backend.engines.cpu.target import NATIVE, Target
 from torch_hybrid_backend.engines.cpu.tir import compiler
 from torch_hybrid_backend.engines.cpu.tir.linker import INSTALL, NO_LINKER, find_linker
 from torch_hybrid_backend.engines.cpu.variants.alternatives import alternatives
+from torch_hybrid_backend.errors import ConfigError
 from torch_hybrid_backend.loops.fusion import Group
 from torch_hybrid_backend.loops.graph import LoopGraph
 from torch_hybrid_backend.loops.ir import Buffer
@@ -37,7 +38,9 @@ from torch_hybrid_backend.sizes.size import Dim, as_size
 
 
 class TvmBackend:
-    """Kernels for `target`; without one, for the processor this process runs on, with no more of it than PyTorch uses and Linux permits."""
+    """Kernels for `target`; without one, for the processor this process runs on, with no more of it than PyTorch uses and Linux permits.
+
+    `TvmBackend.for_setting` makes one for a named target."""
 
     name: str = "tvm"
     device: Device = CPU
@@ -47,6 +50,20 @@ class TvmBackend:
 
     def __init__(self, target: Target | None = None) -> None:
         self._target = target
+
+    @staticmethod
+    def for_setting(name: str) -> TvmBackend:
+        """The backend for the setting `target`. Raises ConfigError for one whose kernels this process cannot run."""
+        if name == NATIVE:
+            return TvmBackend()
+        target = Target.named(name)
+        here = TvmBackend().target.features
+        if lacking := sorted({*target.features} - {*here}):
+            raise ConfigError(
+                f"HYBRID_TARGET (or options['target']) is {name!r}, and this process cannot run its kernels: it lacks {', '.join(lacking)}; "
+                f"use another target, or {NATIVE!r}"
+            )
+        return TvmBackend(target)
 
     @functools.cached_property
     def target(self) -> Target:
@@ -74,7 +91,7 @@ class TvmBackend:
         lanes = f"{self.target.lanes} lanes of float32{' and AMX' if self.target.isa.tiles else ''}"
         return (
             ("tvm", compiler.version() or "not installed"),
-            ("target", f"{lanes}, {self.target.cores} cores with {caches}"),
+            ("target", f"{self.target.mcpu}: {lanes}, {self.target.cores} cores with {caches}"),
             ("linker", find_linker() or f"none, so no kernel can be compiled: {INSTALL}"),
         )
 

@@ -27,7 +27,7 @@ class TvmEngine(KernelEngine):
     """Compiles regions to kernels of the processor."""
 
     def __init__(self, config: Config, services: Services) -> None:
-        self._cpu = TvmBackend()
+        self._cpu = TvmBackend.for_setting(config.target)
         super().__init__(self._cpu, config, services)
 
     def keeps_packed(self, weights: torch.fx.Node) -> bool:

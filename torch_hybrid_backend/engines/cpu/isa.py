@@ -62,6 +62,8 @@ ASKED_OF_PYTORCH = {"amx_fp16": "amx_tile"}
 FIRST_PROCESSOR = {"amx-tile": "sapphirerapids"}
 _WITH_AVX2 = frozenset(("sse4_1", "sse4_2", "popcnt", "avx", "avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"))
 _WITH_AVX512 = _WITH_AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+# Levels of the x86-64 psABI, as LLVM names them too.
+LEVELS = {"x86-64-v3": _WITH_AVX2, "x86-64-v4": _WITH_AVX512}
 NEON_FEATURES = frozenset(("asimd",))
 # PyTorch's name of what it uses (`torch.backends.cpu.get_cpu_capability()`) -> features that are there at least.
 FEATURES_OF_CAPABILITY = {"AVX2": _WITH_AVX2, "AVX512": _WITH_AVX512, "AVX512_VNNI": _WITH_AVX512}

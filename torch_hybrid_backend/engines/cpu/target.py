@@ -21,6 +21,7 @@ from torch_hybrid_backend.engines.cpu.isa import (
     FEATURES,
     FEATURES_OF_CAPABILITY,
     FIRST_PROCESSOR,
+    LEVELS,
     NEON_FEATURES,
     X86_FEATURES,
     Isa,
@@ -37,6 +38,8 @@ NATIVE = "native"
 LINE_BYTES = 64
 # Where the operating system does not tell: the smallest of any processor with AVX2 or NEON in use.
 _DEFAULT_L1_BYTES, _DEFAULT_L2_BYTES = 32 << 10, 256 << 10
+# Kernels for a named target are cut up for so many cores, whatever runs them: with fewer, each core has more parts; some kernels use no more.
+_NAMED_CORES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,12 @@ class Target:
         features = tuple(sorted(flags & FEATURES))
         l1_bytes, l2_bytes = _cache_bytes(root)
         return Target(NATIVE, cpu, features, widest_lanes(features), _cores(root), l1_bytes, l2_bytes)
+
+    @staticmethod
+    def named(name: str) -> Target:
+        """A level of x86-64 ("x86-64-v3"): equal on all machines, so that they share kernels. Raises KeyError for other names."""
+        features = tuple(sorted(LEVELS[name]))
+        return Target(name, name, features, widest_lanes(features), _NAMED_CORES, _DEFAULT_L1_BYTES, _DEFAULT_L2_BYTES)
 
     def within(self, capability: str) -> Target:
         """This processor with no more than what PyTorch uses of it (`torch.backends.cpu.get_cpu_capability()`).
