@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import importlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -36,11 +37,12 @@ def run_ranks(
     settings: Sequence[Mapping[str, str]] = ({}, {}),
     timeout_s: float = 280,
     hang_s: float = _HANG_S,
+    killed: int | None = None,
 ) -> list[Any]:
     """Return what `program` returned on each rank; `settings[rank]` are environment variables for that rank alone.
 
-    folder: an empty folder of the caller's. hang_s: how long a rank may wait for another. A rank that fails fails the test, with what
-    it wrote to stderr.
+    folder: an empty folder of the caller's. hang_s: how long a rank may wait for another. killed: a rank that kills itself, for which None is
+    returned. A rank that fails fails the test, with what it wrote to stderr.
     """
     world = len(settings)
     deadline = time.monotonic() + timeout_s
@@ -61,8 +63,9 @@ def run_ranks(
                 process.wait(max(deadline - time.monotonic(), 1))
         except subprocess.TimeoutExpired:
             pytest.fail(f"a rank ran for more than {timeout_s} s\n{_written(folder, world)}")
-    assert all(rank.returncode == 0 for rank in ranks), _written(folder, world)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
+    expected = [-signal.SIGKILL if rank == killed else 0 for rank in range(world)]
+    assert [rank.returncode for rank in ranks] == expected, _written(folder, world)
+    return [None if rank == killed else torch.load(folder / f"{rank}.pt") for rank in range(world)]
 
 
 def _written(folder: Path, world: int) -> str:
