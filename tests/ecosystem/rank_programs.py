@@ -13,6 +13,7 @@ import torch.distributed
 import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters as dynamo_counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -20,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_hybrid_backend
+from benchmarks.distributed import SMALL, Training
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.engine import CompiledRegion, CompiledRegionBase, EngineBase
 from torch_hybrid_backend.core.region import Region
@@ -28,6 +30,7 @@ from torch_hybrid_backend.driver import session
 from torch_hybrid_backend.ranks import agreement
 
 WORLD, STEPS, RATE = 2, 3, 0.1
+TRAINED_STEPS = 20
 
 Gradients = dict[str, torch.Tensor]
 
@@ -130,6 +133,23 @@ def killed_rank(rank: int) -> dict[str, Any]:
         except Exception as raised:
             return {"error": f"{type(raised).__name__}: {raised}", "seconds": time.monotonic() - start}
     return {"error": "", "seconds": 0.0}
+
+
+def _trained(way: str, backend: str | None) -> dict[str, Any]:
+    training = Training(way, SMALL, backend)
+    counter = dynamo_counters["stats"]["unique_graphs"]
+    losses = [training.step() for _ in range(TRAINED_STEPS)]
+    return {
+        "losses": losses,
+        "parameters": training.parameters(),
+        "graphs": dynamo_counters["stats"]["unique_graphs"] - counter,
+    }
+
+
+def trained(rank: int) -> dict[str, Any]:
+    """The losses of some steps, and the parameters after them, compiled and in eager, of the way that RANKS_WAY names."""
+    way = os.environ["RANKS_WAY"]
+    return {"hybrid": _trained(way, "hybrid"), "eager": _trained(way, None)}
 
 
 def gathered_parameter(rank: int) -> dict[str, Any]:
