@@ -11,6 +11,7 @@ import datetime
 import importlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -47,6 +48,8 @@ def run_ranks(
     world = len(settings)
     deadline = time.monotonic() + timeout_s
     names = [program.__module__, program.__name__]
+    if killed is not None:
+        settings = [{**own, "RANKS_KILLED": str(killed)} for own in settings]
     with ExitStack() as stack:
         ranks = []
         for rank, own in enumerate(settings):
@@ -68,6 +71,13 @@ def run_ranks(
     return [None if rank == killed else torch.load(folder / f"{rank}.pt") for rank in range(world)]
 
 
+def free_port() -> int:
+    """A port of this machine that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def _written(folder: Path, world: int) -> str:
     return "\n".join(f"rank {rank}:\n{(folder / f'{rank}.err').read_text()}" for rank in range(world))
 
@@ -76,7 +86,7 @@ def _main(module: str, function: str, rank: int, world: int, folder: Path, hang_
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo",
-        init_method=f"file://{folder / 'store'}",
+        init_method=os.environ.get("RANKS_STORE") or f"file://{folder / 'store'}",
         rank=rank,
         world_size=world,
         timeout=datetime.timedelta(seconds=hang_s),

@@ -9,7 +9,7 @@ import torch
 
 from tests.ecosystem import rank_programs
 from tests.ecosystem.rank_programs import chain_reference
-from tests.ecosystem.ranks import needs_gloo, run_ranks
+from tests.ecosystem.ranks import free_port, needs_gloo, run_ranks
 
 pytestmark = needs_gloo
 
@@ -62,3 +62,15 @@ def test_a_dead_rank_of_four_is_named(tmp_path: Path) -> None:
     *others, _ = run_ranks(rank_programs.killed_rank, tmp_path, ({},) * 4, killed=3)
     for rank in others:
         assert "RankError: rank 3 of the job of 4 no longer takes part" in rank["error"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("killed", "named"), [(2, "rank 2 of the job of 3 no longer takes part"), (0, "Rank 0 holds it, or the agent")]
+)
+def test_a_dead_rank_of_a_job_that_met_over_tcp(killed: int, named: str, tmp_path: Path) -> None:
+    """The error names it; so does the one for rank 0, with which the store is gone."""
+    store = {"RANKS_STORE": f"tcp://127.0.0.1:{free_port()}"}
+    ranks = run_ranks(rank_programs.killed_rank, tmp_path, (store,) * 3, killed=killed)
+    for rank in range(3):
+        assert rank == killed or named in ranks[rank]["error"]
