@@ -117,3 +117,23 @@ def test_there_is_no_job_outside_of_torch_distributed() -> None:
     assert peers() is None
     with at_work(is_on=True):
         pass
+
+
+def test_the_store_ends_with_rank_0_while_a_dead_rank_is_looked_for(
+    job: Callable[[int], Peers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 met the same error, and ended first: the dead rank is named all the same."""
+    monkeypatch.setattr(module, "SILENCE_S", 60.0)
+    holder, one, dead = job(0), job(1), job(2)
+    assert _until(lambda: one._last(0)[0] != "" and one._last(2)[0] != "")
+    _die(dead)
+    seen, posted = one._last(0)[0], one.posted
+
+    def ending(key: str) -> str | None:
+        if key == "dead/2" and one._seen[0][0] != seen:
+            raise RankError("the store is gone")
+        return posted(key)
+
+    monkeypatch.setattr(one, "posted", ending)
+    assert "rank 2 of the job of 3 no longer takes part" in str(one.named(_CLOSED, [0, 1, 2]))
+    assert not holder._end.is_set()

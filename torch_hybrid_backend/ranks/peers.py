@@ -140,9 +140,10 @@ class Peers:
         try:
             others = sorted(set(members) - {self.rank})
             dead = self._dead(others)
-            for rank in dead:
-                self.post(f"dead/{rank}", "1")
-            left = [rank for rank in others if rank not in dead and self.posted(f"left/{rank}")]
+            with contextlib.suppress(RankError):
+                for rank in dead:
+                    self.post(f"dead/{rank}", "1")
+            left = [] if dead else [rank for rank in others if self.posted(f"left/{rank}")]
         except RankError as without_store:
             return without_store
         self.leave()
@@ -160,11 +161,18 @@ class Peers:
         end = time.monotonic() + SILENCE_S
         unknown = {rank for rank, beat in before.items() if beat}
         while unknown and time.monotonic() < end:
-            if told := [rank for rank in unknown if self.posted(f"dead/{rank}")]:
-                return sorted(told)
-            unknown = {
-                rank for rank in unknown if self._last(rank)[0] == before[rank] and self.posted(f"left/{rank}") is None
-            }
+            try:
+                if told := [rank for rank in unknown if self.posted(f"dead/{rank}")]:
+                    return sorted(told)
+                unknown = {
+                    rank
+                    for rank in unknown
+                    if self._last(rank)[0] == before[rank] and self.posted(f"left/{rank}") is None
+                }
+            except RankError:
+                if 0 in unknown:
+                    raise
+                break  # rank 0, which was alive, ended because of the same error, and the store with it
             time.sleep(0.2)
         return sorted(unknown)
 
