@@ -50,6 +50,7 @@ def test_every_field_can_be_set_by_its_variable() -> None:
         "compile_deadline_s": ("12", 12.0),
         "cuda_graphs": ("1", True),
         "background": ("on", True),
+        "ranks_agree": ("0", False),
         "precision": ("BF16", "bf16"),
         "precision_tolerance": ("0.05", 0.05),
         "weight_group_size": ("128", 128),

@@ -84,6 +84,7 @@ ALLOWED: dict[str, set[str]] = {
     "loops": {"core", "sizes", "errors"},
     "codegen": {"core", "sizes", "loops", *_UTILITIES},
     "engines": {"core", "sizes", "graph", "loops", "codegen", *_UTILITIES},
+    "ranks": {"errors"},
     "runtime": {"core", "sizes", "graph", *_UTILITIES},
     "quantization": {"arguments", "config", "core", "errors", "graph", "machine", "progress"},
 }

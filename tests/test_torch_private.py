@@ -277,6 +277,24 @@ def pickled_graph() -> bool:
     return fake.fake_mode is fake_mode and isinstance(fake.shape[0], torch.SymInt) and bool((result == 6).all())
 
 
+def in_a_job(ask: Callable[[], object]) -> object:
+    """The answer to a question in a job of one process."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        return ask()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def own_store_is_apart() -> bool:
+    """True if a store of one's own has names of its own, and what `ranks.peers` asks of it."""
+    store = private.own_store("own", 5.0)
+    absent = not store.check(["x"])
+    first, second = store.compare_set("x", "", "1"), store.compare_set("x", "", "2")
+    return absent and first == second == store.get("x") == b"1" and not private.own_store("other", 5.0).check(["x"])
+
+
 # Name of `torch_private` -> a question that is answered with True as long as what we rely on holds.
 CANARIES: dict[str, Callable[[], object]] = {
     "BackendCompilerFailed": lambda: issubclass(private.BackendCompilerFailed, Exception),
@@ -381,6 +399,7 @@ CANARIES: dict[str, Callable[[], object]] = {
     "make_graph_module": lambda: takes(private.make_graph_module, "root", "graph", "class_name"),
     "mkldnn_layout": lambda: torch.zeros(2, 2).to_mkldnn().layout is private.mkldnn_layout,
     "negative_view": lambda: private.negative_view(torch.ones(2)).is_neg(),
+    "own_store": lambda: in_a_job(own_store_is_apart),
     "peek_interpreter_stack": lambda: private.peek_interpreter_stack() is None and _inside_vmap() is not None,
     "profiler_enabled": lambda: profiled() == (False, True),
     "quantized_decomposed": lambda: (
@@ -389,6 +408,7 @@ CANARIES: dict[str, Callable[[], object]] = {
     ),
     "quantized_operators": lambda: private.quantized_operators().dequantize_per_channel_group.default,
     "registered_kernels": lambda: added_kernel() == {"aten/sinc/XPU"},
+    "ranks_of": lambda: in_a_job(lambda: private.ranks_of(torch.distributed.group.WORLD.group_name) == [0]),
     "register_pytree_node": lambda: takes(
         private.register_pytree_node, "cls", "flatten_fn", "unflatten_fn", "serialized_type_name"
     ),

@@ -45,6 +45,7 @@ from torch_hybrid_backend.driver.session import Session, open_session
 from torch_hybrid_backend.errors import ArgumentError, ConfigError, delivered
 from torch_hybrid_backend.machine import lacking_instructions
 from torch_hybrid_backend.quantization.ranges import left_in_float
+from torch_hybrid_backend.ranks.peers import at_work
 from torch_hybrid_backend.report import Explanation, about_call
 from torch_hybrid_backend.torch_private import (
     FailOnRecompileLimitHit,
@@ -140,7 +141,7 @@ def compile_graph(
         log.warning("a graph runs as written, as eager refuses an operator of it: %s", refused)
         return as_written(gm)
     ready = Ready(model_name(), config)
-    with ready.working():
+    with ready.working(), at_work(is_on=config.ranks_agree):
         config = with_instructions(config)
         listeners = Listeners(on_plan, on_regions, on_background, on_graph)
         compilation = GraphCompilation(gm, example_inputs, config, open_session(config), ready, listeners)

@@ -341,6 +341,15 @@ class Config:
             "twice unnoticed are compiled in the call",
         ),
     )
+    ranks_agree: bool = dataclasses.field(
+        default=True,
+        metadata=_setting(
+            _boolean,
+            "0, 1",
+            "in a torch.distributed job: all ranks compute a graph with collectives alike, as one of them chooses, or in eager, so that "
+            "replicated values are equal to the last bit (docs/guides/distributed.md). 0: each rank chooses for itself",
+        ),
+    )
     tensorrt_constants_percent: int = dataclasses.field(
         default=5,
         metadata=_setting(

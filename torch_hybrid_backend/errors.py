@@ -90,6 +90,10 @@ class RegionError(HybridError):
     """Under HYBRID_STRICT=1: a region failed where it would otherwise have fallen back to eager."""
 
 
+class RankError(HybridError):
+    """A rank of a torch.distributed job no longer takes part, or under HYBRID_STRICT=1: the ranks cannot compute a graph alike."""
+
+
 # What the C++ plan throws for such values.
 REFUSED_VALUES = "a kernel met values that PyTorch's operators refuse: an index out of range, or a division by zero"
 

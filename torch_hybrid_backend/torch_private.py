@@ -12,6 +12,7 @@ import this module's names inside a function where the package must stay cheap t
 
 from __future__ import annotations
 
+import datetime
 import importlib
 import logging
 from collections.abc import Callable
@@ -191,10 +192,12 @@ __all__ = [
     "make_graph_module",
     "mkldnn_layout",
     "negative_view",
+    "own_store",
     "peek_interpreter_stack",
     "profiler_enabled",
     "quantized_decomposed",
     "quantized_operators",
+    "ranks_of",
     "register_pytree_node",
     "registered_kernels",
     "reset_dynamo",
@@ -322,6 +325,23 @@ def kernel_switches() -> tuple[bool, ...]:
         torch._C._get_math_sdp_enabled(),
         torch._C._get_cudnn_sdp_enabled(),
     )
+
+
+def own_store(prefix: str, request_s: float) -> Any:
+    """The store that the ranks of the job have met in, with a prefix to all names. A store that is asked over a network is asked by a
+    connection of its own, and raises RuntimeError for a request that takes more than `request_s` seconds."""
+    c10d: Any = torch.distributed
+    store = c10d.distributed_c10d._get_default_store()
+    if isinstance(getattr(store, "_underlying_non_prefix_store", store), c10d.TCPStore):
+        store = store.clone()
+        store.set_timeout(datetime.timedelta(seconds=request_s))
+    return c10d.PrefixStore(prefix, store)
+
+
+def ranks_of(group: str) -> list[int]:
+    """The ranks of a process group, by its name in graphs."""
+    c10d: Any = torch.distributed
+    return list(c10d.get_process_group_ranks(c10d.distributed_c10d._resolve_process_group(group)))
 
 
 def load_inductor() -> None:

@@ -16,7 +16,7 @@ from torch_hybrid_backend.codegen.engine import KernelRegion
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.engines.cpu.engine import TvmEngine
-from torch_hybrid_backend.errors import DeadlineError
+from torch_hybrid_backend.errors import CompileError, DeadlineError
 from torch_hybrid_backend.partition.regions import partition_graph
 
 pytest.importorskip("tvm")
@@ -91,6 +91,20 @@ def test_the_exact_kernel_is_compiled_when_it_is_asked_for(tmp_path: Path) -> No
     assert len(list((tmp_path / "kernels").rglob("*.so"))) == 2
     assert exact.exact(Deadline(120.0), 0.1) is None
     torch.testing.assert_close(exact(inputs)[0].double(), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_the_variants_that_another_process_chose(tmp_path: Path) -> None:
+    """Variants are taken by name, whatever is known of times here. Those that were not compiled are; a name that does not exist is an error."""
+    compiled, inputs, wanted = _winograd(engine_in(tmp_path, "estimate"), Deadline(120.0))
+    assert compiled.with_variants(compiled.variants, Deadline(120.0)) is compiled
+    direct = compiled.with_variants([""], Deadline(120.0))
+    assert direct.variants == ("",)
+    assert direct.refine(inputs, 0.01, Deadline(120.0)) is direct
+    torch.testing.assert_close(direct(inputs)[0].double(), wanted, rtol=1e-4, atol=1e-4)
+    with pytest.raises(CompileError, match="no variant 'fft' here, only"):
+        compiled.with_variants(["fft"], Deadline(120.0))
+    with pytest.raises(CompileError, match="has 1 kernels here, not 2"):
+        compiled.with_variants(["", ""], Deadline(120.0))
 
 
 def test_an_exact_kernel_too_late(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from tests.artifact.exported_for_tests import FAST, exported
 from tests.artifact.live_plans import live_plans
+from tests.ecosystem.ranks import needs_gloo
 from torch_hybrid_backend import export, load
 from torch_hybrid_backend.errors import ArgumentError, ConfigError, NotExportableError
 
@@ -204,6 +206,32 @@ def test_refusals(
     """Each gives an error that says what was wrong, and no file."""
     with pytest.raises(error, match=said):
         export(model, args, tmp_path / "model.hybrid", **given)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def job() -> Iterator[None]:
+    """A job of one process."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+class _Reduced(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(x)
+        torch.distributed.all_reduce(y)
+        return y + 1
+
+
+@needs_gloo
+@pytest.mark.usefixtures("job")
+def test_collectives_are_refused(tmp_path: Path) -> None:
+    """The error names the operator and the line that calls it."""
+    said = r"it calls _c10d_functional\.all_reduce.* Called at test_export\.py:\d+ in forward: torch\.distributed\.all_reduce"
+    with pytest.raises(NotExportableError, match=said):
+        export(_Reduced(), (torch.ones(2),), tmp_path / "model.hybrid")
     assert not list(tmp_path.iterdir())
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +13,7 @@ import torch.distributed
 import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters as dynamo_counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -17,13 +21,16 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_hybrid_backend
+from benchmarks.distributed import SMALL, Training
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.engine import CompiledRegion, CompiledRegionBase, EngineBase
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Supported, Verdict
 from torch_hybrid_backend.driver import session
+from torch_hybrid_backend.ranks import agreement
 
 WORLD, STEPS, RATE = 2, 3, 0.1
+TRAINED_STEPS = 20
 
 Gradients = dict[str, torch.Tensor]
 
@@ -50,6 +57,98 @@ class Gathering(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.relu(x @ all_gather(self.w).t())
+
+
+class _SlowEngine(EngineBase):
+    """Takes every operator, rounds otherwise than eager, and is slower."""
+
+    name = "slow"
+
+    def supports(self, node: torch.fx.Node) -> Verdict:
+        return Supported()
+
+    def compile(self, regions: Sequence[Region], deadline: Deadline) -> list[CompiledRegion | Exception]:
+        return [_SlowRegion(region) for region in regions]
+
+
+class _SlowRegion(CompiledRegionBase):
+    def __init__(self, region: Region) -> None:
+        self._region = region
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        time.sleep(0.02)
+        exact = self._region.graph_module(*[tensor.double() for tensor in inputs])
+        return [output.float() for output in exact]
+
+
+class Replicated(nn.Module):
+    """A product, summed over the ranks, and what each rank computes for itself of the sum."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.own = nn.Linear(512, 512)
+        self.head = nn.Linear(512, 512)
+        generator = torch.Generator().manual_seed(rank)
+        nn.init.normal_(self.own.weight, generator=generator)
+        nn.init.normal_(self.head.weight, generator=torch.Generator().manual_seed(7))
+        nn.init.zeros_(self.own.bias)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(all_reduce(self.own(x)).softmax(-1)).log_softmax(-1)
+
+
+def replicated(rank: int) -> dict[str, Any]:
+    """Values that each rank computes of a sum over the ranks, call by call, and in eager."""
+    session.ENGINES = (("slow", lambda config, services: _SlowEngine()), *session.ENGINES[-1:])
+    model = Replicated(rank)
+    fast = torch.compile(model, backend="hybrid")
+    generator = torch.Generator().manual_seed(3)
+    inputs = [torch.randn(4, 512, generator=generator) for _ in range(4)]
+    with torch.no_grad():
+        return {"results": [fast(x) for x in inputs], "eager": [model(x) for x in inputs]}
+
+
+def one_in_eager(rank: int) -> dict[str, Any]:
+    """The results of some calls of the chain, which rank 1 runs in eager."""
+    agreement.PATIENCE_S = 1.0
+    model = Chain()
+    run = torch.compile(model, backend="hybrid") if rank == 0 else model
+    with torch.no_grad():
+        return {"results": [run(x) for x in chain_inputs(rank)]}
+
+
+def killed_rank(rank: int) -> dict[str, Any]:
+    """The error that ranks get for the one that RANKS_KILLED names, which dies after its first call."""
+    fast = torch.compile(Chain(), backend="hybrid")
+    x = torch.ones(4, 16)
+    with torch.no_grad():
+        fast(x)
+        if rank == int(os.environ["RANKS_KILLED"]):
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            for _ in range(1000):
+                fast(x)
+        except Exception as raised:
+            return {"error": f"{type(raised).__name__}: {raised}"}
+    return {"error": ""}
+
+
+def _trained(way: str, backend: str | None) -> dict[str, Any]:
+    training = Training(way, SMALL, backend)
+    counter = dynamo_counters["stats"]["unique_graphs"]
+    losses = [training.step() for _ in range(TRAINED_STEPS)]
+    return {
+        "losses": losses,
+        "parameters": training.parameters(),
+        "graphs": dynamo_counters["stats"]["unique_graphs"] - counter,
+    }
+
+
+def trained(rank: int) -> dict[str, Any]:
+    """The losses of some steps, and the parameters after them, compiled and in eager, of the way that RANKS_WAY names."""
+    way = os.environ["RANKS_WAY"]
+    return {"hybrid": _trained(way, "hybrid"), "eager": _trained(way, None)}
 
 
 def gathered_parameter(rank: int) -> dict[str, Any]:
@@ -89,6 +188,18 @@ def _run_chain(model: Chain, rank: int) -> list[torch.Tensor]:
 def chain_inputs(rank: int) -> list[torch.Tensor]:
     """Inputs that one rank calls the chain with."""
     return [torch.full((4, 16), float(rank + call)) for call in range(4)]
+
+
+def chain_reference() -> list[list[torch.Tensor]]:
+    """The results of each rank's calls: the chain over all ranks' inputs at once, where a reduction sums the ranks' rows."""
+
+    def reduce(rows: torch.Tensor) -> torch.Tensor:
+        return rows.view(WORLD, 4, -1).sum(0).repeat(WORLD, 1)
+
+    calls = zip(*(chain_inputs(rank) for rank in range(WORLD)), strict=True)
+    results = [Chain()(torch.cat(inputs), reduce) for inputs in calls]
+    second_and_third = [result.view(2, WORLD, 4, -1) for result in results]
+    return [[parts[:, rank].flatten(0, 1) for parts in second_and_third] for rank in range(WORLD)]
 
 
 def chain(rank: int) -> dict[str, Any]:

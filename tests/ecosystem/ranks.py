@@ -10,6 +10,8 @@ from __future__ import annotations
 import datetime
 import importlib
 import os
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -36,15 +38,18 @@ def run_ranks(
     settings: Sequence[Mapping[str, str]] = ({}, {}),
     timeout_s: float = 280,
     hang_s: float = _HANG_S,
+    killed: int | None = None,
 ) -> list[Any]:
     """Return what `program` returned on each rank; `settings[rank]` are environment variables for that rank alone.
 
-    folder: an empty folder of the caller's. hang_s: how long a rank may wait for another. A rank that fails fails the test, with what
-    it wrote to stderr.
+    folder: an empty folder of the caller's. hang_s: how long a rank may wait for another. killed: a rank that kills itself, for which None is
+    returned. A rank that fails fails the test, with what it wrote to stderr.
     """
     world = len(settings)
     deadline = time.monotonic() + timeout_s
     names = [program.__module__, program.__name__]
+    if killed is not None:
+        settings = [{**own, "RANKS_KILLED": str(killed)} for own in settings]
     with ExitStack() as stack:
         ranks = []
         for rank, own in enumerate(settings):
@@ -61,8 +66,16 @@ def run_ranks(
                 process.wait(max(deadline - time.monotonic(), 1))
         except subprocess.TimeoutExpired:
             pytest.fail(f"a rank ran for more than {timeout_s} s\n{_written(folder, world)}")
-    assert all(rank.returncode == 0 for rank in ranks), _written(folder, world)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
+    expected = [-signal.SIGKILL if rank == killed else 0 for rank in range(world)]
+    assert [rank.returncode for rank in ranks] == expected, _written(folder, world)
+    return [None if rank == killed else torch.load(folder / f"{rank}.pt") for rank in range(world)]
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _written(folder: Path, world: int) -> str:
@@ -73,7 +86,7 @@ def _main(module: str, function: str, rank: int, world: int, folder: Path, hang_
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo",
-        init_method=f"file://{folder / 'store'}",
+        init_method=os.environ.get("RANKS_STORE") or f"file://{folder / 'store'}",
         rank=rank,
         world_size=world,
         timeout=datetime.timedelta(seconds=hang_s),

@@ -15,11 +15,10 @@ from tests.ecosystem.rank_programs import (
     RATE,
     STEPS,
     WORLD,
-    Chain,
     Gradients,
     batches,
     blocks,
-    chain_inputs,
+    chain_reference,
     gradients_of,
     network,
 )
@@ -37,30 +36,27 @@ def test_a_parameter_that_changes_on_one_rank(tmp_path: Path) -> None:
         torch.testing.assert_close(rank["results"], [before, before, after, after])
 
 
-def _chain_reference() -> list[list[torch.Tensor]]:
-    """The results of each rank's calls: the chain over all ranks' inputs at once, where a reduction sums the ranks' rows."""
-
-    def reduce(rows: torch.Tensor) -> torch.Tensor:
-        return rows.view(WORLD, 4, -1).sum(0).repeat(WORLD, 1)
-
-    calls = zip(*(chain_inputs(rank) for rank in range(WORLD)), strict=True)
-    results = [Chain()(torch.cat(inputs), reduce) for inputs in calls]
-    second_and_third = [result.view(2, WORLD, 4, -1) for result in results]
-    return [[parts[:, rank].flatten(0, 1) for parts in second_and_third] for rank in range(WORLD)]
-
-
-def test_engines_that_differ_between_the_ranks(tmp_path: Path) -> None:
-    """The ranks issue the same collectives in the same order, whoever runs what is between them."""
-    ranks = run_ranks(rank_programs.chain, tmp_path, ({"HYBRID_DISABLE_ENGINES": "tvm"}, {}))
-    assert [rank["engines"] for rank in ranks] == [{"eager"}, {"eager", "tvm"}]
-    torch.testing.assert_close([rank["results"] for rank in ranks], _chain_reference())
+@pytest.mark.parametrize(
+    ("agree", "engines"),
+    [("1", [{"eager"}, {"eager"}]), pytest.param("0", [{"eager"}, {"eager", "tvm"}], marks=pytest.mark.full)],
+)
+def test_engines_that_differ_between_the_ranks(agree: str, engines: list[set[str]], tmp_path: Path) -> None:
+    """Eager runs the graph on all ranks, unless each is to choose for itself. The ranks issue the same collectives in the same order, whoever
+    runs what is between them."""
+    ranks = run_ranks(
+        rank_programs.chain,
+        tmp_path,
+        ({"HYBRID_RANKS_AGREE": agree, "HYBRID_DISABLE_ENGINES": "tvm"}, {"HYBRID_RANKS_AGREE": agree}),
+    )
+    assert [rank["engines"] for rank in ranks] == engines
+    torch.testing.assert_close([rank["results"] for rank in ranks], chain_reference())
 
 
 def test_regions_that_fail_on_one_rank(tmp_path: Path) -> None:
     """Regions that raise in a later call on one rank are run by eager there, in that very call, and no collective runs twice."""
     ranks = run_ranks(rank_programs.failing_regions, tmp_path)
     assert [rank["failed"] for rank in ranks] == [3, 0]
-    torch.testing.assert_close([rank["results"] for rank in ranks], _chain_reference())
+    torch.testing.assert_close([rank["results"] for rank in ranks], chain_reference())
 
 
 def test_collectives_waited_for_late(tmp_path: Path) -> None:
@@ -90,11 +86,10 @@ def _gradients(model: nn.Module, ranks: Sequence[int]) -> list[Gradients]:
     return history
 
 
-def _check_gradients(ranks: Sequence[dict[str, Any]], expected: list[Gradients], same: bool = True) -> None:
+def _check_gradients(ranks: Sequence[dict[str, Any]], expected: list[Gradients]) -> None:
     for rank in ranks:
         torch.testing.assert_close(rank["gradients"], expected, rtol=1e-3, atol=1e-6)
-    if same:
-        torch.testing.assert_close(ranks[0]["gradients"], ranks[1]["gradients"], rtol=0, atol=0)
+    torch.testing.assert_close(ranks[0]["gradients"], ranks[1]["gradients"], rtol=0, atol=0)
 
 
 @pytest.mark.full  # two processes that both compile
@@ -120,10 +115,10 @@ def test_fully_sharded_by_block(tmp_path: Path) -> None:
 )
 def test_tensor_parallel(settings: Sequence[dict[str, str]], tmp_path: Path) -> None:
     """DTensor, the collectives in the graph: gradients and results equal eager's on both ranks, whoever runs what. What both ranks compute
-    for themselves, as a bias's gradient, is the same to the last bit where the same engines run."""
+    for themselves, as a bias's gradient, is the same to the last bit."""
     ranks = run_ranks(rank_programs.tensor_parallel, tmp_path, settings)
     model = blocks()
-    _check_gradients(ranks, _gradients(model, [0]), same=settings[0] == settings[1])
+    _check_gradients(ranks, _gradients(model, [0]))
     for rank in ranks:
         with torch.no_grad():
             torch.testing.assert_close(rank["inference"], [model(x) for x in batches(0)], rtol=1e-3, atol=1e-5)

@@ -3,7 +3,8 @@
 Enters: an `ExportedProgram`. Leaves: an `ExportedGraph`. Its `captured` is the graph that `aot.capture` would make of the same operators, with
 parameters, buffers and inputs as placeholders. In place of closures, `updates` and `results` say what becomes of its outputs.
 
-Illegal (`NotExportableError`): outputs that are views by sizes known only at run time, and an input whose shape is changed in place.
+Illegal (`NotExportableError`): outputs that are views by sizes known only at run time, an input whose shape is changed in
+place, and collectives.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from torch_hybrid_backend.core.captured import CapturedGraph
 from torch_hybrid_backend.core.lazy_bits import LazyBits
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.errors import NotExportableError
+from torch_hybrid_backend.graph.source import source_line
+from torch_hybrid_backend.graph.values import collectives
 from torch_hybrid_backend.torch_private import FakeTensorMode, OpOverload, TracingContext, detect_fake_mode, tracing
 
 
@@ -123,6 +126,11 @@ class ExportedGraph:
 def capture_exported(exported: torch.export.ExportedProgram, keep_ops: frozenset[OpOverload]) -> ExportedGraph:
     """Capture a program. Raises NotExportableError for what no file can hold, and what AOTAutograd raises."""
     module, tensors, arguments = _with_placeholders_only(exported.module(check_guards=False))
+    if (found := next(collectives(module), None)) is not None:
+        raise NotExportableError(
+            f"it calls {found.target}, which works with other processes, and a file is run by one: export a model without collectives, or "
+            f"compile this one on each rank. Called at {source_line(found) or 'a line that torch.export does not tell'}"
+        )
     placeholders = module.graph.find_nodes(op="placeholder")
     fake_mode = detect_fake_mode([node.meta.get("val") for node in placeholders]) or FakeTensorMode()
     made: list[ExportedGraph] = []

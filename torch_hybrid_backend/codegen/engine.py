@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -116,6 +116,14 @@ class KernelRegion:
             for kernel, artifact, step in made
             if not isinstance(kernel, OperatorKernel)
         ]
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        return tuple(option.chosen.variant.name for option in self.options)
+
+    def with_variants(self, names: Sequence[str], deadline: Deadline) -> KernelRegion:
+        """The region with these variants of its kernels, one name each, whatever their times here."""
+        return self if tuple(names) == self.variants else self.engine.with_variants(self, names, deadline)
 
     def refine(self, inputs: Sequence[torch.Tensor], budget_s: float, deadline: Deadline) -> KernelRegion:
         """The region with the fastest variants of its kernels, timed on `inputs` for about `budget_s` seconds; those that would have to be
@@ -261,6 +269,29 @@ class KernelEngine(EngineBase):
             if isinstance(found, Exception):
                 raise found
             options.append(option.with_exact(found))
+        return self._region(region.kernels, options)
+
+    def with_variants(self, region: KernelRegion, names: Sequence[str], deadline: Deadline) -> KernelRegion:
+        """See `KernelRegion.with_variants`."""
+        if len(names) != len(region.options):
+            raise CompileError(f"the region has {len(region.options)} kernels here, not {len(names)}")
+        backend, kernels = region.kernels.backend, region.kernels.kernels
+        constants = {packed.buffer: packed for packed in region.kernels.packed}
+        options = []
+        for kernel, option, name in zip(kernels, region.options, names, strict=True):
+            made = next((each for each in option.compiled if each.variant.name == name), None)
+            if made is None:
+                found = variants(kernel, backend.alternatives(kernel, constants))
+                variant = next((each for each in found if each.name == name), None)
+                if variant is None:
+                    raise CompileError(
+                        f"a kernel has no variant {name!r} here, only {', '.join(v.name for v in found)}"
+                    )
+                compiled = compiled_variant(variant, self.built(variant.kernels, backend.target, deadline))
+                if isinstance(compiled, Exception):
+                    raise compiled
+                made = compiled
+            options.append(replace(option, compiled=(made,), best=0, is_open=False, untried=()))
         return self._region(region.kernels, options)
 
     def built(self, kernels: Sequence[Kernel], target: CodeTarget, deadline: Deadline) -> list[Artifact | Exception]:

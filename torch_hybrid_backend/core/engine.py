@@ -109,6 +109,16 @@ class CompiledRegion(Protocol):
         """Variant name, part of the key of timings; "" if the engine has one variant."""
         ...
 
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """Names of the variants of its kernels, by which another process makes the same region; nothing if the engine has no choice."""
+        ...
+
+    def with_variants(self, names: Sequence[str], deadline: Deadline) -> CompiledRegion:
+        """The region with the variants of these names, as another process chose them. Compiles as `refine` does; raises CompileError where that
+        fails, or where it has no such variants, DeadlineError where there is no time for it."""
+        ...
+
     def refine(self, inputs: Sequence[torch.Tensor], budget_s: float, deadline: Deadline) -> CompiledRegion:
         """The region made faster by timing alternatives on a call's inputs for about `budget_s` seconds, or itself. What it compiles for
         that it compiles inside `deadline.running()`, while something of the deadline is left."""
@@ -280,6 +290,7 @@ class CompiledRegionBase(ABC):
     otherwise: CompiledRegion | None = None
     form: str = ""
     attempts: tuple[Attempt, ...] = ()
+    variants: tuple[str, ...] = ()
 
     @property
     def note(self) -> str:
@@ -287,6 +298,9 @@ class CompiledRegionBase(ABC):
 
     @abstractmethod
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
+
+    def with_variants(self, names: Sequence[str], deadline: Deadline) -> CompiledRegion:
+        return self
 
     def refine(self, inputs: Sequence[torch.Tensor], budget_s: float, deadline: Deadline) -> CompiledRegion:
         return self

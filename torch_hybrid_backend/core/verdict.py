@@ -40,6 +40,7 @@ class Reason(StrEnum):
         "out_of_memory"  # there was no memory to run the region, or to find out whether its outputs are right
     )
     RUNTIME_ERROR = "runtime_error"  # the compiled region raised while running
+    RANKS_DISAGREE = "ranks_disagree"  # the ranks of a torch.distributed job cannot all compute the graph alike
     # Why a layer is computed as written under another precision. ACCURACY is one of them: in it the graph's outputs are off by too much.
     UNSUPPORTED = "unsupported"  # the operator does not take the precision, or not in this form
     EXCLUDED = "excluded"  # the user asked for it

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -21,6 +21,8 @@ from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.engine import CompiledRegion, Pending
 from torch_hybrid_backend.core.plan import Plan, Profile
 from torch_hybrid_backend.core.region import Region, Segment
+from torch_hybrid_backend.core.verdict import Reason, Refused
+from torch_hybrid_backend.driver.agreed import agreement_on, members_of, tell_of_eager
 from torch_hybrid_backend.driver.garbage import full_collections_held
 from torch_hybrid_backend.driver.pending_builds import NextCall, choose_when_built, choose_when_served
 from torch_hybrid_backend.driver.precision_accuracy_check import (
@@ -52,6 +54,8 @@ from torch_hybrid_backend.partition.placement import Pricing
 from torch_hybrid_backend.partition.reference import replay_of
 from torch_hybrid_backend.processes.fork_lock import ForkLock
 from torch_hybrid_backend.progress import Progress
+from torch_hybrid_backend.ranks.agreement import Agreement
+from torch_hybrid_backend.ranks.peers import at_work, peers
 from torch_hybrid_backend.runtime.constant_pool import ConstantPool
 from torch_hybrid_backend.runtime.native.ops import give_back_freed_memory
 from torch_hybrid_backend.runtime.python_executor import PythonExecutor, checked
@@ -113,6 +117,7 @@ class HybridGraph:
         self._to_check: Compiled | None = None  # what is chosen from once more if a later call is off
         self._checks = 0
         self._is_inference = captured.kind == "inference"
+        self._members = members_of(captured.graph_module)
         prepared = prepare(captured, name, config, self._compile_body, session.keeps_packed)
         prepared = as_known(prepared, config, self._pricing())
         partitioned = partition(prepared, session, config, self._pricing())
@@ -177,7 +182,7 @@ class HybridGraph:
     def __call__(self, inputs: list[Any]) -> list[Any]:
         state = self._state
         if not isinstance(state, Executable):
-            with self._lock, self._working():
+            with self._lock, self._working(), self._at_work(is_first_call=True):
                 if self._state is state:
                     outputs = self._first_call(state, inputs)
                     if not _is_repeatable_here(state.prepared):
@@ -194,6 +199,8 @@ class HybridGraph:
             if self._config.strict or state.assignment.prepared.has_collectives or is_sticky(error):
                 raise
             failed = error
+        except failures(RuntimeError) as error:
+            self._raise_named(error)
         if is_out_of_memory(failed):
             return self._in_eager(state.assignment, inputs, failed)
         with self._lock:
@@ -213,7 +220,15 @@ class HybridGraph:
         """Choose engines on a call's inputs; its outputs."""
         start = time.perf_counter()
         with ConstantPool():
-            compiled, pending, assignment, outputs = self._chosen(compiled, inputs)
+            agreement = self._agreement_on(compiled)
+            try:
+                compiled, pending, assignment, outputs = self._chosen(compiled, inputs, agreement)
+            except failures(RuntimeError) as error:
+                if agreement is not None:
+                    agreement.refuse(f"rank {agreement.rank} raised {type(error).__name__} in its first call")
+                self._raise_named(error)
+            if agreement is not None:
+                assignment = self._settled(assignment, agreement)
             executable = build_executable(assignment, inputs, self._config)
             self._tell(executable, assignment)
             self._state = executable  # last: interrupted before, the next call is a first call again
@@ -229,14 +244,45 @@ class HybridGraph:
             choose_when_served(self, compiled, executable.run, inputs)
         return outputs
 
-    def _chosen(self, compiled: Compiled, inputs: Sequence[Any]) -> _Chosen:
+    def _agreement_on(self, compiled: Compiled) -> Agreement | None:
+        """Agreement of all ranks on a graph with collectives, once the ranks have met; None where none is needed, or wanted."""
+        if not self._members:
+            return None
+        (only,) = compiled.partitionings  # of a graph with collectives: see `partition`
+        graph = only.partitioning.partition.graph
+        agreement = agreement_on(graph, only.candidates, self._members, self._session, self._config)
+        if agreement is not None:
+            agreement.meet()
+        return agreement
+
+    def _settled(self, assignment: Assignment, agreement: Agreement) -> Assignment:
+        """The assignment that all ranks have; eager's if they do not all have this one. Raises RankError for that under `strict`."""
+        agreement.settle()
+        if not agreement.why_not:
+            return assignment
+        tell_of_eager(agreement.why_not, strict=self._config.strict)
+        return assignment.in_eager(Refused(Reason.RANKS_DISAGREE, agreement.why_not))
+
+    def _raise_named(self, error: Exception) -> NoReturn:
+        """Raise the error of a call; if other ranks are at fault, one that names them."""
+        them = peers() if self._members and self._config.ranks_agree else None
+        named = error if them is None else them.named(error, self._members)
+        if named is error:
+            raise error
+        raise named from error
+
+    def _at_work(self, *, is_first_call: bool = False) -> AbstractContextManager[None]:
+        """Have other ranks wait longer for this one; not in first calls with collectives, in which it may wait for them."""
+        return at_work(is_on=self._config.ranks_agree and not (is_first_call and self._members))
+
+    def _chosen(self, compiled: Compiled, inputs: Sequence[Any], agreement: Agreement | None) -> _Chosen:
         """Choose an engine for each region; return the choices and the call's outputs.
 
         Where parameters changed meanwhile, by an optimizer in another thread, say, results that were compared do not belong together: nothing
         that was found counts, and all is done again on copies of them. Not where a call cannot be repeated unnoticed.
         """
         if not _is_repeatable(compiled.prepared):
-            return self._assign_and_check(compiled, inputs)
+            return self._assign_and_check(compiled, inputs, agreement)
         before = self._versions(inputs)
         try:
             chosen = self._assign_and_check(compiled, inputs)
@@ -255,7 +301,9 @@ class HybridGraph:
             0 if tensor.is_inference() else tensor._version for tensor in tensors if isinstance(tensor, torch.Tensor)
         ]
 
-    def _assign_and_check(self, compiled: Compiled, inputs: Sequence[Any]) -> _Chosen:
+    def _assign_and_check(
+        self, compiled: Compiled, inputs: Sequence[Any], agreement: Agreement | None = None
+    ) -> _Chosen:
         tried = [(compiled, compiled.pending)]  # before it is placed: what is built meanwhile did not take part
 
         def place_anew(anew: Prepared) -> tuple[Assignment, list[Any]]:
@@ -266,7 +314,7 @@ class HybridGraph:
         def faster(assignment: Assignment, outputs: list[Any]) -> tuple[Assignment, list[Any]]:
             return fastest(assignment, outputs, inputs, self._config, self._pricing(), place_anew)
 
-        assignment, outputs = faster(*self._assign(compiled, inputs))
+        assignment, outputs = faster(*self._assign(compiled, inputs, agreement))
         with Progress("checking the outputs"):
             assignment, outputs = check_accuracy(assignment, outputs, inputs, self._config, place_anew, faster)
         hoisted = assignment.prepared.hoisted  # the two checks change `prepared`, not this
@@ -325,10 +373,13 @@ class HybridGraph:
             return True
 
     def _compiled(self, partitioned: Partitioned) -> Compiled:
-        return compile_regions(partitioned, self._session, self._config, self._pricing())
+        with self._at_work():
+            return compile_regions(partitioned, self._session, self._config, self._pricing())
 
-    def _assign(self, compiled: Compiled, inputs: Sequence[Any]) -> tuple[Assignment, list[Any]]:
-        assignment, outputs = place(compiled, inputs, self._config, self._pricing())
+    def _assign(
+        self, compiled: Compiled, inputs: Sequence[Any], agreement: Agreement | None = None
+    ) -> tuple[Assignment, list[Any]]:
+        assignment, outputs = place(compiled, inputs, self._config, self._pricing(), agreement)
         # A graph that can run once more does, at the end. Until then its outputs would take memory.
         return assignment, [] if _is_repeatable_here(compiled.prepared) else outputs
 

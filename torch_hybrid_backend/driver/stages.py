@@ -29,9 +29,10 @@ from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.engine import EAGER, CompiledRegion, Pending, PendingRegion
-from torch_hybrid_backend.core.plan import Cost, Plan, RegionDecision
+from torch_hybrid_backend.core.plan import Cost, Plan, Refusal, RegionDecision
 from torch_hybrid_backend.core.region import Region, Segment
 from torch_hybrid_backend.core.verdict import Refused
+from torch_hybrid_backend.driver.agreed import choose_alike
 from torch_hybrid_backend.driver.bisection import bisected_engines, is_running
 from torch_hybrid_backend.driver.prepared import Prepared
 from torch_hybrid_backend.driver.session import Session
@@ -50,6 +51,7 @@ from torch_hybrid_backend.partition.regions import Partition
 from torch_hybrid_backend.partition.wrapped_region import checked, reported
 from torch_hybrid_backend.passes.decompose import decompose
 from torch_hybrid_backend.progress import Progress, stepping
+from torch_hybrid_backend.ranks.agreement import Agreement
 from torch_hybrid_backend.runtime.constant_pool import release_unused
 from torch_hybrid_backend.runtime.executor import CompiledSegment, Executor, build_executor
 from torch_hybrid_backend.runtime.operator_program import NotNativeError, operator_region
@@ -166,6 +168,17 @@ class Assignment:
         compiled = {name: made for name, made in self.compiled.items() if name != region.name}
         return dataclasses.replace(self, compiled=compiled, decisions={**self.decisions, region.name: after})
 
+    def in_eager(self, refused: Refused) -> Assignment:
+        """The same with eager for every region."""
+        decisions = {}
+        for name, before in self.decisions.items():
+            refusals = before.refusals
+            if before.engine != EAGER:
+                refusals = (*refusals, Refusal.of(before.engine, refused))
+            region = next(s.region for s in self.partition.graph.segments if s.region.name == name)
+            decisions[name] = decide(region, EAGER, None, before.costs, refusals, before.max_error)
+        return dataclasses.replace(self, compiled={}, decisions=decisions)
+
     @property
     def runs(self) -> list[CompiledSegment]:
         """Callables that run the segments, in order."""
@@ -235,11 +248,13 @@ def partition(prepared: Prepared, session: Session, config: Config, pricing_on: 
     pricing = pricing_on(_device_of(candidates))
     key = _partitionings_key(candidates, pricing) if len(candidates) > 1 else ""
     kept = pricing.timings.get(PARTITIONING_TIMINGS, key, pricing.device) if key and pricing.timings is not None else {}
-    if kept:
+    if prepared.has_collectives:  # by estimate, as on the other ranks, whatever this one's cache has
+        candidates, kept = candidates[:1], {}
+    elif kept:
         candidates = tuple(
             sorted(candidates, key=lambda partitioning: kept.get(", ".join(partitioning.order), math.inf))
         )[:1]
-    elif config.placement == "estimate" or prepared.has_collectives or not prepared.is_repeatable:
+    elif config.placement == "estimate" or not prepared.is_repeatable:
         candidates = candidates[:1]
     return Partitioned(prepared, tuple(candidates), key, kept)
 
@@ -324,10 +339,10 @@ def _identity(segment: Segment) -> _Identity:
 
 
 def place(
-    compiled: Compiled, inputs: Sequence[Any], config: Config, pricing_on: PricingOn
+    compiled: Compiled, inputs: Sequence[Any], config: Config, pricing_on: PricingOn, agreement: Agreement | None = None
 ) -> tuple[Assignment, list[Any]]:
     """Try every region's engines on the inputs of a call, one partitioning after the other, and keep the cheapest partitioning; with it the
-    call's outputs.
+    call's outputs. `agreement`: with other ranks, on the only partitioning; then the outputs are eager's.
 
     A partitioning costs what its regions cost on their winners, what eager's segments cost, and what its boundaries cost. One that costs more
     than the best of those before it is given up as soon as that shows.
@@ -341,7 +356,14 @@ def place(
     for candidate in compiled.partitionings:
         alone = len(compiled.partitionings) == 1
         trial = _PartitioningTrial(
-            candidate, config, pricing_on, tried, begun, math.inf if best is None else best[0], times_eager=not alone
+            candidate,
+            config,
+            pricing_on,
+            tried,
+            begun,
+            math.inf if best is None else best[0],
+            agreement,
+            times_eager=not alone,
         )
         try:
             with Progress(
@@ -396,6 +418,7 @@ class _PartitioningTrial:
         tried: dict[_Identity, Choice],
         begun: list[Pending],
         limit_us: float,
+        agreement: Agreement | None,
         *,
         times_eager: bool,
     ) -> None:
@@ -410,6 +433,7 @@ class _PartitioningTrial:
         self._tried = tried
         self._begun = begun
         self._limit_us = limit_us
+        self._agreement = agreement
         self._times_eager = times_eager
 
     def executor(self, prepared: Prepared) -> PythonExecutor:
@@ -423,7 +447,7 @@ class _PartitioningTrial:
         """Name of the engine that runs a region."""
         return self.decisions[region].engine if region in self.decisions else EAGER
 
-    def run(self, _index: int, segment: Segment, arguments: Sequence[Any]) -> Sequence[Any]:
+    def run(self, index: int, segment: Segment, arguments: Sequence[Any]) -> Sequence[Any]:
         """Choose a region's engine on its inputs; its outputs. Raises _TooDearError."""
         check()
         region = segment.region
@@ -439,7 +463,7 @@ class _PartitioningTrial:
         choice = self._tried.get(_identity(segment))
         if choice is None:
             with apart() if region.draws else contextlib.nullcontext():
-                choice = choose(region, candidates, arguments, self._config, self._pricing_on(region.device))
+                choice = self._choose(index, region, candidates, arguments)
             release_unused()
             self._tried[_identity(segment)] = dataclasses.replace(choice, outputs=[])  # they would be kept alive
             compiled = [made for made in candidates.values() if isinstance(made, CompiledRegion)]
@@ -456,6 +480,14 @@ class _PartitioningTrial:
         engine_us = next((cost.microseconds for cost in decision.costs if cost.engine == decision.engine), 0.0)
         self._spend(engine_us)
         return outputs
+
+    def _choose(
+        self, index: int, region: Region, candidates: Mapping[str, Candidate], arguments: Sequence[Any]
+    ) -> Choice:
+        pricing = self._pricing_on(region.device)
+        if self._agreement is None:
+            return choose(region, candidates, arguments, self._config, pricing)
+        return choose_alike(self._agreement, index, region, candidates, arguments, self._config, pricing)
 
     def _spend(self, microseconds: float) -> None:
         self.spent_us += microseconds

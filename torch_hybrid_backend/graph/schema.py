@@ -122,6 +122,18 @@ def is_collective(node: Node) -> bool:
     return facts is not None and facts.is_collective
 
 
+def is_wait(node: Node) -> bool:
+    """True if the node waits for a collective that another node started."""
+    facts = _facts_of(node)
+    return facts is not None and facts.is_wait
+
+
+def group_of(node: Node) -> str | None:
+    """The name of the process group of a collective; None if the node does not tell it."""
+    group = _argument(node, "group_name", None) if isinstance(node.target, OpOverload) else None
+    return group if isinstance(group, str) else None
+
+
 def is_in_flight(node: Node) -> bool:
     """True if the node's value may still be written by a collective, so that nothing but views and the wait may touch it."""
     pending = [node]

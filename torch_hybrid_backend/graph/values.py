@@ -11,12 +11,14 @@ from torch.fx import Node
 
 from torch_hybrid_backend.graph.quantized import QUANTIZED, KeepsPacked, is_dequantized, keeps_nothing
 from torch_hybrid_backend.graph.schema import (
+    group_of,
     is_collective,
     is_control_flow,
     is_item,
     is_mutating,
     is_pure,
     is_view,
+    is_wait,
     shared_arguments,
 )
 from torch_hybrid_backend.torch_private import OpOverload
@@ -104,5 +106,15 @@ def effects(gm: torch.fx.GraphModule) -> Iterator[Node]:
 
 def holds_collectives(gm: torch.fx.GraphModule) -> bool:
     """True if the graph, or a sub-graph that it calls, works with other processes: no call of it may be repeated on one rank alone."""
+    return next(collectives(gm), None) is not None
+
+
+def groups_of(gm: torch.fx.GraphModule) -> set[str | None]:
+    """Names of the process groups of the graph's collectives, sub-graphs included; None for a group whose name is not told."""
+    return {group_of(node) for node in collectives(gm) if not is_wait(node)}
+
+
+def collectives(gm: torch.fx.GraphModule) -> Iterator[Node]:
+    """The steps of the graph, sub-graphs included, that work with other processes."""
     graphs = (module.graph for module in gm.modules() if isinstance(module, torch.fx.GraphModule))
-    return any(is_collective(node) for graph in graphs for node in graph.nodes)
+    return (node for graph in graphs for node in graph.nodes if is_collective(node))

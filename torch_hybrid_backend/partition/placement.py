@@ -73,8 +73,8 @@ class Choice:
     """
 
     decision: RegionDecision
-    compiled: CompiledRegion | None = field(compare=False)
-    outputs: list[torch.Tensor] = field(compare=False, repr=False)
+    compiled: CompiledRegion | None = field(default=None, compare=False)
+    outputs: list[torch.Tensor] = field(default_factory=list, compare=False, repr=False)
     pending: tuple[PendingRegion, ...] = field(default=(), compare=False)
 
 

@@ -51,6 +51,13 @@ class RangedRegion:
     def form(self) -> str:
         return self.inside.form
 
+    @property
+    def variants(self) -> tuple[str, ...]:
+        return self.inside.variants
+
+    def with_variants(self, names: Sequence[str], deadline: Deadline) -> CompiledRegion:
+        return replace(self, inside=self.inside.with_variants(names, deadline))
+
     def refine(self, inputs: Sequence[torch.Tensor], budget_s: float, deadline: Deadline) -> CompiledRegion:
         return replace(self, inside=self.inside.refine(inputs, budget_s, deadline))
 

@@ -39,6 +39,13 @@ class WrappedRegion:
     def form(self) -> str:
         return self.compiled.form
 
+    @property
+    def variants(self) -> tuple[str, ...]:
+        return self.compiled.variants
+
+    def with_variants(self, names: Sequence[str], deadline: Deadline) -> CompiledRegion:
+        return replace(self, compiled=self.compiled.with_variants(names, deadline))
+
     def refine(self, inputs: Sequence[torch.Tensor], budget_s: float, deadline: Deadline) -> CompiledRegion:
         return replace(self, compiled=self.compiled.refine(inputs, budget_s, deadline))
 
