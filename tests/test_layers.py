@@ -64,6 +64,7 @@ ALLOWED: dict[str, set[str]] = {
         "storage",
     },
     "artifact": {"arguments", "core", "errors", "generators", "graph", "report", "runtime", "sizes"},
+    "serve": {"_version", "artifact", "errors"},
     "compression": {"arguments", "errors", "runtime"},
     "capture": {"core", "sizes", "graph", *_UTILITIES},
     "graph": {"core", "sizes", "errors"},

@@ -1,0 +1,121 @@
+"""The Ray Serve deployment: one model, called by one thread, for requests that `serve.batch` joins.
+
+    HTTP -> web -> protocol.decode -> ServedModel.work -> serve.batch -> ServedModel.run (engine thread) -> protocol.encode
+
+Autoscaling, queues, draining, health checks and rollouts are Ray Serve's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from ray import serve
+
+from torch_hybrid_backend.errors import ArgumentError, HybridError, RequestError, failures
+from torch_hybrid_backend.serve.protocol import Tensors
+from torch_hybrid_backend.serve.served_model import ServedModel, Work
+from torch_hybrid_backend.serve.settings import Settings
+from torch_hybrid_backend.serve.web import application
+
+_LOG = logging.getLogger("ray.serve")
+
+
+@serve.ingress()
+class Replica:
+    """A replica. Raises ArtifactError or ArgumentError at its start for a file that cannot be served, which Serve's status then shows."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.max_body_bytes = int(settings.max_body_mib * 2**20)
+        # Threads of PyTorch's are counted by each thread that runs a model.
+        threads = settings.threads
+        self._engine = ThreadPoolExecutor(1, "engine", torch.set_num_threads, (threads,))
+        self._loader = ThreadPoolExecutor(1, "loader", torch.set_num_threads, (threads,))
+        self.model: ServedModel = self._loader.submit(self._open, settings.artifact).result()
+        joined: Any = self._joined  # `serve.batch` gave it setters
+        joined.set_max_batch_size(settings.max_batch)
+        joined.set_batch_wait_timeout_s(settings.batch_wait_ms / 1e3)
+
+    async def reconfigure(self, config: Mapping[str, Any]) -> None:
+        """Serve the file that `config["artifact"]` names, from the next request on. A file that cannot be served leaves the present one.
+
+        Serve stops a replica whose `reconfigure` raises: of one replica nothing would be left. So the error goes to the log.
+        """
+        try:
+            if not isinstance(config, Mapping) or set(config) != {"artifact"}:
+                raise ArgumentError(f'user_config is {config!r}; it must be {{"artifact": "NAME.hybrid"}}')
+            loop = asyncio.get_running_loop()
+            self.model = await loop.run_in_executor(self._loader, self._open, config["artifact"])
+        except HybridError as error:
+            _LOG.error("%s is still served: %s", self.model.path, error)
+
+    async def check_health(self) -> None:
+        """Make the sample calls of the file, in the thread of the requests. Raises ArtifactError where their results changed."""
+        await asyncio.get_running_loop().run_in_executor(self._engine, self.model.check)
+
+    async def infer(self, model: ServedModel, request: Tensors) -> Tensors:
+        """The answer to a request. Raises RequestError."""
+        outputs = {each.name for each in model.outputs}
+        for name in request.outputs or ():
+            if name not in outputs:
+                raise RequestError(f"{model.name} has no output {name!r}; it gives {', '.join(sorted(outputs))}")
+        work = model.work(request.tensors)
+        result: dict[str, torch.Tensor] | HybridError = await self._joined((model, work))
+        if isinstance(result, HybridError):
+            raise result
+        asked = {name: result[name] for name in (request.outputs or result)}
+        return Tensors(asked, request.id, request.outputs, request.binary)
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return application(self)
+
+    @serve.batch
+    async def _joined(self, works: Sequence[tuple[ServedModel, Work]]) -> list[dict[str, torch.Tensor] | HybridError]:
+        return await asyncio.get_running_loop().run_in_executor(self._engine, self._run, works)
+
+    def _run(self, works: Sequence[tuple[ServedModel, Work]]) -> list[dict[str, torch.Tensor] | HybridError]:
+        results: dict[int, dict[str, torch.Tensor] | HybridError] = {}
+        # A rollout may come between two requests of one batch.
+        for model in {id(model): model for model, _ in works}.values():
+            numbers = [number for number, (its, _) in enumerate(works) if its is model]
+            done = model.run([works[number][1] for number in numbers], self._settings.max_batch)
+            results.update(zip(numbers, done, strict=True))
+        return [results[number] for number in range(len(works))]
+
+    def _open(self, artifact: str) -> ServedModel:
+        path = self._settings.path_of(artifact)
+        try:
+            return ServedModel(path, self._settings.keys or None)
+        except failures(OSError) as error:
+            raise ArgumentError(f"cannot open {path}: {error}") from error
+
+
+def deployment(
+    settings: Settings,
+    *,
+    replicas: int | Mapping[str, Any],
+    max_queue: int,
+    given: Mapping[str, Any],
+) -> Any:
+    """The deployment of a file. `replicas`: their number, or the fields of Serve's `AutoscalingConfig`. `given`: options that replace ours."""
+    scaling = {"autoscaling_config": dict(replicas)} if isinstance(replicas, Mapping) else {"num_replicas": replicas}
+    options: dict[str, Any] = {
+        **scaling,
+        # A batch runs while the next one is collected.
+        "max_ongoing_requests": 2 * settings.max_batch,
+        "max_queued_requests": max_queue,
+        "backpressure_config": {"retry_after_s": 1},
+        # Of a rollout one replica is begun before an old one ends; the first that fails ends the rollout, and the old ones stay.
+        "max_surge_percent": 1,
+        "max_constructor_retry_count": 1,
+        "ray_actor_options": {"num_cpus": settings.threads},
+        "graceful_shutdown_timeout_s": 20,
+        **given,
+    }
+    made: Any = serve.deployment(Replica, **options)
+    return made.bind(settings)
