@@ -19,6 +19,11 @@ from torch import nn
 from tests.artifact.exported_for_tests import FAST
 from torch_hybrid_backend.driver.export import export
 
+# Ray reads them once, when it is imported by the first test that does.
+os.environ.setdefault("RAY_AUTH_MODE", "token")
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -56,6 +61,7 @@ class Cluster:
     """A Ray cluster on loopback. `run` deploys applications under a name, which is also their prefix."""
 
     port: int
+    metrics_port: int
 
     def run(self, application: Any, name: str = "app") -> str:
         """Deploy, wait until it answers, and return the address without "http://"."""
@@ -101,25 +107,24 @@ def free_port() -> int:
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
     """Ray and Serve, with token authentication, until the tests of the session have run."""
-    # Ray reads them when it is imported.
-    variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
     ray = pytest.importorskip("ray", reason="needs the extra serve")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Ray's own
         from ray import serve
 
-    port = free_port()
-    ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
+    port, metrics_port = free_port(), free_port()
+    ray.init(
+        "local",
+        num_cpus=8,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=100 * 2**20,
+        _metrics_export_port=metrics_port,
+        _system_config={"metrics_report_interval_ms": 1000},
+    )
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
-        yield Cluster(port)
+        yield Cluster(port, metrics_port)
     finally:
         serve.shutdown()
         ray.shutdown()
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,13 @@ class _Echo:
 
     def __init__(self, model: ServedModel) -> None:
         self.model = model
+        self.statuses: list[int] = []
+
+    def answered(self, status: int) -> None:
+        self.statuses.append(status)
+
+    def latency(self) -> dict[str, float]:
+        return {"count": 0}
 
     async def infer(self, model: ServedModel, request: Tensors) -> Tensors:
         if "boom" in request.tensors:
@@ -28,18 +36,21 @@ class _Echo:
 
 
 @pytest.fixture
-def client(models: Path) -> object:
+def service(models: Path) -> _Echo:
+    return _Echo(ServedModel(models / "dynamic.hybrid"))
+
+
+@pytest.fixture
+def client(service: _Echo) -> Any:
     from torch_hybrid_backend.serve.web import application
 
-    return testclient.TestClient(
-        application(_Echo(ServedModel(models / "dynamic.hybrid"))), raise_server_exceptions=False
-    )
+    return testclient.TestClient(application(service), raise_server_exceptions=False)
 
 
 _INPUT = {"name": "x", "datatype": "INT8", "shape": [2], "data": [1, 2]}
 
 
-def test_what_a_server_tells_of_itself(client) -> None:  # type: ignore[no-untyped-def]
+def test_what_a_server_tells_of_itself(client: Any) -> None:
     told = client.get("/v2").json()
     assert told == {"name": "torch_hybrid_backend", "version": __version__, "extensions": ["binary_tensor_data"]}
     metadata = client.get("/v2/models/dynamic").json()
@@ -56,7 +67,7 @@ def test_what_a_server_tells_of_itself(client) -> None:  # type: ignore[no-untyp
     assert client.get("/v2/models/dynamic/versions/0/ready").status_code == 404
 
 
-def test_answers_are_json_or_bytes(client) -> None:  # type: ignore[no-untyped-def]
+def test_answers_are_json_or_bytes(client: Any) -> None:
     path = "/v2/models/dynamic/infer"
     said = client.post(path, json={"inputs": [_INPUT]})
     assert said.headers["content-type"] == "application/json"
@@ -65,7 +76,7 @@ def test_answers_are_json_or_bytes(client) -> None:  # type: ignore[no-untyped-d
     assert got.content[int(got.headers["inference-header-content-length"]) :] == b"\x01\x02"
 
 
-def test_errors_are_json(client) -> None:  # type: ignore[no-untyped-def]
+def test_errors_are_json(client: Any, service: _Echo) -> None:
     """Also those of the service, and of a body without a length that does not end."""
     path = "/v2/models/dynamic/infer"
     asked = {
@@ -78,3 +89,4 @@ def test_errors_are_json(client) -> None:  # type: ignore[no-untyped-def]
     }
     assert {status: answer.status_code for status, answer in asked.items()} == {status: status for status in asked}
     assert all(set(answer.json()) == {"error"} for answer in asked.values())
+    assert service.statuses == [404, 400, 413, 415, 500]

@@ -261,7 +261,7 @@ class LoadedEntry:
         self._path = path
         functions = functions_from_text(artifact.content(entry.functions)) if entry.functions is not None else {}
         callbacks = [functions.get(called, _never) for called in range(max(functions, default=-1) + 1)]
-        self._at: Callable[[tuple[int, ...]], _AtSizes] | None = None
+        self._at: functools._lru_cache_wrapper[_AtSizes] | None = None
         if entry.symbols:
             self._at = functools.lru_cache(_MOST_KEPT)(_AtSizes.maker(entry, SizedPlans(artifact, number), callbacks))
             self._example = self._at(tuple(symbol.example for symbol in entry.symbols))
@@ -282,6 +282,14 @@ class LoadedEntry:
         ]
         self._lock: Any = lock if any(kind == "state" for kind, _ in origins) else nullcontext()
         self._needs_no_grad = bool(functions) or bool(entry.updates)
+
+    @property
+    def plan_cache(self) -> tuple[int, int]:
+        """Calls whose sizes had a plan, and calls that made one; zeros for an entry of one set of sizes."""
+        if self._at is None:
+            return 0, 0
+        told = self._at.cache_info()
+        return told.hits, told.misses
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         leaves, spec = tree_flatten((args, kwargs))

@@ -60,6 +60,13 @@ def add_parser(commands: Any) -> None:
     )
     serve.add_argument("--port", type=int, default=8000, help="the port that HTTP is served on; default 8000")
     serve.add_argument(
+        "--metrics-port",
+        type=int,
+        default=0,
+        metavar="N",
+        help="the port that Prometheus reads; by default any that is free",
+    )
+    serve.add_argument(
         "--address",
         metavar="ADDRESS",
         help="deploy to the Ray cluster at this address and return; by default one runs here until Ctrl+C",
@@ -77,8 +84,11 @@ def serve(parsed: argparse.Namespace, out: TextIO) -> int:
     check_installed()
     replicas = _replicas(parsed.replicas)
     check_count(parsed.threads, "--threads")
-    if not 1 <= parsed.port <= 65535:
-        raise ArgumentError(f"--port is {parsed.port}; it must be a number from 1 to 65535")
+    for name, least in (("port", 1), ("metrics_port", 0)):
+        if not least <= getattr(parsed, name) <= 65535:
+            raise ArgumentError(
+                f"--{name.replace('_', '-')} is {getattr(parsed, name)}; it must be a number from {least} to 65535"
+            )
     if not parsed.file.is_file():
         raise ArgumentError(f"there is no file {parsed.file}; write one with `hybrid export`")
     _set_safe_defaults(os.environ, is_new=parsed.address is None)
@@ -103,7 +113,13 @@ def serve(parsed: argparse.Namespace, out: TextIO) -> int:
             raise ArgumentError(f"--address {parsed.address} is no Ray cluster that can be reached: {error}") from error
     else:
         # One more than run at once: a rollout begins a replica before it ends another.
-        ray.init("local", num_cpus=(most + 1) * parsed.threads, include_dashboard=False, log_to_driver=False)
+        ray.init(
+            "local",
+            num_cpus=(most + 1) * parsed.threads,
+            include_dashboard=False,
+            log_to_driver=False,
+            _metrics_export_port=parsed.metrics_port or None,
+        )
     try:
         ray_serve.start(http_options={"host": parsed.host, "port": parsed.port})
         _run(ray_serve, application)

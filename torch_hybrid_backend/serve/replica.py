@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from ray import serve
 
 from torch_hybrid_backend.errors import ArgumentError, HybridError, RequestError, failures
+from torch_hybrid_backend.serve.metrics import Metrics
 from torch_hybrid_backend.serve.protocol import Tensors
 from torch_hybrid_backend.serve.served_model import ServedModel, Work
 from torch_hybrid_backend.serve.settings import Settings
@@ -36,7 +38,9 @@ class Replica:
         threads = settings.threads
         self._engine = ThreadPoolExecutor(1, "engine", torch.set_num_threads, (threads,))
         self._loader = ThreadPoolExecutor(1, "loader", torch.set_num_threads, (threads,))
+        self.metrics = Metrics()
         self.model: ServedModel = self._loader.submit(self._open, settings.artifact).result()
+        self.metrics.swapped(self.model)
         joined: Any = self._joined  # `serve.batch` gave it setters
         joined.set_max_batch_size(settings.max_batch)
         joined.set_batch_wait_timeout_s(settings.batch_wait_ms / 1e3)
@@ -50,8 +54,10 @@ class Replica:
             if not isinstance(config, Mapping) or set(config) != {"artifact"}:
                 raise ArgumentError(f'user_config is {config!r}; it must be {{"artifact": "NAME.hybrid"}}')
             loop = asyncio.get_running_loop()
-            self.model = await loop.run_in_executor(self._loader, self._open, config["artifact"])
+            before, self.model = self.model, await loop.run_in_executor(self._loader, self._open, config["artifact"])
+            self.metrics.swapped(self.model, before)
         except HybridError as error:
+            self.metrics.swap_failed(self.model)
             _LOG.error("%s is still served: %s", self.model.path, error)
 
     async def check_health(self) -> None:
@@ -65,11 +71,20 @@ class Replica:
             if name not in outputs:
                 raise RequestError(f"{model.name} has no output {name!r}; it gives {', '.join(sorted(outputs))}")
         work = model.work(request.tensors)
-        result: dict[str, torch.Tensor] | HybridError = await self._joined((model, work))
+        with self.metrics.request(model):
+            result: dict[str, torch.Tensor] | HybridError = await self._joined((model, work))
         if isinstance(result, HybridError):
             raise result
         asked = {name: result[name] for name in (request.outputs or result)}
         return Tensors(asked, request.id, request.outputs, request.binary)
+
+    def answered(self, status: int) -> None:
+        """Count an answer to a call of the model."""
+        self.metrics.answered(self.model, status)
+
+    def latency(self) -> dict[str, float]:
+        """Milliseconds of the last requests: p50_ms, p99_ms, and their count."""
+        return self.metrics.latency()
 
     def __serve_build_asgi_app__(self) -> Any:
         return application(self)
@@ -82,8 +97,11 @@ class Replica:
         results: dict[int, dict[str, torch.Tensor] | HybridError] = {}
         # A rollout may come between two requests of one batch.
         for model in {id(model): model for model, _ in works}.values():
-            numbers = [number for number, (its, _) in enumerate(works) if its is model]
-            done = model.run([works[number][1] for number in numbers], self._settings.max_batch)
+            numbers = [number for number, (asked, _) in enumerate(works) if asked is model]
+            its = [works[number][1] for number in numbers]
+            start = time.perf_counter()
+            done = model.run(its, self._settings.max_batch)
+            self.metrics.batch(model, sum(work.rows or 1 for work in its), time.perf_counter() - start)
             results.update(zip(numbers, done, strict=True))
         return [results[number] for number in range(len(works))]
 

@@ -175,6 +175,17 @@ class ServedModel:
         """The most rows of a call; None where requests are not joined."""
         return max((each.rows[1] for each in self.entries if each.rows is not None), default=None)
 
+    @property
+    def fallback_parts(self) -> int:
+        """The number of parts of the model that only Python can run."""
+        return sum(len(entry.python_parts) for entry in self.model.manifest.entries)
+
+    @property
+    def plan_cache(self) -> tuple[int, int]:
+        """Calls whose sizes had a plan, and calls that made one."""
+        counts = [each.call.plan_cache for each in self.entries]
+        return sum(hits for hits, _ in counts), sum(misses for _, misses in counts)
+
     def check(self) -> None:
         """Make the sample calls that are in the file. Raises ArtifactError where their results are others than there."""
         self.model.check()

@@ -1,17 +1,19 @@
-"""HTTP of a replica: the routes of the Open Inference Protocol. Answers come from a `Service`."""
+"""HTTP of a replica: the routes of the Open Inference Protocol, and of the page for people. Answers come from a `Service`."""
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from torch_hybrid_backend._version import __version__
 from torch_hybrid_backend.errors import RequestError
+from torch_hybrid_backend.serve import people
 from torch_hybrid_backend.serve.protocol import BINARY_HEADER, Tensors, decode, encode
 from torch_hybrid_backend.serve.served_model import ServedModel
 
@@ -28,6 +30,12 @@ class Service(Protocol):
     async def infer(self, model: ServedModel, request: Tensors) -> Tensors:
         """The answer to a request. Raises RequestError."""
 
+    def answered(self, status: int) -> None:
+        """Count an answer to a call of the model."""
+
+    def latency(self) -> dict[str, float]:
+        """Milliseconds of the last requests: p50_ms, p99_ms, and their count."""
+
 
 def application(service: Service) -> Starlette:
     """The routes of a replica."""
@@ -35,6 +43,10 @@ def application(service: Service) -> Starlette:
     model = "/v2/models/{name}"
     version = model + "/versions/{version}"
     paths: dict[str, Any] = {
+        "/": routes.page,
+        "/page/sample": routes.sample,
+        "/page/plan": routes.plan,
+        "/page/latency": routes.latency,
         "/v2": routes.server,
         "/v2/health/live": routes.ready,
         "/v2/health/ready": routes.ready,
@@ -60,6 +72,19 @@ class _Routes:
             {"name": "torch_hybrid_backend", "version": __version__, "extensions": ["binary_tensor_data"]}
         )
 
+    async def page(self, request: Request) -> Response:
+        model = self._service.model
+        return HTMLResponse(people.page(model, metadata(model), f"{request.scope.get('root_path', '')}/"))
+
+    async def sample(self, request: Request) -> Response:
+        return Response(people.sample_request(self._service.model), media_type="application/json")
+
+    async def plan(self, request: Request) -> Response:
+        return HTMLResponse(await run_in_threadpool(people.plan, self._service.model))
+
+    async def latency(self, request: Request) -> Response:
+        return JSONResponse(self._service.latency())
+
     async def ready(self, request: Request) -> Response:
         # A replica that has no model does not start, so whoever answers is ready.
         return JSONResponse({"ready": True})
@@ -72,6 +97,18 @@ class _Routes:
         return JSONResponse(metadata(self._model(request)))
 
     async def infer(self, request: Request) -> Response:
+        status = 500
+        try:
+            answer = await self._infer(request)
+            status = answer.status_code
+            return answer
+        except RequestError as error:
+            status = error.status
+            raise
+        finally:
+            self._service.answered(status)
+
+    async def _infer(self, request: Request) -> Response:
         model = self._model(request)
         if request.headers.get("content-encoding", "identity") != "identity":
             raise RequestError("compressed bodies are not read: send the body as it is", 415)
