@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.artifact.decoder_for_tests import exported_decoder
 from tests.serve.conftest import Cluster, free_port
 from torch_hybrid_backend.serve import deployment
 from torch_hybrid_backend.serve.people import page, plan, sample_request
@@ -132,3 +133,20 @@ def test_somebody_sends_a_request(cluster: Cluster, models: Path, tmp_path: Path
         tab.value("document.getElementById('plan').open = true")
         tab.wait_for("document.querySelector('iframe')?.contentDocument?.querySelector('svg, .box') !== null")
     cluster.delete("seen")
+
+
+@pytest.mark.full
+@pytest.mark.skipif(_BROWSER is None, reason="needs a browser: chromium")
+def test_somebody_continues_a_text(cluster: Cluster, tmp_path: Path) -> None:
+    pytest.importorskip("websockets", reason="needs the extra serve")
+    file, tokenizer = exported_decoder(tmp_path)
+    address = cluster.run(deployment(file, tokenizer=tokenizer), "told")
+    with _browser(f"http://{address}", tmp_path / "profile") as tab:
+        tab.wait_for("document.readyState === 'complete' && document.querySelector('textarea') !== null")
+        for prompt, status in (("[1, 2]", 200), ("the cat", 200), ("[-1]", 400)):
+            tab.value(
+                f"document.querySelector('textarea').value = '{prompt}'; document.querySelector('button').click()"
+            )
+            tab.wait_for("document.getElementById('answer').textContent")
+            assert tab.value("document.getElementById('took').textContent").endswith(f"status {status}")
+    cluster.delete("told")

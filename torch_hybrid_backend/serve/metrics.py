@@ -40,6 +40,7 @@ class Metrics:
         self._failed_swaps = Counter(
             "hybrid_failed_swaps", "Files that could not be served and left the present one.", ("model",)
         )
+        self._tokens = Counter("hybrid_generated_tokens", "Tokens of texts that were generated.", ("model",))
         self._under_way = 0
         self._last: deque[float] = deque(maxlen=_LAST)
 
@@ -61,6 +62,10 @@ class Metrics:
     def answered(self, model: ServedModel, status: int) -> None:
         """Count an answer."""
         self._requests.inc(1, {"model": model.name, "status": str(status)})
+
+    def generated(self, model: ServedModel) -> None:
+        """Count a token."""
+        self._tokens.inc(1, {"model": model.name})
 
     def batch(self, model: ServedModel, rows: int, seconds: float) -> None:
         """Record a batch that the model has run."""

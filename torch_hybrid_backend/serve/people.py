@@ -26,7 +26,7 @@ def page(model: ServedModel, described: dict[str, Any], base: str) -> str:
         "rows are joined" if model.most_rows not in (None, 1) else "requests are answered one by one",
     ]
     # A "<" in a name would end the script.
-    data = json.dumps({**described, "facts": facts}).replace("<", "\\u003c")
+    data = json.dumps({**described, "facts": facts, "generates": model.generates}).replace("<", "\\u003c")
     parts = {"title": escape(model.name), "base": escape(base), "model": data, "script": _text("page.js")}
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _text("index.html"))
 

@@ -10,13 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
 from ray import serve
 
+from torch_hybrid_backend.artifact.tokenizer import open_tokenizer
 from torch_hybrid_backend.errors import ArgumentError, HybridError, RequestError, failures
 from torch_hybrid_backend.serve.metrics import Metrics
 from torch_hybrid_backend.serve.protocol import Tensors
@@ -39,6 +41,9 @@ class Replica:
         self._engine = ThreadPoolExecutor(1, "engine", torch.set_num_threads, (threads,))
         self._loader = ThreadPoolExecutor(1, "loader", torch.set_num_threads, (threads,))
         self.metrics = Metrics()
+        self.tokenizer = None if settings.tokenizer is None else open_tokenizer(Path(settings.tokenizer))
+        # A generation has the model's cache until it ends.
+        self._generation = asyncio.Lock()
         self.model: ServedModel = self._loader.submit(self._open, settings.artifact).result()
         self.metrics.swapped(self.model)
         joined: Any = self._joined  # `serve.batch` gave it setters
@@ -61,8 +66,14 @@ class Replica:
             _LOG.error("%s is still served: %s", self.model.path, error)
 
     async def check_health(self) -> None:
-        """Make the sample calls of the file, in the thread of the requests. Raises ArtifactError where their results changed."""
-        await asyncio.get_running_loop().run_in_executor(self._engine, self.model.check)
+        """Make the sample calls of the file, in the thread of the requests. Raises ArtifactError where their results changed.
+
+        Amid a generation nothing is checked, as the calls would write to its cache.
+        """
+        if self._generation.locked():
+            return
+        async with self._generation:
+            await asyncio.get_running_loop().run_in_executor(self._engine, self.model.check)
 
     async def infer(self, model: ServedModel, request: Tensors) -> Tensors:
         """The answer to a request. Raises RequestError."""
@@ -77,6 +88,15 @@ class Replica:
             raise result
         asked = {name: result[name] for name in (request.outputs or result)}
         return Tensors(asked, request.id, request.outputs, request.binary)
+
+    async def tokens(self, model: ServedModel, tokens: Iterator[int]) -> AsyncGenerator[int, None]:
+        """The tokens of a generation, when those before it have ended. A client that leaves ends its own."""
+        loop = asyncio.get_running_loop()
+        async with self._generation:
+            with self.metrics.request(model):
+                while (token := await loop.run_in_executor(self._engine, next, tokens, None)) is not None:
+                    self.metrics.generated(model)
+                    yield token
 
     def answered(self, status: int) -> None:
         """Count an answer to a call of the model."""

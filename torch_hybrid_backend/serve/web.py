@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from torch_hybrid_backend._version import __version__
 from torch_hybrid_backend.errors import RequestError
-from torch_hybrid_backend.serve import people
+from torch_hybrid_backend.serve import completions, people
+from torch_hybrid_backend.serve.completions import Generates
 from torch_hybrid_backend.serve.protocol import BINARY_HEADER, Tensors, decode, encode
 from torch_hybrid_backend.serve.served_model import ServedModel
 
 
-class Service(Protocol):
-    """A replica, as routes see it."""
+class Service(Generates, Protocol):
+    """A replica, as routes see it. `tokenizer`: of a model that generates text, or None."""
 
     max_body_bytes: int
+    tokenizer: Any
 
     @property
     def model(self) -> ServedModel:
@@ -44,6 +47,7 @@ def application(service: Service) -> Starlette:
     version = model + "/versions/{version}"
     paths: dict[str, Any] = {
         "/": routes.page,
+        "/v1/models": routes.openai_models,
         "/page/sample": routes.sample,
         "/page/plan": routes.plan,
         "/page/latency": routes.latency,
@@ -54,6 +58,7 @@ def application(service: Service) -> Starlette:
         **dict.fromkeys((model, version), routes.model),
     }
     posts: dict[str, Any] = {f"{each}/infer": routes.infer for each in (model, version)}
+    posts["/v1/completions"] = routes.completions
     return Starlette(
         routes=[
             *(Route(path, endpoint) for path, endpoint in paths.items()),
@@ -96,10 +101,30 @@ class _Routes:
     async def model(self, request: Request) -> Response:
         return JSONResponse(metadata(self._model(request)))
 
+    async def openai_models(self, request: Request) -> Response:
+        model = {"id": self._service.model.name, "object": "model", "created": 0, "owned_by": "torch_hybrid_backend"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def completions(self, request: Request) -> Response:
+        try:
+            return await self._counted(self._completions, request)
+        except RequestError as error:
+            return JSONResponse(completions.failed(error), error.status)
+
+    async def _completions(self, request: Request) -> Response:
+        body = await read_body(request, self._service.max_body_bytes)
+        asked = completions.read_completion(body, self._service.model, self._service.tokenizer)
+        if asked.stream:
+            return StreamingResponse(completions.events(asked, self._service), media_type="text/event-stream")
+        return JSONResponse(await completions.answer(asked, self._service))
+
     async def infer(self, request: Request) -> Response:
+        return await self._counted(self._infer, request)
+
+    async def _counted(self, respond: Callable[[Request], Awaitable[Response]], request: Request) -> Response:
         status = 500
         try:
-            answer = await self._infer(request)
+            answer = await respond(request)
             status = answer.status_code
             return answer
         except RequestError as error:

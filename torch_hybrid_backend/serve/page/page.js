@@ -41,7 +41,17 @@ function showInputs(sample) {
   }
 }
 
+// A text, or ids of tokens as a JSON list.
+function showPrompt() {
+  const label = add(at("inputs"), "label", "Prompt: a text, or token ids such as [1, 2, 3]");
+  add(label, "textarea", "[1, 2, 3]", { id: "prompt" });
+}
+
 function request() {
+  if (model.generates) {
+    const text = at("prompt").value;
+    return { model: model.name, prompt: text.startsWith("[") ? JSON.parse(text) : text, max_tokens: 32, temperature: 0 };
+  }
   return {
     inputs: [...fields.values()].map(({ tensor, shape, data }) =>
       data.disabled ? tensor : { ...tensor, shape: JSON.parse(shape.value), data: JSON.parse(data.value) }),
@@ -61,12 +71,14 @@ at("form").addEventListener("submit", async (event) => {
   try {
     const body = JSON.stringify(request());
     const start = performance.now();
-    const response = await fetch(`v2/models/${encodeURIComponent(model.name)}/infer`, { method: "POST", body });
+    const path = model.generates ? "v1/completions" : `v2/models/${encodeURIComponent(model.name)}/infer`;
+    const response = await fetch(path, { method: "POST", body });
     const text = await response.text();
     at("took").textContent = `${(performance.now() - start).toFixed(1)} ms, status ${response.status}`;
     const answer = JSON.parse(text.replace(/\b(NaN|-?Infinity)\b/g, '"$1"'));
     at("answer").className = response.ok ? "" : "wrong";
-    at("answer").textContent = response.ok ? answer.outputs.map(shorten).join("\n") : answer.error;
+    if (!response.ok) at("answer").textContent = answer.error.message ?? answer.error;
+    else at("answer").textContent = model.generates ? answer.choices[0].text : answer.outputs.map(shorten).join("\n");
   } catch (error) {
     at("answer").className = "wrong";
     at("answer").textContent = `${error}`;
@@ -96,6 +108,7 @@ at("plan").addEventListener("toggle", () => {
   if (at("plan").open && !at("plan").querySelector("iframe")) add(at("plan"), "iframe", "", { src: "page/plan", title: "plan" });
 });
 
-fetch("page/sample").then((response) => response.json()).then(showInputs);
+if (model.generates) showPrompt();
+else fetch("page/sample").then((response) => response.json()).then(showInputs);
 setInterval(showLatency, 2000);
 showLatency();
