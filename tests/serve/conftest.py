@@ -80,7 +80,7 @@ class Cluster:
             "name": name,
             "route_prefix": f"/{name}",
             "import_path": "torch_hybrid_backend.serve:application",
-            "args": {"path": str(path)},
+            "args": {"path": str(path), "model": "network"},
             "deployments": [{"name": "model", "user_config": user_config}],
         }
         _get_global_client().deploy_apps(ServeDeploySchema(applications=[application]))

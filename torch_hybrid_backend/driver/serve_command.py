@@ -28,6 +28,7 @@ def add_parser(commands: Any) -> None:
     serve.add_argument(
         "file", type=Path, help="a file that `hybrid export` wrote; other files of its folder can be rolled out"
     )
+    serve.add_argument("--name", help="the name that requests call the model by; that of the file by default")
     serve.add_argument(
         "--replicas",
         default="1",
@@ -104,6 +105,7 @@ def serve(parsed: argparse.Namespace, out: TextIO) -> int:
         max_body_mib=parsed.max_body_mib,
         keys=parsed.key,
         tokenizer=parsed.tokenizer,
+        model=parsed.name,
     )
     most = replicas["max_replicas"] if isinstance(replicas, Mapping) else replicas
     if parsed.address is not None:

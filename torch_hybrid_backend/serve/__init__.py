@@ -29,6 +29,7 @@ def deployment(
     max_body_mib: float = 64.0,
     keys: Sequence[str | Path] | None = None,
     tokenizer: str | Path | None = None,
+    model: str | None = None,
     name: str = "model",
     **options: Any,
 ) -> Any:
@@ -39,7 +40,8 @@ def deployment(
     replica, and the CPUs that Ray reserves for it. max_batch: the most rows of joined requests. batch_wait_ms: how many milliseconds a
     request waits for others. max_queue: how many requests may wait before others get 503. max_body_mib: size of the largest body, in MiB.
     keys: PEM files of public keys, one of which must have signed the file. tokenizer: the tokenizer.json of a model that generates text.
-    name: of the deployment. options: others of `serve.deployment`, such as `health_check_period_s`.
+    model: the name that requests call the model by; None for that of the file. name: of the deployment. options: others of
+    `serve.deployment`, such as `health_check_period_s`.
 
     Raises ArgumentError for values that are none. A file that cannot be served shows in Serve's status, as it is opened by the replicas.
     """
@@ -47,7 +49,7 @@ def deployment(
     from torch_hybrid_backend.serve.replica import deployment as deploy
 
     given = {"threads": threads, "max_batch": max_batch, "batch_wait_ms": batch_wait_ms, "max_body_mib": max_body_mib}
-    settings = Settings.of(Path(path), keys=keys, tokenizer=tokenizer, **given)
+    settings = Settings.of(Path(path), model=model, keys=keys, tokenizer=tokenizer, **given)
     check_count(max_queue, "max_queue")
     if not isinstance(replicas, Mapping):
         check_count(replicas, "replicas")

@@ -128,7 +128,7 @@ class Replica:
     def _open(self, artifact: str) -> ServedModel:
         path = self._settings.path_of(artifact)
         try:
-            return ServedModel(path, self._settings.keys or None)
+            return ServedModel(path, self._settings.keys or None, self._settings.model)
         except failures(OSError) as error:
             raise ArgumentError(f"cannot open {path}: {error}") from error
 

@@ -141,14 +141,15 @@ class ServedEntry:
 
 
 class ServedModel:
-    """A model of one file. `version`: the first digits of the file's digest. Threads may run it one at a time.
+    """A model of one file. `name`: what requests call it, that of the file for None. `version`: the first digits of the file's digest.
+    Threads may run it one at a time.
 
     Raises ArtifactError for a file that cannot be used.
     """
 
-    def __init__(self, path: Path, keys: Sequence[Any] | None = None) -> None:
+    def __init__(self, path: Path, keys: Sequence[Any] | None = None, name: str | None = None) -> None:
         self.path = path
-        self.name = path.stem
+        self.name = path.stem if name is None else name
         self.model = load(path, keys=keys)
         self.version = self.model.digest[:12]
         self.generates = self.model.manifest.generation is not None
