@@ -18,6 +18,7 @@ from torch import nn
 
 from tests.artifact.exported_for_tests import FAST
 from torch_hybrid_backend.driver.export import export
+from torch_hybrid_backend.serve.rpc import ADDER
 
 # Ray reads them once, when it is imported by the first test that does.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -62,6 +63,7 @@ class Cluster:
 
     port: int
     metrics_port: int
+    grpc_port: int
 
     def run(self, application: Any, name: str = "app") -> str:
         """Deploy, wait until it answers, and return the address without "http://"."""
@@ -112,7 +114,7 @@ def cluster() -> Iterator[Cluster]:
         warnings.simplefilter("ignore", DeprecationWarning)  # Ray's own
         from ray import serve
 
-    port, metrics_port = free_port(), free_port()
+    port, metrics_port, grpc_port = free_port(), free_port(), free_port()
     ray.init(
         "local",
         num_cpus=8,
@@ -123,8 +125,9 @@ def cluster() -> Iterator[Cluster]:
         _system_config={"metrics_report_interval_ms": 1000},
     )
     try:
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
-        yield Cluster(port, metrics_port)
+        rpc = {"port": grpc_port, "grpc_servicer_functions": [ADDER], "enable_reflection": False}
+        serve.start(http_options={"host": "127.0.0.1", "port": port}, grpc_options=rpc)
+        yield Cluster(port, metrics_port, grpc_port)
     finally:
         serve.shutdown()
         ray.shutdown()

@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 from torch_hybrid_backend.errors import ArgumentError, HybridError, failures
 from torch_hybrid_backend.serve import check_installed, deployment
+from torch_hybrid_backend.serve.rpc import ADDER
 from torch_hybrid_backend.serve.settings import check_count
 
 APPLICATION = "hybrid"
@@ -60,6 +61,7 @@ def add_parser(commands: Any) -> None:
         "--host", default="127.0.0.1", help="the address that HTTP is served on; default 127.0.0.1, this machine alone"
     )
     serve.add_argument("--port", type=int, default=8000, help="the port that HTTP is served on; default 8000")
+    serve.add_argument("--grpc-port", type=int, metavar="N", help="serve gRPC on this port as well, on all interfaces")
     serve.add_argument(
         "--metrics-port",
         type=int,
@@ -85,11 +87,9 @@ def serve(parsed: argparse.Namespace, out: TextIO) -> int:
     check_installed()
     replicas = _replicas(parsed.replicas)
     check_count(parsed.threads, "--threads")
-    for name, least in (("port", 1), ("metrics_port", 0)):
-        if not least <= getattr(parsed, name) <= 65535:
-            raise ArgumentError(
-                f"--{name.replace('_', '-')} is {getattr(parsed, name)}; it must be a number from {least} to 65535"
-            )
+    for name, least in (("port", 1), ("grpc_port", 1), ("metrics_port", 0)):
+        if (value := getattr(parsed, name)) is not None and not least <= value <= 65535:
+            raise ArgumentError(f"--{name.replace('_', '-')} is {value}; it must be a number from {least} to 65535")
     if not parsed.file.is_file():
         raise ArgumentError(f"there is no file {parsed.file}; write one with `hybrid export`")
     _set_safe_defaults(os.environ, is_new=parsed.address is None)
@@ -123,7 +123,12 @@ def serve(parsed: argparse.Namespace, out: TextIO) -> int:
             _metrics_export_port=parsed.metrics_port or None,
         )
     try:
-        ray_serve.start(http_options={"host": parsed.host, "port": parsed.port})
+        grpc = (
+            None
+            if parsed.grpc_port is None
+            else {"port": parsed.grpc_port, "grpc_servicer_functions": [ADDER], "enable_reflection": False}
+        )
+        ray_serve.start(http_options={"host": parsed.host, "port": parsed.port}, grpc_options=grpc)
         _run(ray_serve, application)
         out.write(
             f"{parsed.file.stem} answers at http://{parsed.host}:{parsed.port}/ (page), /v2/models/{parsed.file.stem}/infer\n"

@@ -12,20 +12,25 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import torch
 from ray import serve
+from ray.serve.grpc_util import RayServegRPCContext
 
 from torch_hybrid_backend.artifact.tokenizer import open_tokenizer
 from torch_hybrid_backend.errors import ArgumentError, HybridError, RequestError, failures
+from torch_hybrid_backend.serve import rpc
 from torch_hybrid_backend.serve.metrics import Metrics
 from torch_hybrid_backend.serve.protocol import Tensors
 from torch_hybrid_backend.serve.served_model import ServedModel, Work
 from torch_hybrid_backend.serve.settings import Settings
-from torch_hybrid_backend.serve.web import application
+from torch_hybrid_backend.serve.web import application, check_name, metadata
 
+_CODES = {404: grpc.StatusCode.NOT_FOUND, 413: grpc.StatusCode.RESOURCE_EXHAUSTED}
 _LOG = logging.getLogger("ray.serve")
 
 
@@ -89,6 +94,46 @@ class Replica:
         asked = {name: result[name] for name in (request.outputs or result)}
         return Tensors(asked, request.id, request.outputs, request.binary)
 
+    # Methods of gRPC are called by their names in the protocol.
+    async def ServerLive(self, request: bytes) -> Any:  # noqa: N802
+        return self._rpc("ServerLiveResponse", live=True)
+
+    async def ServerReady(self, request: bytes) -> Any:  # noqa: N802
+        return self._rpc("ServerReadyResponse", ready=True)
+
+    async def ServerMetadata(self, request: bytes) -> Any:  # noqa: N802
+        return rpc.server_metadata()
+
+    async def ModelReady(self, request: bytes, grpc_context: RayServegRPCContext) -> Any:  # noqa: N802
+        with _told(grpc_context):
+            asked = rpc.message("ModelReadyRequest", request)
+            check_name(self.model, asked.name, asked.version)
+            return self._rpc("ModelReadyResponse", ready=True)
+
+    async def ModelMetadata(self, request: bytes, grpc_context: RayServegRPCContext) -> Any:  # noqa: N802
+        with _told(grpc_context):
+            asked = rpc.message("ModelMetadataRequest", request)
+            check_name(self.model, asked.name, asked.version)
+            return rpc.model_metadata(metadata(self.model))
+
+    async def ModelInfer(self, request: bytes, grpc_context: RayServegRPCContext) -> Any:  # noqa: N802
+        with _told(grpc_context):
+            if len(request) > self.max_body_bytes:
+                raise RequestError(
+                    f"the request has {len(request)} bytes; this server takes at most {self.max_body_bytes}", 413
+                )
+            asked = rpc.message("ModelInferRequest", request)
+            model = self.model
+            check_name(model, asked.model_name, asked.model_version)
+            return rpc.infer_response(model.name, model.version, await self.infer(model, rpc.tensors_of(asked)))
+
+    @staticmethod
+    def _rpc(name: str, **fields: Any) -> Any:
+        answer = rpc.message(name)
+        for field, value in fields.items():
+            setattr(answer, field, value)
+        return answer
+
     async def tokens(self, model: ServedModel, tokens: Iterator[int]) -> AsyncGenerator[int, None]:
         """The tokens of a generation, when those before it have ended. A client that leaves ends its own."""
         loop = asyncio.get_running_loop()
@@ -131,6 +176,17 @@ class Replica:
             return ServedModel(path, self._settings.keys or None, self._settings.model)
         except failures(OSError) as error:
             raise ArgumentError(f"cannot open {path}: {error}") from error
+
+
+@contextmanager
+def _told(context: RayServegRPCContext) -> Iterator[None]:
+    """Tell a client of gRPC of a request's error."""
+    try:
+        yield
+    except RequestError as error:
+        context.set_code(_CODES.get(error.status, grpc.StatusCode.INVALID_ARGUMENT))
+        context.set_details(str(error))
+        raise
 
 
 def deployment(
