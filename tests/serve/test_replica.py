@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import http.client
+import importlib
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -124,6 +127,26 @@ def test_rollouts(cluster: Cluster, models: Path, tmp_path: Path) -> None:
     cluster.run(deployment(tmp_path / "other.hybrid", model="network"), "rolled")
     assert _served(address) == "other"
     cluster.delete("rolled")
+
+
+@pytest.mark.full
+def test_the_command_deploys_to_a_cluster_that_is_there(cluster: Cluster, models: Path) -> None:
+    """`hybrid serve --address` returns, and what it deployed goes on."""
+    ray: Any = importlib.import_module("ray")
+    command = [
+        sys.executable,
+        "-m",
+        "torch_hybrid_backend.cli",
+        "serve",
+        str(models / "dynamic.hybrid"),
+        "--name",
+        "network",
+    ]
+    address = ray.get_runtime_context().gcs_address
+    done = subprocess.run([*command, "--address", address], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert _served(f"127.0.0.1:{cluster.port}") == "dynamic"
+    cluster.delete("hybrid")
 
 
 @pytest.mark.full

@@ -9,7 +9,7 @@ import re
 import secrets
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -92,7 +92,7 @@ def serve(parsed: argparse.Namespace, out: TextIO) -> int:
             raise ArgumentError(f"--{name.replace('_', '-')} is {value}; it must be a number from {least} to 65535")
     if not parsed.file.is_file():
         raise ArgumentError(f"there is no file {parsed.file}; write one with `hybrid export`")
-    _set_safe_defaults(os.environ, is_new=parsed.address is None)
+    set_safe_defaults(os.environ, is_new=parsed.address is None)
     ray: Any = importlib.import_module("ray")
     ray_serve: Any = importlib.import_module("ray.serve")
     application = deployment(
@@ -122,21 +122,18 @@ def serve(parsed: argparse.Namespace, out: TextIO) -> int:
             log_to_driver=False,
             _metrics_export_port=parsed.metrics_port or None,
         )
+        _end_on_signals()
     try:
-        grpc = (
-            None
-            if parsed.grpc_port is None
-            else {"port": parsed.grpc_port, "grpc_servicer_functions": [ADDER], "enable_reflection": False}
-        )
-        ray_serve.start(http_options={"host": parsed.host, "port": parsed.port}, grpc_options=grpc)
+        ray_serve.start(http_options={"host": parsed.host, "port": parsed.port}, grpc_options=_grpc(parsed.grpc_port))
         _run(ray_serve, application)
-        out.write(
-            f"{parsed.file.stem} answers at http://{parsed.host}:{parsed.port}/ (page), /v2/models/{parsed.file.stem}/infer\n"
-        )
+        name = parsed.file.stem if parsed.name is None else parsed.name
+        out.write(f"{name} answers at http://{parsed.host}:{parsed.port}/ (page), /v2/models/{name}\n")
         out.flush()
         if parsed.address is None:
-            _wait_for_signal()
-            out.write("finishing the requests that are under way\n")
+            threading.Event().wait()
+    except _EndedError:
+        out.write("finishing the requests that are under way\n")
+        out.flush()
     finally:
         if parsed.address is None:
             ray_serve.shutdown()
@@ -144,7 +141,27 @@ def serve(parsed: argparse.Namespace, out: TextIO) -> int:
     return 0
 
 
-def _set_safe_defaults(environment: Any, is_new: bool) -> None:
+class _EndedError(BaseException):
+    """The user has ended the command."""
+
+
+def _end_on_signals() -> None:
+    """Raise _EndedError in this thread on Ctrl+C and SIGTERM, once: what ends then is not interrupted."""
+
+    def end(*_: object) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        raise _EndedError
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
+
+
+def _grpc(port: int | None) -> dict[str, Any] | None:
+    return None if port is None else {"port": port, "grpc_servicer_functions": [ADDER], "enable_reflection": False}
+
+
+def set_safe_defaults(environment: MutableMapping[str, str], is_new: bool) -> None:
     """Choose what is safe where the user chose nothing. Ray reads these settings from the environment alone, when it is imported."""
     environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     environment.setdefault("RAY_AUTH_MODE", "token")
@@ -167,13 +184,6 @@ def _cause(text: str) -> str:
     """The last error of this package that a traceback tells of, or the text."""
     found = re.findall(r"torch_hybrid_backend\.errors\.\w+: (.+)", text)
     return str(found[-1]) if found else text.strip()
-
-
-def _wait_for_signal() -> None:
-    ended = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: ended.set())
-    ended.wait()
 
 
 def _replicas(text: str) -> int | dict[str, int]:

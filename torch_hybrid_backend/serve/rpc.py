@@ -103,7 +103,7 @@ def message(name: str, content: bytes = b"") -> Any:
 
 
 def server_metadata() -> Any:
-    """What the server tells of itself."""
+    """The answer for the server."""
     answer = message("ServerMetadataResponse")
     answer.name, answer.version = "torch_hybrid_backend", __version__
     return answer
