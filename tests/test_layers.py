@@ -63,7 +63,7 @@ ALLOWED: dict[str, set[str]] = {
         "report",
         "storage",
     },
-    "artifact": {"arguments", "core", "errors", "generators", "graph", "report", "runtime", "sizes"},
+    "artifact": {"arguments", "compression", "core", "errors", "generators", "graph", "report", "runtime", "sizes"},
     "serve": {"_version", "artifact", "errors"},
     "compression": {"arguments", "errors", "runtime"},
     "capture": {"core", "sizes", "graph", *_UTILITIES},

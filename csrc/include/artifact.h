@@ -6,14 +6,15 @@
 //
 // The file is mapped once: other processes that open it share its memory, page by page, until a
 // process writes to a page. Later writes to the file may show through, hence the owner and
-// permissions that a shared file must have. With `share` false it is copied instead.
+// permissions that a shared file must have. With `share` false it is copied instead. Segments that
+// are coded in the file are decoded when it is opened, to memory of this process.
 //
 // Ownership: it owns the memory of all segments and constants; its users share it. The file may be
 // deleted or replaced once it is open, but not be truncated while it is shared (SIGBUS).
 //
 // Failure: Open and LibraryPath throw std::runtime_error that begins with the file's path and says
-// what is wrong and what to do, whatever the bytes are. Memory is bounded by the file's size and a
-// constant.
+// what is wrong and what to do, whatever the bytes are. Memory is bounded by the file's size, or 65
+// times that where segments are coded, and a constant.
 #ifndef TORCH_HYBRID_BACKEND_ARTIFACT_H_
 #define TORCH_HYBRID_BACKEND_ARTIFACT_H_
 
@@ -31,7 +32,7 @@
 
 namespace torch_hybrid_backend {
 
-// `threads`: how many compare checksums; they end before Open returns.
+// `threads`: how many compare checksums and decode; they end before Open returns.
 struct ArtifactOptions {
   bool share = true;
   unsigned threads = 1;
@@ -57,8 +58,8 @@ class Artifact {
   const Manifest& manifest() const { return manifest_; }
   const std::vector<Signature>& signatures() const { return signatures_; }
 
-  // Both by number, which must be one of the manifest's. The memory may be written to: that changes
-  // it for all users of this object, and neither the file nor other processes.
+  // Both by number, which must be one of the manifest's; decoded. The memory may be written to:
+  // that changes it for all users of this object, and neither the file nor other processes.
   std::span<uint8_t> SegmentBytes(size_t segment) const;
   void* ConstantAddress(size_t constant) const;
 
@@ -77,6 +78,7 @@ class Artifact {
   void Map(int file, uint64_t file_bytes, bool share);
   void CheckPadding() const;
   void CheckSegments(unsigned threads) const;
+  void DecodeSegments(unsigned threads);
   void CheckPlans() const;
   std::span<uint8_t> Bytes(uint64_t offset, uint64_t size) const {
     return {memory_ + offset, static_cast<size_t>(size)};
@@ -85,6 +87,9 @@ class Artifact {
   const std::string path_;
   uint8_t* memory_ = nullptr;  // of the whole file; mapped
   size_t memory_bytes_ = 0;
+  uint8_t* decoded_ = nullptr;  // of all coded segments; mapped
+  size_t decoded_bytes_ = 0;
+  std::vector<uint64_t> decoded_offsets_;  // by segment
   uint64_t manifest_bytes_ = 0;
   Sha256Digest manifest_digest_{};
   std::string manifest_text_;

@@ -34,13 +34,16 @@ inline constexpr uint64_t kHybridPage = 4096;
 
 enum class SegmentKind { kPlan, kLibrary, kWeights, kFunctions, kReport };
 
-// `offset` and `size` in bytes of the file.
+// `offset` and `size` in bytes of the file, which the digest is of. `decoded`: how many bytes it
+// has decoded, as many as in the file unless it is coded (coded_segment.h).
 struct Segment {
   std::string name;
   SegmentKind kind;
   uint64_t offset;
   uint64_t size;
   Sha256Digest digest;
+  bool is_coded = false;
+  uint64_t decoded = 0;
 };
 
 // Machines that the library of that segment is for: those with all the features.

@@ -9,6 +9,8 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <exception>
+#include <functional>
 #include <new>
 #include <numeric>
 #include <stdexcept>
@@ -17,6 +19,7 @@
 #include <thread>
 #include <utility>
 
+#include "coded_segment.h"
 #include "tile_permission.h"
 
 namespace torch_hybrid_backend {
@@ -46,6 +49,34 @@ auto Named(const std::string& path, const Action& action) {
   } catch (const std::exception& error) {
     throw std::runtime_error(path + ": " + error.what());
   }
+}
+
+// Does the work for each number below `count`, on up to so many threads. Throws what one threw,
+// when all have ended.
+void OnThreads(unsigned threads, size_t count, const std::function<void(size_t)>& work) {
+  std::atomic<size_t> next{0};
+  std::mutex mutex;
+  std::exception_ptr thrown;
+  const auto run = [&] {
+    try {
+      for (size_t i = next++; i < count; i = next++) work(i);
+    } catch (...) {
+      const std::lock_guard<std::mutex> lock(mutex);
+      thrown = std::current_exception();
+      next = count;
+    }
+  };
+  std::vector<std::thread> helpers;
+  const size_t wanted = std::min<size_t>(std::max(threads, 1U), count);
+  helpers.reserve(wanted);
+  try {
+    while (helpers.size() + 1 < wanted) helpers.emplace_back(run);
+  } catch (const std::system_error&) {
+    // The system has no more threads: fewer do.
+  }
+  run();
+  for (std::thread& helper : helpers) helper.join();
+  if (thrown) std::rethrow_exception(thrown);
 }
 
 // A file descriptor that is closed with the object.
@@ -146,6 +177,7 @@ std::shared_ptr<const Artifact> Artifact::Open(const std::string& path,
 
 Artifact::~Artifact() {
   if (memory_ != nullptr) munmap(memory_, memory_bytes_);
+  if (decoded_ != nullptr) munmap(decoded_, decoded_bytes_);
   if (library_file_ >= 0) close(library_file_);
 }
 
@@ -174,6 +206,7 @@ void Artifact::Read(const ArtifactOptions& options) {
   }
   CheckPadding();
   CheckSegments(options.threads);
+  DecodeSegments(options.threads);
   CheckPlans();
   target_ = ChooseTarget(manifest_, UsableBy(manifest_));
 }
@@ -260,26 +293,43 @@ void Artifact::CheckSegments(unsigned threads) const {
   std::stable_sort(order.begin(), order.end(), [&](size_t one, size_t other) {
     return manifest_.segments[one].size > manifest_.segments[other].size;
   });
-  std::atomic<size_t> next{0};
-  std::atomic<size_t> wrong{order.size()};
-  const auto check = [&] {
-    for (size_t i = next++; i < order.size(); i = next++) {
-      if (Sha256Of(SegmentBytes(order[i])) != manifest_.segments[order[i]].digest) wrong = order[i];
+  OnThreads(threads, order.size(), [&](size_t i) {
+    const Segment& segment = manifest_.segments[order[i]];
+    if (Sha256Of(Bytes(segment.offset, segment.size)) != segment.digest) {
+      RefuseDamaged("the checksum of its segment " + Quoted(segment.name) + " is wrong");
     }
-  };
-  std::vector<std::thread> helpers;
-  const size_t wanted = std::min<size_t>(std::max(threads, 1U), order.size());
-  helpers.reserve(wanted);
-  try {
-    while (helpers.size() + 1 < wanted) helpers.emplace_back(check);
-  } catch (const std::system_error&) {
-    // The system has no more threads: fewer do.
+  });
+}
+
+void Artifact::DecodeSegments(unsigned threads) {
+  decoded_offsets_.resize(manifest_.segments.size());
+  for (size_t i = 0; i < decoded_offsets_.size(); ++i) {
+    const Segment& segment = manifest_.segments[i];
+    decoded_offsets_[i] = decoded_bytes_;
+    if (segment.is_coded) {
+      decoded_bytes_ += (segment.decoded + kHybridPage - 1) / kHybridPage * kHybridPage;
+    }
   }
-  check();
-  for (std::thread& helper : helpers) helper.join();
-  if (wrong < order.size()) {
-    RefuseDamaged("the checksum of its segment " + Quoted(manifest_.segments[wrong].name) +
-                  " is wrong");
+  if (decoded_bytes_ == 0) return;
+  void* const memory =
+      mmap(nullptr, decoded_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) {
+    Refuse("there is no memory for its " + std::to_string(decoded_bytes_) +
+           " decoded bytes: " + SystemError());
+  }
+  decoded_ = static_cast<uint8_t*>(memory);
+  std::vector<CodedBlock> blocks;
+  try {
+    for (size_t i = 0; i < decoded_offsets_.size(); ++i) {
+      const Segment& segment = manifest_.segments[i];
+      if (!segment.is_coded) continue;
+      const auto own = BlocksOf(Bytes(segment.offset, segment.size), SegmentBytes(i));
+      blocks.insert(blocks.end(), own.begin(), own.end());
+    }
+    OnThreads(threads, blocks.size(), [&](size_t i) { DecodeBlock(blocks[i]); });
+  } catch (const std::runtime_error& error) {
+    Refuse(std::string("its coded weights are not as the format demands: ") + error.what() +
+           ": export the model again");
   }
 }
 
@@ -311,8 +361,10 @@ void Artifact::CheckPlans() const {
   }
 }
 
-std::span<uint8_t> Artifact::SegmentBytes(size_t segment) const {
-  return Bytes(manifest_.segments[segment].offset, manifest_.segments[segment].size);
+std::span<uint8_t> Artifact::SegmentBytes(size_t number) const {
+  const Segment& segment = manifest_.segments[number];
+  if (!segment.is_coded) return Bytes(segment.offset, segment.size);
+  return {decoded_ + decoded_offsets_[number], static_cast<size_t>(segment.decoded)};
 }
 
 void* Artifact::ConstantAddress(size_t number) const {

@@ -9,6 +9,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "coded_segment.h"
 #include "size_table.h"
 
 namespace torch_hybrid_backend {
@@ -169,16 +170,27 @@ constexpr std::pair<std::string_view, SegmentKind> kSegmentKinds[] = {
     {"report", SegmentKind::kReport}};
 
 Segment ReadSegment(const Json& json) {
+  constexpr int64_t kAny = std::numeric_limits<int64_t>::max();
+  Segment segment{json["name"].AsString(),
+                  Find(kSegmentKinds, json["kind"].AsString(), "kind of segment"),
+                  static_cast<uint64_t>(Bounded(json["offset"], kAny, "the offset")),
+                  static_cast<uint64_t>(Bounded(json["size"], kAny, "the size")),
+                  ReadDigest(json["sha256"].AsString())};
+  segment.decoded = segment.size;
   const std::string& encoding = json["encoding"].AsString();
-  if (encoding != "none") {
+  if (encoding == "none") return segment;
+  if (encoding != "huffman") {
     Refuse("it is encoded as " + Quoted(encoding) +
            ", which only a newer version of torch_hybrid_backend can read");
   }
-  constexpr int64_t kAny = std::numeric_limits<int64_t>::max();
-  return {json["name"].AsString(), Find(kSegmentKinds, json["kind"].AsString(), "kind of segment"),
-          static_cast<uint64_t>(Bounded(json["offset"], kAny, "the offset")),
-          static_cast<uint64_t>(Bounded(json["size"], kAny, "the size")),
-          ReadDigest(json["sha256"].AsString())};
+  segment.is_coded = true;
+  segment.decoded = static_cast<uint64_t>(Bounded(json["decoded"], kMost, "the decoded size"));
+  if (segment.kind != SegmentKind::kWeights) Refuse("it is coded, and only weights may be");
+  if (segment.decoded / kMostExpansion > segment.size) {
+    Refuse("its " + std::to_string(segment.size) + " bytes cannot be " +
+           std::to_string(segment.decoded) + " decoded ones");
+  }
+  return segment;
 }
 
 // They follow one another without overlap or gap, up to the end of the file.
@@ -273,7 +285,7 @@ class Reader {
     Constant constant{SegmentOf(json["segment"], SegmentKind::kWeights),
                       static_cast<uint64_t>(Bounded(json["offset"], kMost, "the offset")),
                       ReadForm(json)};
-    const uint64_t size = made_.segments[constant.segment].size;
+    const uint64_t size = made_.segments[constant.segment].decoded;
     if (constant.offset % kTensorAlignment != 0 || constant.offset > size ||
         static_cast<uint64_t>(constant.form.Bytes()) > size - constant.offset) {
       Refuse("its " + std::to_string(constant.form.Bytes()) + " bytes from " +

@@ -188,6 +188,18 @@ def file_for_many_sizes() -> HybridFile:
     return file
 
 
+def coded_file() -> HybridFile:
+    """The small file with its weights coded: a stored block, and one of two values of 4 bytes."""
+    file = small_file()
+    _, weights = file.segments["weights.0"]
+    values, lengths = struct.pack("<B2f", 1, 0, 1), b"\x11".ljust(128, b"\0")
+    blocks = b"\0" + weights[:64], b"\4" + values + lengths + b"\xaa"
+    table = struct.pack("<5I", 2, len(blocks[0]), 64, len(blocks[1]), len(weights) - 64)
+    file.segments["weights.0"] = "weights", table + b"".join(blocks)
+    file.edit = lambda manifest: manifest["segments"][2].update(encoding="huffman", decoded=len(weights))
+    return file
+
+
 def target(library: str, *features: str) -> dict[str, Any]:
     """The library of that segment, for machines like this one that have the features."""
     return {
@@ -206,6 +218,7 @@ def main(folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     (folder / "whole").write_bytes(b"F" + whole)
     (folder / "texts").write_bytes(b"M" + str(len(whole)).encode() + b"\n" + file.text() + b"\0" + plan)
+    (folder / "coded").write_bytes(b"F" + coded_file().to_bytes())
     many = file_for_many_sizes()
     _, plan = many.segments["plan.forward"]
     size = len(many.to_bytes())

@@ -10,11 +10,12 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch_hybrid_backend.runtime.native.description import expression
 from torch_hybrid_backend.runtime.native.ops import SizeTable
-from torch_hybrid_backend.sizes.size import Dim
+
+if TYPE_CHECKING:
+    from torch_hybrid_backend.sizes.size import Dim
 
 FORMAT = 1
 
@@ -27,7 +28,7 @@ Literal = bool | int | float | str | None
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A range of the file's bytes. `sha256`: hexadecimal digits."""
+    """A range of the file's bytes. `sha256`: of these, hexadecimal digits. `decoded`: its size where it is coded, decoded."""
 
     name: str
     kind: str
@@ -35,6 +36,7 @@ class Segment:
     size: int
     sha256: str
     encoding: str = "none"
+    decoded: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +251,8 @@ class Manifest:
     def to_json(self) -> str:
         """The manifest as it stands in a file: equal manifests give equal text."""
         entries = [_entry_to_plain(entry) for entry in self.entries]
-        plain = {**_plain(self), "entries": entries}
+        segments = [{k: v for k, v in _plain(each).items() if v is not None} for each in self.segments]
+        plain = {**_plain(self), "segments": segments, "entries": entries}
         if self.generation is None:
             del plain["generation"]
         return json.dumps(plain, separators=(",", ":"), ensure_ascii=False)
@@ -310,6 +313,9 @@ def _entry_to_plain(entry: Entry) -> dict[str, Any]:
         del plain[member]
     if not entry.symbols:
         return plain
+    # `load` only reads manifests, and imports no more than it takes.
+    from torch_hybrid_backend.runtime.native.description import expression
+
     sizes: dict[Dim, int] = {}
 
     def number(size: Dim) -> dict[str, int]:

@@ -11,13 +11,11 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torch_hybrid_backend.artifact.calls import finisher
-from torch_hybrid_backend.artifact.functions import functions_from_text
-from torch_hybrid_backend.artifact.generation import Sampling, TextGenerator
 from torch_hybrid_backend.artifact.manifest import (
     CopyUpdate,
     Entry,
@@ -27,13 +25,14 @@ from torch_hybrid_backend.artifact.manifest import (
     Sample,
     TensorForm,
 )
-from torch_hybrid_backend.artifact.signing import check_signed
 from torch_hybrid_backend.artifact.structures import structure_from_text
-from torch_hybrid_backend.core.plan import Plan as PlanReport
 from torch_hybrid_backend.errors import ArgumentError, ArtifactError, failures
-from torch_hybrid_backend.report import Explanation
 from torch_hybrid_backend.runtime.native.ops import Artifact, Binding, Callback, Guard, Plan, SizedPlans
 from torch_hybrid_backend.torch_private import TreeSpec, tree_flatten, tree_unflatten
+
+# What few files need, or few callers ask for, is imported where it is used: `load` is to be quick.
+if TYPE_CHECKING:
+    from torch_hybrid_backend.report import Explanation
 
 # Sets of sizes whose plans an entry for many sizes keeps, those used last.
 _MOST_KEPT = 64
@@ -65,6 +64,8 @@ class LoadedModel:
         self._path = path
         self._artifact = Artifact(path, share=share, threads=torch.get_num_threads())
         if keys is not None:
+            from torch_hybrid_backend.artifact.signing import check_signed
+
             check_signed(path, self._artifact.manifest.encode(), self._artifact.signatures, keys)
         self._manifest = Manifest.from_json(self._artifact.manifest)
         self._check_torch()
@@ -84,14 +85,12 @@ class LoadedModel:
             ) from error
         self._default = self._entries[self._manifest.entries[0].name]
         self.check()
-        settings = self._manifest.generation
-        self._generator = (
-            None
-            if settings is None
-            else TextGenerator(
-                settings, self._entries[settings.prefill], self._entries[settings.decode], lock, self.reset
-            )
-        )
+        self._generator = None
+        if (settings := self._manifest.generation) is not None:
+            from torch_hybrid_backend.artifact.generation import TextGenerator
+
+            prefill, decode = self._entries[settings.prefill], self._entries[settings.decode]
+            self._generator = TextGenerator(settings, prefill, decode, lock, self.reset)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the first entry."""
@@ -164,11 +163,16 @@ class LoadedModel:
             raise ArgumentError(
                 f"{self._path} is no decoder that generates text: write it by torch_hybrid_backend.export_generation"
             )
+        from torch_hybrid_backend.artifact.generation import Sampling
+
         sampling = Sampling(temperature, top_k, top_p)
         return self._generator.generate(ids, max_new_tokens, sampling, seed, stop_tokens)
 
     def explain(self) -> Explanation:
         """The plans that the file was written with, as `torch_hybrid_backend.explain` tells them."""
+        from torch_hybrid_backend.core.plan import Plan as PlanReport
+        from torch_hybrid_backend.report import Explanation
+
         told = json.loads(self._artifact.content(self._manifest.report))
         plans = tuple(PlanReport.from_json(json.dumps(plan)) for plan in told["plans"])
         about = {
@@ -259,7 +263,11 @@ class LoadedEntry:
     ) -> None:
         self.entry = entry
         self._path = path
-        functions = functions_from_text(artifact.content(entry.functions)) if entry.functions is not None else {}
+        functions: Mapping[int, Callback] = {}
+        if entry.functions is not None:
+            from torch_hybrid_backend.artifact.functions import functions_from_text
+
+            functions = functions_from_text(artifact.content(entry.functions))
         callbacks = [functions.get(called, _never) for called in range(max(functions, default=-1) + 1)]
         self._at: functools._lru_cache_wrapper[_AtSizes] | None = None
         if entry.symbols:

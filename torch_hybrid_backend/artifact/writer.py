@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from torch_hybrid_backend.artifact.coding import coded
 from torch_hybrid_backend.artifact.manifest import FORMAT, Constant, Manifest, Segment
 from torch_hybrid_backend.errors import HybridError
 
@@ -23,15 +24,44 @@ HEADER = struct.Struct("<8sIIQ32sQ")  # magic, format, signatures, manifest's si
 _TENSOR_ALIGNMENT = 64
 # Segments of weights are checked by several threads: a larger segment than that has one tensor.
 _WEIGHTS_BYTES = 8 << 20
+# Tensors of so many bytes are coded apart from others, whose values would be in their way.
+_CUT_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """A segment before its place in the file is known."""
+    """A segment before its place in the file is known. `decoded`: how many bytes it has decoded; None if it is not coded."""
 
     name: str
     kind: str
     content: bytes
+    decoded: int | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Weights:
+    """A segment of weights that grows. `cuts`: where large tensors begin and end."""
+
+    name: str
+    content: bytearray
+    cuts: dict[int, None]
+
+    def add(self, memory: bytes) -> int:
+        """The offset of a tensor that is added."""
+        self.content.extend(b"\0" * (-len(self.content) % _TENSOR_ALIGNMENT))
+        begin = len(self.content)
+        self.content.extend(memory)
+        if len(memory) >= _CUT_BYTES:
+            self.cuts.update({begin: None, len(self.content): None})
+        return begin
+
+    def part(self) -> _Part:
+        """The segment, coded where that makes it smaller by much."""
+        content = bytes(self.content)
+        short = coded(content, [cut for cut in self.cuts if 0 < cut < len(content)])
+        if short is None:
+            return _Part(self.name, "weights", content)
+        return _Part(self.name, "weights", short, len(content))
 
 
 class Writer:
@@ -39,7 +69,7 @@ class Writer:
 
     def __init__(self) -> None:
         self._parts: list[_Part] = []
-        self._weights: list[tuple[bytearray, str]] = []
+        self._weights: list[_Weights] = []
         self._blobs: dict[tuple[int, bytes], tuple[str, int]] = {}  # (size, SHA-256) -> segment, offset
         self._constants: dict[Constant, int] = {}
 
@@ -67,9 +97,17 @@ class Writer:
         `manifest` makes the manifest of the segments. Raises OSError where the file cannot be written, HybridError for a manifest that is too
         large.
         """
-        parts = [*self._parts, *(_Part(name, "weights", bytes(content)) for content, name in self._weights)]
+        parts = [*self._parts, *(weights.part() for weights in self._weights)]
         segments = [
-            Segment(part.name, part.kind, 0, len(part.content), hashlib.sha256(part.content).hexdigest())
+            Segment(
+                name=part.name,
+                kind=part.kind,
+                offset=0,
+                size=len(part.content),
+                sha256=hashlib.sha256(part.content).hexdigest(),
+                encoding="none" if part.decoded is None else "huffman",
+                decoded=part.decoded,
+            )
             for part in parts
         ]
         text, segments, end = _laid_out(segments, manifest)
@@ -89,13 +127,10 @@ class Writer:
     def _place(self, memory: bytes) -> tuple[str, int]:
         key = (len(memory), hashlib.sha256(memory).digest())
         if key not in self._blobs:
-            fits = self._weights and len(self._weights[-1][0]) + len(memory) + _TENSOR_ALIGNMENT <= _WEIGHTS_BYTES
+            fits = self._weights and len(self._weights[-1].content) + len(memory) + _TENSOR_ALIGNMENT <= _WEIGHTS_BYTES
             if not fits:
-                self._weights.append((bytearray(), f"weights.{len(self._weights)}"))
-            content, name = self._weights[-1]
-            content.extend(b"\0" * (-len(content) % _TENSOR_ALIGNMENT))
-            self._blobs[key] = (name, len(content))
-            content.extend(memory)
+                self._weights.append(_Weights(f"weights.{len(self._weights)}", bytearray(), {}))
+            self._blobs[key] = self._weights[-1].name, self._weights[-1].add(memory)
         return self._blobs[key]
 
 

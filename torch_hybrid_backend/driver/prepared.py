@@ -50,7 +50,11 @@ class Reduced:
     @property
     def converted_layers(self) -> frozenset[str]:
         """Names of the layers that are not computed as written, in both graphs."""
-        return frozenset(node.name for node in self.graph.graph.nodes if is_layer(node) and converted_to(node))
+        return frozenset(
+            node.name
+            for node in self.graph.graph.nodes
+            if (is_layer(node) or node.target is torch.ops.aten.embedding.default) and converted_to(node)
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

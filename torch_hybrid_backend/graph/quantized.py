@@ -96,7 +96,7 @@ def is_dequantized(node: Node, keeps_packed: KeepsPacked = keeps_nothing) -> boo
     def is_kept(reader: Node, indices: Node) -> bool:
         return is_codebook_weight(reader) and reader.args[2] is indices and keeps_packed(reader)
 
-    return _all_readers(node, is_kept)
+    return all_readers(node, is_kept)
 
 
 def computes_with_dequantized(node: Node) -> bool:
@@ -131,7 +131,7 @@ def is_codebook_weight(node: Node) -> bool:
     table, indices = node.args[0], node.args[2]
     if not isinstance(table, Node) or table.meta["val"].dim() != 1 or not _is_of_bytes(indices):
         return False
-    return _all_readers(node, _is_weight_of)
+    return all_readers(node, _is_weight_of)
 
 
 def depths_of(weights: Node) -> list[int]:
@@ -142,7 +142,7 @@ def depths_of(weights: Node) -> list[int]:
         found.append(weight.meta["val"].shape[1 if product.target is aten.linear.default else 0])
         return True
 
-    _all_readers(weights, add)
+    all_readers(weights, add)
     return found
 
 
@@ -238,7 +238,7 @@ def _is_of_bytes(indices: object) -> bool:
     return False
 
 
-def _all_readers(node: Node, accepts: Callable[[Node, Node], bool]) -> bool:
+def all_readers(node: Node, accepts: Callable[[Node, Node], bool]) -> bool:
     """True if `accepts(reader, value)` holds for all that read a value, be it by way of a view."""
     pending = [node]
     while pending:

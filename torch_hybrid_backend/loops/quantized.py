@@ -28,6 +28,7 @@ from torch_hybrid_backend.loops.ir import (
     Value,
     count_calls,
     domain_vars,
+    loads_of,
     parts,
 )
 
@@ -142,11 +143,23 @@ def narrow_value(value: Value) -> Map | None:
 
 
 def is_dequantized(value: Value) -> bool:
-    """True if a value is cheaper to compute where it is read than to keep: an integer of 8 bits, shifted and scaled at little cost."""
+    """True if a value is cheaper to compute where it is read than to keep: an integer of 8 bits, shifted and scaled at little cost.
+
+    What is gathered by indices in memory is not: rows of an embedding.
+    """
     if value.dtype in NARROW:
         return False
     expr = value.at(domain_vars(value.shape))
-    return affine(expr) is not None and count_calls(expr) <= _CHEAP_CALLS
+    found = affine(expr)
+    if found is None or count_calls(expr) > _CHEAP_CALLS:
+        return False
+    integer, _ = bounded(found.integer)
+    return not (isinstance(integer, Load) and is_gathered(integer))
+
+
+def is_gathered(load: Load) -> bool:
+    """True if an element lies at a place that is read from memory, as the rows of an embedding do."""
+    return len(loads_of(load)) > 1
 
 
 def long_integers(value: Value) -> Map | None:

@@ -142,7 +142,7 @@ def test_half_weights(captured, dtype, precision):
 
 @pytest.mark.parametrize("precision", FORMS)
 def test_weights_that_lie_by_column_and_tied_ones(captured, precision):
-    """GPT-2's (K, N) weights are quantized by output channel too; an embedding reads the float32 weight that the last layer has quantized."""
+    """GPT-2's (K, N) weights are quantized by output channel too; an embedding reads the integers of the last layer that it is tied to."""
     table, w, b = torch.randn(256, 64, requires_grad=True), torch.randn(64, 256, requires_grad=True), torch.randn(256)
 
     class Tied(nn.Module):
@@ -157,11 +157,50 @@ def test_weights_that_lie_by_column_and_tied_ones(captured, precision):
     tokens = torch.tensor([3, 200, 7])
     subject = captured(Tied().eval(), tokens)
     (got,) = quantized(subject, precision)
-    hidden = table.detach().double()[tokens] @ by_hand(w.detach().T.contiguous(), precision).T + b.double()
+    hidden = by_hand(table.detach(), precision)[tokens] @ by_hand(w.detach().T.contiguous(), precision).T + b.double()
     torch.testing.assert_close(
         got.double(), hidden[:, :64] @ by_hand(table.detach(), precision).T, rtol=1e-4, atol=1e-3
     )
-    assert subject.operators()["embedding.default"] == 1
+    quantize = "quantized_decomposed.quantize_per_channel.default"
+    operators = subject.operators()
+    assert (operators["embedding.default"], operators[quantize]) == (1, 2)
+    marked = [node.target for node in subject.gm.graph.nodes if node.meta.get("precision") == precision[:4]]
+    assert len(marked) == 3
+    assert marked.count(torch.ops.aten.embedding.default) == 1
+
+
+@pytest.mark.parametrize("precision", FORMS)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_embeddings(captured, precision, dynamic):
+    """Rows of a table are those of the dequantized one, which no call makes whole: it is computed in the call, of integers made outside."""
+    table = nn.Embedding(300, 128).eval()
+    tokens = torch.tensor([[3, 299, 7], [0, 1, 3]])
+    subject = captured(lambda ids: (table(ids), table(ids.flip(0))), tokens, dynamic=dynamic)
+    got = quantized(subject, precision)
+    whole = by_hand(table.weight.detach(), precision).float()
+    for rows, ids in zip(got, (tokens, tokens.flip(0)), strict=True):
+        torch.testing.assert_close(rows, whole[ids], rtol=1e-6, atol=1e-6)
+    hoisted = hoist(subject.gm, subject.captured.static_inputs)
+    assert sorted(str(value.dtype) for value in fold(hoisted, subject.inputs)) == _KEPT[precision]
+
+
+def test_tables_that_stay_as_written(captured):
+    """Small tables do, those whose rows are no whole groups, those read in another way too, and those of indices known ahead."""
+    small, odd, read, fixed = (
+        nn.Embedding(10, 32),
+        nn.Embedding(300, 100),
+        nn.Embedding(300, 128),
+        nn.Embedding(300, 128),
+    )
+
+    def function(ids: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        others = read.weight.sum(), x @ read.weight.T
+        return small(ids % 10), odd(ids), read(ids), *others, fixed(torch.arange(3)) + x
+
+    subject = captured(function, torch.tensor([3, 299, 7]), torch.randn(3, 128))
+    quantized(subject, "int4-weights")
+    marked = [node.target for node in subject.gm.graph.nodes if node.meta.get("precision")]
+    assert marked == [torch.ops.aten.mm.default]
 
 
 def test_one_weight_of_several_layers_is_quantized_once(captured):

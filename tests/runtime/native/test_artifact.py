@@ -21,6 +21,7 @@ from tests.runtime import hybrid_files
 from tests.runtime.hybrid_files import (
     PAGE,
     HybridFile,
+    coded_file,
     file_for_many_sizes,
     form,
     plan_text,
@@ -31,6 +32,7 @@ from tests.runtime.hybrid_files import (
     with_text,
 )
 from tests.runtime.plans import Draft
+from torch_hybrid_backend.artifact.coding import coded
 from torch_hybrid_backend.errors import ArtifactError, HybridError
 from torch_hybrid_backend.runtime.native.description import ValueKind
 from torch_hybrid_backend.runtime.native.ops import Artifact, Binding, Guard, Plan, SizedPlans
@@ -76,6 +78,32 @@ def test_a_file_is_read(share: bool, path: Path) -> None:
     for number in (-1, 5):
         with pytest.raises(ArtifactError, match=f"no constant {number}"):
             artifact.constant_address(number)
+
+
+def test_a_coded_file_byte_by_byte(path: Path) -> None:
+    """A block is stored, or numbers that stand for values."""
+    artifact = Artifact(written(path, coded_file()), threads=2)
+    _, whole = small_file().segments["weights.0"]
+    content = ctypes.string_at(*artifact.segment("weights.0"))
+    assert content == whole[:64] + struct.pack("<8f", *[0, 1] * 4)
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_coded_weights_are_decoded(share: bool, path: Path) -> None:
+    """Constants lie in the decoded segment; its checksum is of the coded bytes."""
+    numbers = torch.tensor([1.0, 0.0]).repeat(200_000)
+    content = numbers.numpy().tobytes()
+    file, short = small_file(), coded(content)
+    assert short is not None
+    assert len(short) < len(content) / 50
+    file.segments["weights.0"] = "weights", short
+    file.edit = lambda manifest: manifest["segments"][2].update(encoding="huffman", decoded=len(content))
+    artifact = Artifact(written(path, file), share=share, threads=3)
+    assert ctypes.string_at(*artifact.segment("weights.0")) == content
+    weights, _ = artifact.segment("weights.0")
+    assert [artifact.constant_address(number) - weights for number in range(2)] == [0, 64]
+    file.segments["weights.0"] = "weights", short[:-1]
+    refused(path, file, "coded weights are not as the format demands: a coded block ends too early")
 
 
 @pytest.mark.parametrize("share", [True, False])
@@ -364,6 +392,18 @@ MANIFESTS: dict[str, tuple[Edit, str]] = {
     "two segments": (of_segment(2, name="plan.forward"), "two segments are called .plan.forward"),
     "kind": (of_segment(kind="sources"), r"segment 0: no kind of segment is called .sources.: a newer version"),
     "encoding": (of_segment(encoding="zstd"), r"encoded as .zstd., which only a newer version"),
+    "coded plan": (of_segment(encoding="huffman", decoded=10), "it is coded, and only weights may be"),
+    "no decoded size": (of_segment(2, encoding="huffman"), 'no member "decoded"'),
+    "large decoded size": (of_segment(2, encoding="huffman", decoded=1 << 14), "cannot be 16384 decoded ones"),
+    "huge decoded size": (
+        of_segment(2, encoding="huffman", decoded=1 << 62),
+        "the decoded size is 4611686018427387904",
+    ),
+    "constant behind the decoded": (of_segment(2, encoding="huffman", decoded=64), "not within the segment's 64"),
+    "not coded so": (
+        of_segment(2, encoding="huffman", decoded=256),
+        "it has bytes behind its last coded block",
+    ),
     "digest": (of_segment(sha256="A" * 64), "64 lower-case hexadecimal digits"),
     "short digest": (of_segment(sha256="a" * 62), "64 lower-case hexadecimal digits"),
     "overlap": (of_segment(2, offset=PAGE), r"must begin at \d+"),

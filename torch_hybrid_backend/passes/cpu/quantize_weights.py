@@ -1,6 +1,8 @@
-"""Weights of linear layers in 8 or 4 bits; what is computed stays as written, but that kernels may round the activations that they multiply.
+"""Weights of linear layers and embeddings in 8 or 4 bits; what is computed stays as written, but that kernels may round the activations that
+they multiply.
 
-    mm(x, w)   ->   q = quantize(rows of w^T, scale); mm(x, dequantize(q, scale)^T)         q int8
+    mm(x, w)               ->   q = quantize(rows of w^T, scale); mm(x, dequantize(q, scale)^T)         q int8
+    embedding(table, ids)  ->   q = quantize(table, scale); embedding(dequantize(q, scale), ids)        the rows of ids alone are dequantized
 
 `passes.hoist` computes q and scale of the parameter, and anew when it changes; never the dequantized form, which kernels unpack where they
 multiply: a product of few rows takes as long as its weight comes from memory. Kernels may round activations to 8 bits of the largest of up to
@@ -15,8 +17,8 @@ multiply: a product of few rows takes as long as its weight comes from memory. K
 `ctx.weights.zero_points` the integers of a group span from its least value to its largest, and one of them stands for 0.
 
 Both are (N, K) int8, of 4 bits those between -8 and 7, in torch.ao's own operators: engines pack them. A weight of a half type is widened
-first, and what is dequantized is rounded to it again, which kernels leave out. Embeddings that share such a weight keep
-reading the parameter: a few rows, exact.
+first, and what is dequantized is rounded to it again, which kernels leave out. An embedding shares the integers of a layer that its table is
+tied to. A table that something else reads too stays as it is: the integers would only be added to it.
 
 Sources: Dettmers et al., "LLM.int8()", 2022 (scales per channel); Frantar et al., "GPTQ", 2022 (groups); Jacob et al., CVPR
 2018 (zero points); ggml's formats Q4_0 and Q8_0, 2023 (-8; rows of 8 bits).
@@ -24,6 +26,7 @@ Sources: Dettmers et al., "LLM.int8()", 2022 (scales per channel); Frantar et al
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 import torch
@@ -34,7 +37,7 @@ from torch_hybrid_backend.core.limits import LEAST_QUANTIZED_ELEMENTS
 from torch_hybrid_backend.core.precision import ROW_BITS
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.graph.quantization import WEIGHTS
-from torch_hybrid_backend.graph.quantized import PRODUCTS
+from torch_hybrid_backend.graph.quantized import PRODUCTS, all_readers
 from torch_hybrid_backend.graph.values import has_mutation
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.rewrite import insert
@@ -50,9 +53,9 @@ _UP = 1 + 2**-9 + 2**-17  # half a step of bfloat16 and a little: what is rounde
 
 
 def quantize_weights(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
-    """Quantize the constant weights of linear layers, as `ctx.precision` says; True if there were any.
+    """Quantize the constant weights of linear layers and embeddings, as `ctx.precision` says; True if there were any.
 
-    Their products carry `meta["precision"]`, "int8" or "int4", and the mark `ROW_BITS`. Layers that stay as written, for another reason than
+    What reads them carries `meta["precision"]`, "int8" or "int4", and the mark `ROW_BITS`. Layers that stay as written, for another reason than
     `ctx.as_written`, are in `gm.meta["as_written"]`: name -> why.
     """
     bits = _BITS.get(ctx.precision)
@@ -62,14 +65,18 @@ def quantize_weights(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
     group = ctx.weights.group_size or (GROUP if bits == 4 else None)
     left: dict[str, Refused] = {}
     made: dict[tuple[Node, bool], Node] = {}
-    for node in list(gm.graph.nodes):
-        if node.target not in PRODUCTS or not ctx.may_rewrite(node) or node.name in ctx.as_written:
+    layers = {node: layer for node in gm.graph.nodes if (layer := _layer(node, ctx, constant)) is not None}
+    weights = [(node, *layer, _refusal(layer[1].meta["val"], group, layer[2])) for node, layer in layers.items()]
+    quantizable = {node for node, *_, refused in weights if refused is None}
+    tables = {
+        weight
+        for node, _, weight, _, _ in weights
+        if node.target is aten.embedding.default
+        and all_readers(weight, lambda reader, value: reader in quantizable and layers[reader][1] is value)
+    }
+    for node, position, weight, has_rows, refused in weights:
+        if node.target is aten.embedding.default and weight not in tables:
             continue
-        position, has_rows = PRODUCTS[node.target], node.target is aten.linear.default
-        weight: Any = node.args[position]
-        if weight not in constant or node.args[position - 1] in constant:
-            continue
-        refused = _refusal(weight.meta["val"], group, has_rows)
         if refused is not None:
             left[node.name] = refused
             continue
@@ -87,9 +94,26 @@ def quantize_weights(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
                 made[how] = insert(node, aten._to_copy.default, made[how], dtype=dtype)
         dequantized = made[how] if has_rows else insert(node, aten.permute.default, made[how], [1, 0])
         node.update_arg(position, dequantized)
-        node.meta["precision"], node.meta[ROW_BITS] = f"int{bits}", ctx.weights.activation_bits
+        node.meta["precision"] = f"int{bits}"
+        if node.target in PRODUCTS:
+            node.meta[ROW_BITS] = ctx.weights.activation_bits
     gm.meta["as_written"] = {**gm.meta.get("as_written", {}), **left}
     return bool(made)
+
+
+def _layer(node: Node, ctx: PassContext, constant: Set[Node]) -> tuple[int, Node, bool] | None:
+    """The position of the constant weight that a node reads, the weight, and True if it is (N, K) and not (K, N); None for no such layer."""
+    if not ctx.may_rewrite(node) or node.name in ctx.as_written:
+        return None
+    if node.target is aten.embedding.default:
+        position, given, has_rows = 0, node.args[1], True
+    elif node.target in PRODUCTS:
+        position, has_rows = PRODUCTS[node.target], node.target is aten.linear.default
+        given = node.args[position - 1]
+    else:
+        return None
+    weight: Any = node.args[position]
+    return (position, weight, has_rows) if weight in constant and given not in constant else None
 
 
 def _refusal(weight: torch.Tensor, group: int | None, has_rows: bool) -> Refused | None:

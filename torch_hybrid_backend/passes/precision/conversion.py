@@ -109,7 +109,7 @@ def _why_unreached(node: torch.fx.Node, precision: str) -> str:
     if precision in DTYPES:
         return f"it computes in {precision_of(node)}: float32 alone is converted"
     if precision.endswith("-weights"):
-        return "only constant weights of linear layers are kept in fewer bits"
+        return "only constant weights of linear layers and embeddings are kept in fewer bits"
     if is_on(node, _ATTENTION):
         return "attention is not quantized"
     if is_on(node, _QUANTIZED):

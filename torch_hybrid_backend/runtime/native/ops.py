@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,10 +32,12 @@ from torch_hybrid_backend.errors import (
     failures,
 )
 from torch_hybrid_backend.machine import unsupported
-from torch_hybrid_backend.runtime.native.description import Expression, PlanDescription, size_table
 from torch_hybrid_backend.runtime.native.libraries import OpenLibrary, use_library
 from torch_hybrid_backend.runtime.native.module import native_module
 from torch_hybrid_backend.torch_private import profiler_enabled
+
+if TYPE_CHECKING:
+    from torch_hybrid_backend.runtime.native.description import Expression, PlanDescription
 
 log = logging.getLogger(__name__)
 
@@ -271,6 +273,10 @@ class SizeTable:
     """Sizes known only at run time, to be computed together: see csrc/include/size_table.h. Threads may use it at once."""
 
     def __init__(self, symbols: Sequence[str], sizes: Sequence[Expression]) -> None:
+        from torch_hybrid_backend.runtime.native.description import (
+            size_table,
+        )  # it imports much that `load` needs no other part of
+
         self._ops = ops = _ops()
         self.handle: int = _building(ops.size_table_new, size_table(symbols, sizes))
         weakref.finalize(self, ops.free_sizes, self.handle).atexit = False

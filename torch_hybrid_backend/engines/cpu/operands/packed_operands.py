@@ -23,6 +23,7 @@ from torch_hybrid_backend.engines.cpu.operands.packing import (
     packed_conv_weight_value,
 )
 from torch_hybrid_backend.engines.cpu.operands.quantized import dequantized_operand
+from torch_hybrid_backend.engines.cpu.operands.tables import PackedTables
 from torch_hybrid_backend.engines.cpu.operations import CpuConvOp, CpuMatMulOp, convolution_with
 from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.engines.cpu.tile_sizes import copies_panels, output_block, reads_unpacked, tile_n
@@ -40,6 +41,7 @@ def packed_operands(graph: LoopGraph, layouts: Mapping[Buffer, Layout], target: 
     packer = OperandPacker()
     images = {op.x for op in graph.ops if isinstance(op, ConvOp) and isinstance(op.x, Buffer)}
     dots = DotProductOperands(packer, layouts, images, target)
+    tables = PackedTables(graph, packer, target)
     for op in graph.ops:
         match op:
             case IntegerMatMulOp():
@@ -66,7 +68,7 @@ def packed_operands(graph: LoopGraph, layouts: Mapping[Buffer, Layout], target: 
                 w = packer.pack(op.w, ahead, each_call, ("w", block, op.groups))
                 packer.add(convolution_with(op, Panels(buffer=w, width=block)))
             case _:
-                packer.add(op)
+                packer.add(tables.reading(op))
     return packer.prepared(graph)
 
 

@@ -74,7 +74,7 @@ def dequantized_operand(op: MatMulOp, packer: OperandPacker, target: Target) -> 
     parts = [
         _Part(
             integers,
-            partial(_pack_integers, tile_n=tile, bits=bits, low=low, in_words=in_words),
+            partial(pack_integers, tile_n=tile, bits=bits, low=low, in_words=in_words),
             ("integers", bits, low, in_words),
         )
     ]
@@ -128,7 +128,7 @@ class _Part:
     how: tuple[object, ...]
 
 
-def _pack_integers(q: torch.Tensor, tile_n: int, bits: int, low: int, *, in_words: bool) -> torch.Tensor:
+def pack_integers(q: torch.Tensor, tile_n: int, bits: int, low: int, *, in_words: bool) -> torch.Tensor:
     """Integers of 8 bits as they are; of 4 bits in -8 .. 7, `low` taken off."""
     if bits == 8:
         return (pack_bytes if in_words else pack_b)(q, tile_n)
