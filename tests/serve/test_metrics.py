@@ -95,7 +95,8 @@ def test_prometheus_has_what_the_dashboard_shows(cluster: Cluster, models: Path,
                     continue  # it has not begun to listen
             assert not missing
             time.sleep(5)  # until the last counts have been exported and read
-            counted = {each["metric"]["status"]: float(each["value"][1]) for each in value("ray_hybrid_requests_total")}
+            of_it = 'ray_hybrid_requests_total{application="measured"}'
+            counted = {each["metric"]["status"]: float(each["value"][1]) for each in value(of_it)}
             assert counted == {"200": asked * 0.9, "400": asked * 0.1}
         finally:
             prometheus.terminate()

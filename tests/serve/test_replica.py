@@ -99,15 +99,25 @@ def test_wrong_requests(address: str, path: str, body: bytes, status: int, said:
 
 
 def test_a_file_that_cannot_be_served_is_named_in_the_status(cluster: Cluster, models: Path, tmp_path: Path) -> None:
-    """A damaged file, one of a folder apart, and a missing one."""
+    """A damaged file, a missing one, and one that nobody signed where keys are set."""
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from ray import serve
 
+    public = Ed25519PrivateKey.generate().public_key()
+    pem = public.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    (tmp_path / "key.pem").write_bytes(pem)
     damaged = bytearray((models / "dynamic.hybrid").read_bytes())
     damaged[-1] ^= 1
     (tmp_path / "damaged.hybrid").write_bytes(damaged)
-    for name, said in (("damaged", "is damaged"), ("missing", "No such file")):
+    shutil.copy(models / "dynamic.hybrid", tmp_path / "unsigned.hybrid")
+    for name, keys, said in (
+        ("damaged", None, "is damaged"),
+        ("missing", None, "No such file"),
+        ("unsigned", [tmp_path / "key.pem"], "is signed by nobody"),
+    ):
         with pytest.raises(RuntimeError, match="failed"):
-            cluster.run(deployment(tmp_path / f"{name}.hybrid"), name)
+            cluster.run(deployment(tmp_path / f"{name}.hybrid", keys=keys), name)
         told = serve.status().applications[name].deployments["model"]
         assert (told.status, said in told.message) == ("DEPLOY_FAILED", True), told.message
         cluster.delete(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
@@ -129,6 +130,9 @@ class _Routes:
             return answer
         except RequestError as error:
             status = error.status
+            raise
+        except asyncio.CancelledError:
+            status = 499  # the client has left
             raise
         finally:
             self._service.answered(status)
