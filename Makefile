@@ -158,6 +158,7 @@ docs: $(VENV)/.built $(VENV)/.bench
 	$(PY) -m benchmarks.picture
 	$(PY) -m benchmarks.operators.tables
 	$(PY) -m tests.ecosystem.report
+	$(PY) -m tests.ecosystem.exports --page
 
 # What builds the site, in an environment apart: it reads the sources, and imports none of them.
 DOCS_EXTRA = $$($(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')

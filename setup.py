@@ -1,4 +1,5 @@
-"""Builds torch_hybrid_backend/_runtime.so of csrc/src and csrc/torch, and torch_hybrid_backend/runner/ of csrc/src and csrc/runner.
+"""Builds torch_hybrid_backend/_runtime.so of csrc/src and csrc/torch, and torch_hybrid_backend/runner/ of csrc/src, csrc/runner and
+csrc/runner_torch.
 
 The rest is in pyproject.toml. `_runtime.so` registers operators when torch.ops.load_library opens it, and is a Python module on the
 limited API; of LibTorch it uses the stable ABI only. So one build serves every Python from 3.11 and torch from 2.11 on. In place:
@@ -34,12 +35,12 @@ ASAN = ["-g", "-fsanitize=address", "-fno-omit-frame-pointer"] if os.environ.get
 
 
 class BuildLibraries(build_ext):
-    """Builds `_runtime.so` with torch's headers, looked for when building: metadata must not need them. And the runner, without them."""
+    """Builds what needs torch's headers, looked for when building: metadata must not need them. And the runner, without them."""
 
     def build_extension(self, ext: Extension) -> None:
         build_temp = self.build_temp
-        self.build_temp = str(Path(build_temp) / ext.name)  # both are built of csrc/src, each with headers of its own
-        if ext is runtime:
+        self.build_temp = str(Path(build_temp) / ext.name)  # all are built of csrc/src, each with headers of its own
+        if ext is not runner:
             folder = torch_folder()
             # As system headers: their warnings are not ours.
             ext.extra_compile_args += ["-isystem", f"{folder}/include"]
@@ -94,7 +95,7 @@ def _files(folder: str, pattern: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in (ROOT / folder).rglob(pattern))
 
 
-# Both libraries are compiled so.
+# All libraries are compiled so.
 COMPILE = ["-std=c++20", "-O2", "-g0", "-Wall", "-Wextra", "-fvisibility=hidden", "-pthread", *ASAN]
 
 runtime = Extension(
@@ -125,4 +126,24 @@ runner = Extension(
     language="c++",
 )
 
-setup(ext_modules=[runtime, runner], cmdclass={"build_ext": BuildLibraries, "bdist_wheel": AnyPythonWheel})
+# As csrc/runner/CMakeLists.txt builds it, under HYBRID_RUNNER_TORCH.
+runner_torch = Extension(
+    "torch_hybrid_backend.runner.libhybrid_runner_torch",
+    sources=[
+        "csrc/runner_torch/functions.cc",
+        *(f"csrc/torch/{name}.cc" for name in ("device", "operator", "tensor")),
+        *(f"csrc/src/{name}.cc" for name in ("aligned_block", "dtype", "json", "kept_blocks", "value")),
+    ],
+    depends=[*_files("csrc/include", "*.h"), *_files("csrc/torch", "*.h")],
+    include_dirs=["csrc/include", "csrc/torch"],
+    libraries=["torch_cpu", "dl"],
+    define_macros=[("TORCH_TARGET_VERSION", TORCH_TARGET_VERSION)],
+    extra_compile_args=list(COMPILE),
+    # torch lies beside this package where both are installed.
+    extra_link_args=["-Wl,-z,defs", "-Wl,-rpath,$ORIGIN/../../torch/lib", "-pthread", *ASAN],
+    language="c++",
+)
+
+setup(
+    ext_modules=[runtime, runner, runner_torch], cmdclass={"build_ext": BuildLibraries, "bdist_wheel": AnyPythonWheel}
+)

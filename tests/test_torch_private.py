@@ -246,6 +246,9 @@ CANARIES: dict[str, Callable[[], object]] = {
         "keep_inference_input_mutations",
     ),
     "clear_fx_tracing_flag": flag_is_cleared,
+    "compile_aotinductor": lambda: takes(
+        private.compile_aotinductor, "exported_program", "package_path", "inductor_configs"
+    ),
     "compile_lock": lambda: private.compile_lock.acquire(blocking=False) and (private.compile_lock.release() is None),
     "compiled_autograd": lambda: private.compiled_autograd.in_compiled_autograd_region is False,
     "compiler_bisector": bisector_is_as_used,
@@ -285,6 +288,7 @@ CANARIES: dict[str, Callable[[], object]] = {
     "is_any_autocast_enabled": lambda: not private.is_any_autocast_enabled() and _autocast(),
     "is_traceable_wrapper_subclass": lambda: not private.is_traceable_wrapper_subclass(torch.zeros(1)),
     "kernel_switches": lambda: all(isinstance(each, bool) for each in private.kernel_switches()),
+    "load_aotinductor": lambda: takes(private.load_aotinductor, "path"),
     "load_inductor": lambda: private.load_inductor() is None,
     "make_graph_module": lambda: takes(private.make_graph_module, "root", "graph", "class_name"),
     "mkldnn_layout": lambda: torch.zeros(2, 2).to_mkldnn().layout is private.mkldnn_layout,

@@ -80,6 +80,8 @@ if TYPE_CHECKING:
     from torch._dynamo.utils import same
     from torch._functorch import config as functorch_config
     from torch._functorch._aot_autograd.schemas import MutationType, OutputType, PlainTensorMeta
+    from torch._inductor import aoti_compile_and_package as compile_aotinductor
+    from torch._inductor import aoti_load_package as load_aotinductor
     from torch._inductor import compiler_bisector
     from torch._inductor import config as inductor_config
     from torch._inductor import list_options as inductor_options
@@ -104,6 +106,7 @@ _LATER = {
     "TorchRuntimeError": "torch._dynamo.exc:TorchRuntimeError",
     "ValueRanges": "torch.utils._sympy.value_ranges:ValueRanges",
     "aot_autograd": "torch._dynamo.backends.common:aot_autograd",
+    "compile_aotinductor": "torch._inductor:aoti_compile_and_package",
     "compile_lock": "torch._dynamo.convert_frame:compile_lock",
     "compiled_autograd": "torch._dynamo.compiled_autograd",
     "compiler_bisector": "torch._inductor.compiler_bisector",
@@ -111,6 +114,7 @@ _LATER = {
     "functorch_config": "torch._functorch.config",
     "inductor_config": "torch._inductor.config",
     "inductor_options": "torch._inductor:list_options",
+    "load_aotinductor": "torch._inductor:aoti_load_package",
     "quantized_decomposed": "torch.ao.quantization.fx._decomposed",
     "reset_dynamo": "torch._dynamo:reset",
     "same": "torch._dynamo.utils:same",
@@ -147,6 +151,7 @@ __all__ = [
     "ValueRanges",
     "aot_autograd",
     "clear_fx_tracing_flag",
+    "compile_aotinductor",
     "compile_lock",
     "compiled_autograd",
     "compiler_bisector",
@@ -170,6 +175,7 @@ __all__ = [
     "is_any_autocast_enabled",
     "is_traceable_wrapper_subclass",
     "kernel_switches",
+    "load_aotinductor",
     "load_inductor",
     "make_graph_module",
     "mkldnn_layout",

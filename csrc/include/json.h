@@ -50,6 +50,9 @@ class Json {
   const Json& operator[](std::string_view name) const;
   const Json* Find(std::string_view name) const;  // null where there is none
 
+  // A text that Parse reads as an equal value.
+  std::string ToText() const;
+
   // To change numbers in a text that is read again and again.
   void Set(int64_t number) { value_ = number; }
   std::vector<Json>& AsList() {

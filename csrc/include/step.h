@@ -93,6 +93,7 @@ struct StepKind {
 
 // Each in its file in src/steps/.
 std::unique_ptr<Step> MakeHostKernel(const Json& description, PlanParts& plan);
+std::unique_ptr<Step> MakeOperatorCall(const Json& description, PlanParts& plan);
 std::unique_ptr<Step> MakeCopy(const Json& description, PlanParts& plan);
 std::unique_ptr<Step> MakeCheck(const Json& description, PlanParts& plan);
 

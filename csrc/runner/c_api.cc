@@ -1,5 +1,6 @@
 // hybrid_runner.h, over Model.
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstring>
 #include <exception>
@@ -108,8 +109,8 @@ HybridOptions OptionsOf(const HybridOptions* given) {
     throw std::runtime_error("threads is " + std::to_string(options.threads) +
                              ": it must be 0, for all, or their number");
   }
-  if (options.key_count != 0)
-    throw std::runtime_error("this version of the runner verifies no signatures: give no keys");
+  if (options.keys == nullptr && options.key_count != 0)
+    throw std::runtime_error("keys is NULL, and key_count is not 0");
   return options;
 }
 
@@ -180,7 +181,14 @@ HybridModel* hybrid_open(const char* path, const HybridOptions* options) {
   Status([&] {
     const HybridOptions given = OptionsOf(options);
     if (path == nullptr) throw std::runtime_error("the path is NULL");
-    model = new HybridModel(path, {given.threads, given.share != 0, given.skip_sample != 0});
+    ModelOptions open{given.threads, given.share != 0, given.skip_sample != 0, {}, {}};
+    if (given.keys != nullptr) {
+      open.keys.emplace();
+      for (size_t i = 0; i < given.key_count; ++i)
+        open.keys->push_back(std::to_array(given.keys[i]));
+    }
+    if (given.torch_folder != nullptr) open.torch_folder = given.torch_folder;
+    model = new HybridModel(path, open);
   });
   return model;
 }
@@ -219,6 +227,14 @@ int32_t hybrid_run(HybridModel* model, const char* entry, const ::DLTensor* cons
 
 int32_t hybrid_reset(HybridModel* model) {
   return Status([&] { model->model.Reset(); });
+}
+
+int32_t hybrid_read_key(const char* path, uint8_t key[32]) {
+  return Status([&] {
+    if (path == nullptr || key == nullptr) throw std::runtime_error("the path or the key is NULL");
+    const PublicKey read = ReadPublicKey(path);
+    std::copy(read.begin(), read.end(), key);
+  });
 }
 
 const char* hybrid_error(void) { return last_error.c_str(); }

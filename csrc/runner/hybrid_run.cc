@@ -1,5 +1,6 @@
 // hybrid-run: runs a .hybrid file from the command line, by hybrid_runner.h alone.
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -23,8 +24,9 @@ using torch_hybrid_backend::WriteNpy;
 constexpr const char* kUsage =
     "usage: hybrid-run MODEL.hybrid [--entry NAME] [--input X.npy]... [--output Y.npy]...\n"
     "                  [--threads N] [--bench [SECONDS]] [--inspect] [--skip-sample] [--copy]\n"
+    "                  [--key PUBLIC.pem]... [--torch FOLDER]\n"
     "\n"
-    "Runs a model that torch_hybrid_backend.export wrote, without PyTorch and without Python.\n"
+    "Runs a model that torch_hybrid_backend.export wrote, without Python.\n"
     "\n"
     "  --entry NAME       run this function of the model; by default its first\n"
     "  --input X.npy      an input, in order; without any, zeros\n"
@@ -33,13 +35,17 @@ constexpr const char* kUsage =
     "  --bench [SECONDS]  call it for so long (3), and print how long a call takes\n"
     "  --inspect          print what the model takes and gives, and run nothing\n"
     "  --skip-sample      do not run the file's samples first\n"
-    "  --copy             read the file to memory instead of mapping it\n";
+    "  --copy             read the file to memory instead of mapping it\n"
+    "  --key PUBLIC.pem   refuse the file unless this key, or another one given, signed it\n"
+    "  --torch FOLDER     where libtorch_cpu.so is, for a file with operators of PyTorch\n";
 
 struct Arguments {
   std::string path;
   std::string entry;
   std::vector<std::string> inputs;
   std::vector<std::string> outputs;
+  std::vector<std::string> keys;
+  std::string torch_folder;
   std::optional<double> bench;
   bool inspect = false;
   HybridOptions options = HYBRID_OPTIONS_DEFAULT;
@@ -84,6 +90,10 @@ Arguments Parse(const std::vector<std::string>& words) {
       arguments.options.skip_sample = 1;
     } else if (word == "--copy") {
       arguments.options.share = 0;
+    } else if (word == "--key") {
+      arguments.keys.push_back(value());
+    } else if (word == "--torch") {
+      arguments.torch_folder = value();
     } else if (word.starts_with("--") || !arguments.path.empty()) {
       Refuse("it has no \"" + word + "\"");
     } else {
@@ -150,8 +160,20 @@ void Bench(double seconds, hybrid::Model& model, const std::vector<hybrid::Input
               milliseconds[count / 2], milliseconds[0], milliseconds[count * 9 / 10]);
 }
 
+hybrid::Model Open(const Arguments& arguments) {
+  HybridOptions options = arguments.options;
+  std::vector<std::array<uint8_t, 32>> keys(arguments.keys.size());
+  for (size_t i = 0; i < keys.size(); ++i) {
+    if (hybrid_read_key(arguments.keys[i].c_str(), keys[i].data()) != 0) throw hybrid::Error();
+  }
+  if (!keys.empty()) options.keys = reinterpret_cast<const uint8_t (*)[32]>(keys.data());
+  options.key_count = keys.size();
+  if (!arguments.torch_folder.empty()) options.torch_folder = arguments.torch_folder.c_str();
+  return hybrid::Model(arguments.path, options);
+}
+
 void Run(const Arguments& arguments) {
-  hybrid::Model model(arguments.path, arguments.options);
+  hybrid::Model model = Open(arguments);
   if (arguments.inspect) return Inspect(model);
   const HybridEntry entry = model.Describe(arguments.entry);
   if (arguments.outputs.size() > entry.output_count) {

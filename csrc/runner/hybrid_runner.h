@@ -1,5 +1,5 @@
-/* libhybrid_runner: runs `.hybrid` files, which torch_hybrid_backend.export writes, without PyTorch
- * and without Python.
+/* libhybrid_runner: runs `.hybrid` files, which torch_hybrid_backend.export writes, without Python,
+ * and without PyTorch but for files that call its operators.
  *
  *   HybridModel* model = hybrid_open("model.hybrid", NULL);
  *   if (model == NULL) { fprintf(stderr, "%s\n", hybrid_error()); exit(1); }
@@ -101,12 +101,19 @@ typedef struct HybridOptions {
   int32_t share;
   /* 1: the samples in the file are not run when it is opened. */
   int32_t skip_sample;
-  /* Public keys of whom the file must be signed by. Reserved: NULL and 0. */
+  /* Public keys of Ed25519 that are trusted; one of them must have signed the file. They need
+   * OpenSSL's libcrypto.so.3. NULL: signatures are not looked at. */
   const uint8_t (*keys)[32];
   size_t key_count;
+  /* The folder of libtorch_cpu.so, for files with operators of PyTorch. NULL: where the loader
+   * looks. The first such file decides for the process. */
+  const char* torch_folder;
 } HybridOptions;
 
-#define HYBRID_OPTIONS_DEFAULT {sizeof(HybridOptions), 0, 1, 0, NULL, 0}
+#define HYBRID_OPTIONS_DEFAULT {sizeof(HybridOptions), 0, 1, 0, NULL, 0, NULL}
+
+/* Reads a public key of Ed25519 from a file in PEM (`openssl pkey -in key.pem -pubout`). */
+HYBRID_API int32_t hybrid_read_key(const char* path, uint8_t key[32]);
 
 /* Opens a file: checks every byte of it, and that the outputs of its samples come out. `options`:
  * NULL for the defaults. */

@@ -8,6 +8,7 @@
 #include "artifact_plan.h"
 #include "difference.h"
 #include "dlpack.h"
+#include "torch_library.h"
 #include "value.h"
 #include "worker_threads.h"
 
@@ -54,6 +55,22 @@ std::string WhyPython(const Entry& entry) {
   return why;
 }
 
+// The names of the operators of PyTorch's that a plan calls, each once.
+std::string OperatorsOf(const Artifact& artifact, size_t plan) {
+  const std::span<uint8_t> text = artifact.SegmentBytes(plan);
+  Json json = Json::ParseUntrusted({reinterpret_cast<const char*>(text.data()), text.size()});
+  std::vector<std::string> names;
+  json.Visit([&](const Json& part) {  // steps may lie within steps
+    const Json* const kind = part.IsObject() ? part.Find("kind") : nullptr;
+    if (kind == nullptr || !kind->IsString() || kind->AsString() != "operator") return;
+    const std::string& name = part["name"].AsString();
+    if (std::find(names.begin(), names.end(), name) == names.end()) names.push_back(name);
+  });
+  std::string shown;
+  for (const std::string& name : names) shown += (shown.empty() ? "" : ", ") + Printable(name);
+  return shown;
+}
+
 bool IsSamePlace(const Tensor& one, const Tensor& other) {
   return one.data_ptr() == other.data_ptr() && one.strides() == other.strides();
 }
@@ -77,8 +94,13 @@ Model::Model(const std::string& path, const ModelOptions& options)
     : threads_(ThreadsFor(options.threads)),
       artifact_(Artifact::Open(path, {options.share, static_cast<unsigned>(threads_)})) {
   try {
+    if (options.keys) CheckSigned(*artifact_, *options.keys);
     for (const Entry& entry : manifest().entries) {
       if (entry.functions) Refuse(WhyPython(entry));
+      if (entry.needs_torch) {
+        OpenTorch(manifest().torch, options.torch_folder,
+                  [&] { return OperatorsOf(*artifact_, entry.plan); });
+      }
       Functions functions;
       std::vector<int64_t> slots;
       std::vector<int64_t> addresses;

@@ -24,6 +24,7 @@
 #include "artifact_plan.h"
 #include "binding.h"
 #include "plan.h"
+#include "signatures.h"
 #include "tensor.h"
 
 namespace torch_hybrid_backend {
@@ -32,6 +33,8 @@ struct ModelOptions {
   int threads = 0;  // of a call; see ThreadsFor
   bool share = true;
   bool skip_sample = false;
+  std::optional<std::vector<PublicKey>> keys;  // see CheckSigned
+  std::string torch_folder;                    // see OpenTorch
 };
 
 // The tensors of a call, by the numbers of the entry's inputs or results: nothing for what is none.

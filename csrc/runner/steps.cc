@@ -7,13 +7,6 @@
 namespace torch_hybrid_backend {
 namespace {
 
-std::unique_ptr<Step> RefuseOperator(const Json& description, PlanParts&) {
-  const std::string& overload = description["overload"].AsString();
-  throw std::runtime_error("the plan calls PyTorch's operator " + description["name"].AsString() +
-                           (overload.empty() ? "" : "." + overload) +
-                           ", which the runner has not: run the file by torch_hybrid_backend.load");
-}
-
 std::unique_ptr<Step> RefuseCallback(const Json&, PlanParts&) {
   throw std::runtime_error(
       "the plan has a part that only Python can run (not_exportable): run the file by "
@@ -28,8 +21,7 @@ std::unique_ptr<Step> RefuseOther(const Json& description, PlanParts&) {
 }  // namespace
 
 std::span<const StepKind> OtherStepKinds() {
-  static constexpr StepKind kKinds[] = {{"operator", &RefuseOperator},
-                                        {"callback", &RefuseCallback},
+  static constexpr StepKind kKinds[] = {{"callback", &RefuseCallback},
                                         {"launch", &RefuseOther},
                                         {"external", &RefuseOther},
                                         {"graph", &RefuseOther}};

@@ -1,11 +1,13 @@
 #include "json.h"
 
 #include <algorithm>
+#include <array>
 #include <cctype>
 #include <charconv>
 #include <cmath>
 #include <limits>
 #include <stdexcept>
+#include <type_traits>
 
 namespace torch_hybrid_backend {
 namespace {
@@ -62,6 +64,30 @@ bool IsJsonNumber(std::string_view text) {
     if (digits() == 0) return false;
   }
   return at == text.size();
+}
+
+std::string TextOf(double number) {
+  if (std::isnan(number)) return "NaN";
+  if (std::isinf(number)) return number < 0 ? "-Infinity" : "Infinity";
+  std::array<char, 32> digits{};
+  const auto end = std::to_chars(digits.data(), digits.data() + digits.size(), number).ptr;
+  std::string text(digits.data(), end);
+  // A whole number would be an integer, which has no -0.
+  return text.find_first_of(".e") == text.npos ? text + ".0" : text;
+}
+
+std::string TextOf(std::string_view words) {
+  std::string text = "\"";
+  for (const char c : words) {
+    if (static_cast<unsigned char>(c) < 0x20) {
+      constexpr char kDigits[] = "0123456789abcdef";
+      text += {'\\', 'u', '0', '0', kDigits[c >> 4], kDigits[c & 15]};
+    } else {
+      if (c == '"' || c == '\\') text += '\\';
+      text += c;
+    }
+  }
+  return text + '"';
 }
 
 }  // namespace
@@ -277,6 +303,34 @@ void Json::Visit(const std::function<void(Json&)>& visit) {
   } else if (auto* members = std::get_if<Members>(&value_)) {
     for (auto& [name, member] : *members) member.Visit(visit);
   }
+}
+
+std::string Json::ToText() const {
+  return std::visit(
+      [](const auto& value) -> std::string {
+        using T = std::decay_t<decltype(value)>;
+        if constexpr (std::is_same_v<T, std::nullptr_t>) {
+          return "null";
+        } else if constexpr (std::is_same_v<T, bool>) {
+          return value ? "true" : "false";
+        } else if constexpr (std::is_same_v<T, int64_t>) {
+          return std::to_string(value);
+        } else if constexpr (std::is_same_v<T, double>) {
+          return TextOf(value);
+        } else if constexpr (std::is_same_v<T, std::string>) {
+          return TextOf(value);
+        } else if constexpr (std::is_same_v<T, Members>) {
+          std::string text = "{";
+          for (const auto& [name, member] : value)
+            text += (text.size() > 1 ? "," : "") + TextOf(name) + ":" + member.ToText();
+          return text + "}";
+        } else {
+          std::string text = "[";
+          for (const Json& item : value) text += (text.size() > 1 ? "," : "") + item.ToText();
+          return text + "]";
+        }
+      },
+      value_);
 }
 
 const Json* Json::Find(std::string_view name) const {

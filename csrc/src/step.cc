@@ -8,8 +8,10 @@
 namespace torch_hybrid_backend {
 namespace {
 
-constexpr StepKind kKinds[] = {
-    {"kernel", &MakeHostKernel}, {"copy", &MakeCopy}, {"check", &MakeCheck}};
+constexpr StepKind kKinds[] = {{"kernel", &MakeHostKernel},
+                               {"operator", &MakeOperatorCall},
+                               {"copy", &MakeCopy},
+                               {"check", &MakeCheck}};
 
 }  // namespace
 

@@ -36,6 +36,13 @@ void ReadsUntrusted() {
               "16 MiB");
 }
 
+void WritesWhatItReads() {
+  const std::string text =
+      R"({"a":[-0.0,2.0,0.1,1e+300,-9223372036854775808,NaN,Infinity,-Infinity,true,null],)"
+      "\"b\\\"\\\\\\u0001\\u001f\":{\"c\":\"\xc3\xa4\",\"d\":[[],{}]}}";
+  Check(Json::Parse(text).ToText() == text, "a text is written as it was read");
+}
+
 }  // namespace
 
 int main() {
@@ -67,4 +74,5 @@ int main() {
        {R"("\ud83d")", R"("\ud83d\u0041")", R"("\ude00")", R"("\ud83d\n")"})
     CheckThrows([&] { Json::Parse(text); }, "no JSON");
   ReadsUntrusted();
+  WritesWhatItReads();
 }

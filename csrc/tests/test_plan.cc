@@ -186,7 +186,8 @@ void TestWhatIsRefused() {
   CheckThrows([] { Plan("{\"version\": 2}"); }, "reads plans of version 1, not of version 2");
   CheckThrows([] { Plan("no text"); }, "no JSON");
   CheckThrows([] { Plan(Described("", R"({"kind":"dance"})", 0, "")); },
-              "no kind of step is called \"dance\": it must be one of kernel, copy, check, launch");
+              "no kind of step is called \"dance\": it must be one of kernel, operator, copy, "
+              "check, launch");
   CheckThrows([] { Plan(Described(Row("borrowed", 0, 1), "", 0, "")); },
               "no kind of value \"borrowed\"");
   CheckThrows([] { Plan(Described(R"(["fresh",0,"int5",[],[],"cpu"])", "", 0, "")); },

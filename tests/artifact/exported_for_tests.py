@@ -43,8 +43,17 @@ def forged(path: Path, number: int, values: torch.Tensor) -> None:
     begin = segment.offset + constant.offset
     content[begin : begin + len(new)] = new
     digest = hashlib.sha256(content[segment.offset : segment.offset + segment.size]).hexdigest()
+    path.write_bytes(content)
+    with_manifest(path, segment.sha256, digest)
+
+
+def with_manifest(path: Path, old: str, new: str) -> None:
+    """Write a text of equal length in place of another into the manifest of a file, with checksums that are right."""
+    content = bytearray(path.read_bytes())
     size = HEADER.unpack_from(content)[3]
-    text = bytes(content[PAGE_BYTES : PAGE_BYTES + size]).replace(segment.sha256.encode(), digest.encode())
+    text = bytes(content[PAGE_BYTES : PAGE_BYTES + size]).replace(old.encode(), new.encode())
+    assert len(text) == size
+    assert text != content[PAGE_BYTES : PAGE_BYTES + size]
     content[PAGE_BYTES : PAGE_BYTES + size] = text
     struct.pack_into("<32s", content, 24, hashlib.sha256(text).digest())
     end = PAGE_BYTES - CHECKSUM_BYTES

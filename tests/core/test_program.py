@@ -155,3 +155,11 @@ def test_a_program_serves_what_its_kernels_rely_on() -> None:
     assert "2500000000" not in program.unserved({"n": 40_000})
     assert "3600000000" in program.unserved({"n": 60_000})
     assert "outside of its tensor" in replace(program, counts=()).unserved({"n": 100_001})
+
+
+def test_numbers_of_an_operator_may_be_sizes() -> None:
+    """Those in lists too; at known sizes they are numbers."""
+    call = OperatorCall("aten::split_with_sizes", (T(0), (2, N - 2), 0), ((1, 2),), "")
+    assert [each.name for each in symbols(call.sizes_used)] == ["n"]
+    assert call.at({"n": 7}).arguments == (T(0), (2, 5), 0)
+    assert call.describe()["arguments"][1] == ["list", [["int", 2], ["int", N - 2]]]

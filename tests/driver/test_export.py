@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tests.artifact.exported_for_tests import FAST, exported
+from tests.artifact.live_plans import live_plans
 from torch_hybrid_backend import export, load
 from torch_hybrid_backend.errors import ArgumentError, ConfigError, NotExportableError
 
@@ -19,9 +20,9 @@ class _Branches(nn.Module):
         return x + 1 if x.sum() > 0 else x - 1
 
 
-class _SizeOf(nn.Module):
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
-        return x + 1, x.shape[0]
+class _Half(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, float]:
+        return x + 1, x.shape[0] / 2
 
 
 class _Scaled(nn.Module):
@@ -29,9 +30,9 @@ class _Scaled(nn.Module):
         return x * n
 
 
-class _Sorted(nn.Module):
+class _Found(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.sort(x * 2, dim=0)[0]
+        return torch.sort(x.nonzero().flatten())[0] + x.shape[0]
 
 
 class _Total(nn.Module):
@@ -77,9 +78,61 @@ def test_several_entries(tmp_path: Path) -> None:
     assert weights[0] < weights[1] + 64 * 64 * 4
 
 
+class _Cache(nn.Module):
+    """Writes rows of a cache, in place, and returns its argument, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("rows", torch.zeros(32, 16))
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        self.rows.index_copy_(0, positions, self.linear(x))
+        scores = torch.softmax(x @ self.rows.t(), -1)
+        return scores @ self.rows, x, positions + 1
+
+
+def test_several_entries_for_many_sizes(tmp_path: Path) -> None:
+    """Each entry has its own sizes that may differ; a cache that one entry wrote at any size is what the other one reads."""
+    model = _Cache().eval()
+    n = torch.export.Dim("n", min=2, max=32)
+    calls = {
+        "prefill": ((torch.randn(5, 16), torch.arange(5)), {}),
+        "decode": ((torch.randn(1, 16), torch.tensor([5])), {}),
+    }
+    shapes = {"prefill": ({0: n}, {0: n})}
+    with live_plans() as live:
+        report = export(model, calls, tmp_path / "model.hybrid", dynamic_shapes=shapes, options=FAST)
+    assert report.sizes == ("x with 2 to 32 in dimension 0",)
+    loaded, expected = load(report.path), _Cache().eval()
+    expected.load_state_dict(model.state_dict())
+    for length in (5, 3, 17):
+        given = torch.randn(length, 16), torch.arange(length)
+        one = torch.randn(1, 16), torch.tensor([length])
+        for entry, args in (("prefill", given), ("decode", one)):
+            found = loaded.entry(entry)(*args)
+            with torch.no_grad():
+                torch.testing.assert_close(found, expected(*args), rtol=1e-4, atol=1e-4)
+            assert found[1] is args[0]
+    assert set(live.made) == {"prefill", "decode"}
+    for entry, length in (("prefill", 7), ("prefill", 2), ("decode", 1)):
+        loaded.reset()
+        given = torch.randn(length, 16), torch.arange(length)
+        for found, same in zip(loaded.entry(entry)(*given), live.fresh(entry).results(given, entry), strict=True):
+            assert torch.equal(found, same)
+
+
 @pytest.mark.parametrize(
     ("model", "args", "given", "error", "said"),
     [
+        (
+            nn.ReLU(),
+            {"a": ((torch.ones(2),), {})},
+            {"dynamic_shapes": {"b": ({0: torch.export.Dim("n")},)}},
+            ArgumentError,
+            r"dict from names of entries \('a'\)",
+        ),
+        (nn.ReLU(), {"a": ((torch.ones(2),), {})}, {"dynamic_shapes": (None,)}, ArgumentError, "of several entries"),
         (nn.ReLU(), {"a": (torch.ones(2),)}, {}, ArgumentError, "a tuple for the entry 'a'.*pairs"),
         (nn.ReLU(), {1: ((torch.ones(2),), {})}, {}, ArgumentError, "for the entry 1"),
         (nn.ReLU(), {}, {}, ArgumentError, "at least one name"),
@@ -123,11 +176,11 @@ def test_programs_and_their_files(tmp_path: Path) -> None:
         (_Branches(), (torch.ones(2),), {}, NotExportableError, "torch.export cannot trace _Branches"),
         (nn.ReLU(), (torch.ones(2),), {"options": {"precisio": "bf16"}}, ConfigError, "Did you mean 'precision'"),
         (
-            _SizeOf(),
+            _Half(),
             (torch.ones(4, 2),),
             {"dynamic_shapes": ({0: torch.export.Dim("n")},)},
             NotExportableError,
-            "one of its results is a size known only at run time",
+            "many sizes: the graph runs in eager, because truediv is no tensor; export it without dynamic_shapes",
         ),
         (
             _Scaled(),
@@ -137,11 +190,11 @@ def test_programs_and_their_files(tmp_path: Path) -> None:
             "its argument n is a number that may differ from call to call",
         ),
         (
-            _Sorted(),
+            _Found(),
             (torch.ones(4, 2),),
             {"dynamic_shapes": ({0: torch.export.Dim("n")},)},
             NotExportableError,
-            "parts of it run in Python, which a file cannot hold for many sizes",
+            "run from Python, segment by segment, as graphs are whose sizes depend on data",
         ),
     ],
 )

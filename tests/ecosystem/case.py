@@ -28,6 +28,7 @@ class Case:
     keep_weights: only disturb the author's weights: some (decay rates, codebooks) mean nothing when they are drawn at random.
     quick: small enough for every run of the tests. reason: why the table says that it is wrong, raises or is slower than eager.
     faults: pieces of the backend's warnings that `reason` explains; any other warning fails the test.
+    not_exported: a piece of the text with which an export of it is refused; "" if it has a file.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Case:
         False  # eager's own result is far from float64: being wrong says nothing, and `reason` says so
     )
     faults: tuple[str, ...] = ()
+    not_exported: str = ""
 
     @property
     def library(self) -> str:

@@ -26,6 +26,7 @@ from benchmarks import machine
 from benchmarks.table import RESULTS
 from tests.ecosystem import report
 from tests.ecosystem.catalogue import CASES, find
+from tests.ecosystem.export_trial import ExportTrial, ZooTrial
 from tests.ecosystem.libraries import missing
 from tests.ecosystem.trial import Trial
 from torch_hybrid_backend.bench.machine import today
@@ -33,21 +34,21 @@ from torch_hybrid_backend.bench.process import WorkerError, WorkerProcess
 from torch_hybrid_backend.bench.worker import environment
 from torch_hybrid_backend.progress import Progress
 
-_LIBRARIES = ("diffusers", "sentence-transformers", "timm", "torch-geometric", "transformers", "ultralytics")
+LIBRARIES = ("diffusers", "sentence-transformers", "timm", "torch-geometric", "transformers", "ultralytics")
 _SECONDS = 8.0  # of timing a model
 _TIMEOUT_S = 600.0  # for a model, all of it
 
 
-def try_alone(name: str, seconds: float, threads: int, log: Path) -> dict[str, Any]:
+def try_alone(trial: Trial | ExportTrial | ZooTrial, log: Path) -> dict[str, Any]:
     """The outcome of one case in a process of its own, with an empty cache; {"raises": why} where it gave none. Output is appended to `log`."""
     with (
         tempfile.TemporaryDirectory(prefix="ecosystem-", ignore_cleanup_errors=True) as folder,
-        WorkerProcess(environment(threads, Path(folder)) | {"HF_HUB_OFFLINE": "1"}, log) as worker,
+        WorkerProcess(environment(trial.threads, Path(folder)) | {"HF_HUB_OFFLINE": "1"}, log) as worker,
     ):
         try:
-            found: dict[str, Any] = worker.ask(Trial(name, threads, seconds), _TIMEOUT_S)
+            found: dict[str, Any] = worker.ask(trial, _TIMEOUT_S)
         except WorkerError as error:
-            found = {"name": name, "raises": str(error)}
+            found = {"name": trial.name, "raises": str(error)}
     return found
 
 
@@ -88,11 +89,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 progress.step()
                 continue
             progress.at(case.name)
-            outcome = try_alone(case.name, arguments.seconds, arguments.threads, log)
+            outcome = try_alone(Trial(case.name, arguments.threads, arguments.seconds), log)
             found[case.name] = outcome | {"day": today(), "revision": machine.revision()}
             known = [*CASES, *(name for name in found if name not in CASES)]  # in the catalogue's order
             models = [found[name] for name in known if name in found]
-            machine.write_record(arguments.out, libraries=machine.versions(_LIBRARIES), models=models)
+            machine.write_record(arguments.out, libraries=machine.versions(LIBRARIES), models=models)
             progress.say(f"{case.name}: {report.brief(found[case.name])}")
             progress.step()
     print(report.table([entry for name, entry in found.items() if re.search(arguments.models, name)]))

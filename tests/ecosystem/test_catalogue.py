@@ -15,7 +15,7 @@ from tests.ecosystem.case import Case
 from tests.ecosystem.catalogue import CASES, images
 from tests.ecosystem.libraries import missing
 from tests.ecosystem.run import try_alone
-from tests.ecosystem.trial import Outcome, attempt
+from tests.ecosystem.trial import Outcome, Trial, attempt
 
 _THREADS = 2
 
@@ -50,7 +50,7 @@ def test_models_equal_eager(name: str, tmp_path: Path) -> None:
     if missing(case.library):
         pytest.skip(missing(case.library))
     log = tmp_path / "log"
-    found = try_alone(name, 0.0, _THREADS, log)
+    found = try_alone(Trial(name, _THREADS, 0.0), log)
     assert "raises" not in found or case.reason, f"{found['raises']}\n{log.read_text()[-4000:]}"
     if "raises" not in found:
         _judge(case, Outcome(**found))

@@ -10,7 +10,13 @@ TESTS = Path(__file__).resolve().parents[1]
 DOCUMENT = TESTS.parent / "docs" / "faults.md"
 _FIRST = ("test_faults_compiler", "test_faults_cache", "test_faults_engines", "test_faults_process", "test_faults")
 # Those of `tests/reports` follow the others, in the order of their names.
-OF_FILES = ("runtime.native.test_artifact", "artifact.test_model", "artifact.test_signing")
+OF_FILES = (
+    "runtime.native.test_artifact",
+    "artifact.test_model",
+    "artifact.test_signing",
+    "runner.test_keys",
+    "runner.test_operators",
+)
 MODULES = (
     *(f"end_to_end.{name}" for name in _FIRST),
     *OF_FILES,

@@ -31,6 +31,11 @@ _BUILTINS = {"eval", "exec", "compile", "__import__"}
 # The one place: a compiler process reads what its parent wrote into a pipe that nobody else has.
 # A pipe between parent and child; code that is written from names of modules and numbers, each as its `repr`.
 ALLOWED = {
+    (
+        "bench/answering.py",
+        "numpy.load",
+    ),  # arrays alone (allow_pickle=False), of a file in the run's own temporary folder
+    ("bench/saving.py", "torch.load"),  # tensors alone (weights_only), likewise
     ("bench/worker.py", "torch.load"),  # tensors alone (weights_only), of a file in the run's own temporary folder
     ("codegen/workers/main.py", "pickle.loads"),
     ("driver/export.py", "torch.export.load"),  # a .pt2 file that the user names: what PyTorch reads, it reads
@@ -97,14 +102,20 @@ def test_nothing_is_unpickled_or_evaluated() -> None:
 
 def test_libraries_are_opened_in_one_place() -> None:
     """Only the C++ loader opens kernel libraries, and only `runtime/native/libraries.py` says which. The GPU's driver is what settings name.
-    The runner opens OpenMP's. Elsewhere PyTorch's own are looked into, which the process has open already: RTLD_NOLOAD opens none."""
-    sources = [path for folder in ("src", "torch", "runner") for path in (ROOT / "csrc" / folder).rglob("*.cc")]
+    The runner opens OpenMP's, OpenSSL's, and LibTorch where its user says. Elsewhere PyTorch's own are looked into, which the process has open
+    already: RTLD_NOLOAD opens none."""
+    sources = [
+        path for folder in ("src", "torch", "runner", "runner_torch") for path in (ROOT / "csrc" / folder).rglob("*.cc")
+    ]
     opens = {path.name: re.findall(r"dlopen\(([^;]*);", path.read_text()) for path in sources}
     assert {name for name, calls in opens.items() if any("RTLD_NOLOAD" not in call for call in calls)} == {
         "cuda_driver.cc",
         "kernel_library.cc",
+        "signatures.cc",
+        "torch_library.cc",
         "worker_threads.cc",
     }
+    assert opens["signatures.cc"] == ['"libcrypto.so.3", RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE)']
     assert opens["worker_threads.cc"] == ['"libgomp.so.1", RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE)']
     driver = (ROOT / "csrc" / "torch" / "cuda_driver.cc").read_text()
     assert re.findall(r"dlopen\(([^,]*),", driver) == ["drivers.path.c_str()"]

@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.catalogue import MODELS
 from tests.artifact.exported_for_tests import exported
+from tests.ecosystem.export_trial import ZOO, zoo_attempt
 from torch_hybrid_backend.artifact import model as artifact_model
 
 # Faster R-CNN has sizes that depend on values, which torch.export refuses.
@@ -36,6 +37,18 @@ def test_as_written(name: str, tmp_path: Path) -> None:
         found, expected = (torch.utils._pytree.tree_leaves(each(*inputs)) for each in (loaded, model))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in ("gpt2", "lstm") else pytest.param(n, marks=pytest.mark.full) for n in _NAMES]
+)
+def test_for_many_batches(name: str) -> None:
+    """A file serves batches of 1 to 8; at each of them it has the live plan's results, bit for bit, in Python and in the runner."""
+    outcome = zoo_attempt(f"{ZOO}{name}")
+    assert not outcome.refused
+    assert not outcome.wrong
+    assert len(outcome.sizes) == 1
+    assert outcome.in_runner
 
 
 @pytest.mark.full

@@ -53,7 +53,13 @@ def test_it_is_of_these_sources(wheel: Path) -> None:
             assert archive.read(name) == path.read_bytes(), f"{name} is another: run `make wheel`"
     assert "torch_hybrid_backend/_runtime.so" in names
     assert "torch_hybrid_backend/py.typed" in names
-    for name in ("libhybrid_runner.so", "hybrid-run", "hybrid_runner.h", "hybrid_runner.hpp"):
+    for name in (
+        "libhybrid_runner.so",
+        "libhybrid_runner_torch.so",
+        "hybrid-run",
+        "hybrid_runner.h",
+        "hybrid_runner.hpp",
+    ):
         assert f"torch_hybrid_backend/runner/{name}" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"torch_hybrid_backend"}
@@ -76,7 +82,9 @@ def test_its_metadata_is_complete(wheel: Path) -> None:
 
 
 @pytest.mark.skipif(not shutil.which("objdump"), reason="needs objdump")
-@pytest.mark.parametrize("name", ["_runtime.so", "runner/libhybrid_runner.so", "runner/hybrid-run"])
+@pytest.mark.parametrize(
+    "name", ["_runtime.so", "runner/libhybrid_runner.so", "runner/libhybrid_runner_torch.so", "runner/hybrid-run"]
+)
 def test_its_tag_is_true(wheel: Path, tmp_path: Path, name: str) -> None:
     """The wheel needs no glibc later than 2.28, no C++ runtime library and no library of Python's, and is stripped."""
     assert wheel.name == f"torch_hybrid_backend-{torch_hybrid_backend.__version__}-py3-none-manylinux_2_28_x86_64.whl"
@@ -87,7 +95,7 @@ def test_its_tag_is_true(wheel: Path, tmp_path: Path, name: str) -> None:
     assert versions
     assert max(versions) <= (2, 28)
     needed = set(re.findall(r"NEEDED\s+(\S+)", shown))
-    assert ("libtorch_cpu.so" in needed) == (name == "_runtime.so")
+    assert ("libtorch_cpu.so" in needed) == (name in ("_runtime.so", "runner/libhybrid_runner_torch.so"))
     assert not {name for name in needed if "stdc++" in name or "python" in name}
     assert ".debug_info" not in shown
 

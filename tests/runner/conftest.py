@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.runner.runner_in_python import Runner, run
 
@@ -19,11 +20,24 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not (shutil.which("cmake") and shutil.which("g++") and sys.platform == "linux"):
         pytest.skip("needs Linux, cmake and g++")
     folder = tmp_path_factory.mktemp("runner")
-    generator = ["-G", "Ninja"] if shutil.which("ninja") else []
-    run("cmake", *generator, "-S", ROOT / "csrc/runner", "-B", folder / "build")
+    run("cmake", *_generator(), "-S", ROOT / "csrc/runner", "-B", folder / "build")
     run("cmake", "--build", folder / "build", "--parallel", "2")
     run("cmake", "--install", folder / "build", "--prefix", folder / "installed", "--strip")
     return folder / "installed"
+
+
+def _generator() -> list[str]:
+    return ["-G", "Ninja"] if shutil.which("ninja") else []
+
+
+@pytest.fixture(scope="session")
+def torch_library(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """libhybrid_runner_torch.so, which finds LibTorch where the loader looks alone."""
+    folder = tmp_path_factory.mktemp("runner_torch")
+    options = ["-DHYBRID_RUNNER_TORCH=ON", "-DCMAKE_SKIP_RPATH=ON", f"-DCMAKE_PREFIX_PATH={torch.__path__[0]}"]
+    run("cmake", *_generator(), "-S", ROOT / "csrc/runner", "-B", folder, *options)
+    run("cmake", "--build", folder, "--parallel", "2", "--target", "hybrid_runner_torch")
+    return folder / "libhybrid_runner_torch.so"
 
 
 @pytest.fixture(scope="session")

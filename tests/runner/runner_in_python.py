@@ -51,6 +51,7 @@ class _Options(ctypes.Structure):
         ("skip_sample", ctypes.c_int32),
         ("keys", ctypes.c_void_p),
         ("key_count", ctypes.c_size_t),
+        ("torch_folder", ctypes.c_char_p),
     ]
 
 
@@ -73,6 +74,7 @@ class Runner:
         self.c.hybrid_error.restype = ctypes.c_char_p
         self.c.hybrid_open.restype = ctypes.c_void_p
         self.c.hybrid_open.argtypes = [ctypes.c_char_p, ctypes.POINTER(_Options)]
+        self.c.hybrid_read_key.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
         self.c.hybrid_close.argtypes = [ctypes.c_void_p]
         self.c.hybrid_reset.argtypes = [ctypes.c_void_p]
         self.c.hybrid_manifest.restype = ctypes.c_char_p
@@ -90,13 +92,23 @@ class Runner:
         """The error of the calling thread's last failure."""
         return RunnerError(self.c.hybrid_error().decode())
 
-    def open(self, path: Path, **options: int) -> Model:
-        """Open a file; raises RunnerError. `options`: fields of HybridOptions."""
+    def open(self, path: Path, *, keys: Sequence[bytes] | None = None, **options: int) -> Model:
+        """Open a file; raises RunnerError. `keys`: of 32 bytes each; `options`: other fields of HybridOptions."""
         given = _Options(**{"struct_size": ctypes.sizeof(_Options), "share": 1, **options})
+        if keys is not None:
+            given.keys = ctypes.cast(ctypes.create_string_buffer(b"".join(keys)), ctypes.c_void_p)
+            given.key_count = len(keys)
         handle = self.c.hybrid_open(str(path).encode(), ctypes.byref(given))
         if handle is None:
             raise self.error()
         return Model(self, handle)
+
+    def read_key(self, path: Path) -> bytes:
+        """The public key in a file; raises RunnerError."""
+        key = ctypes.create_string_buffer(32)
+        if self.c.hybrid_read_key(str(path).encode(), key) != 0:
+            raise self.error()
+        return key.raw
 
 
 class Model:

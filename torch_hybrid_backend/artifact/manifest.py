@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch_hybrid_backend.runtime.native.ops import SizeTable
 
 if TYPE_CHECKING:
-    from torch_hybrid_backend.sizes.size import Dim
+    from torch_hybrid_backend.sizes.size import Dim, Size
 
 FORMAT = 1
 
@@ -80,10 +80,10 @@ class TensorForm:
 
 @dataclass(frozen=True, slots=True)
 class LiteralForm:
-    """A value that is no tensor: a call must pass, or returns, exactly this one."""
+    """A value that is no tensor: a call must pass, or returns, exactly this one. A result may be a size."""
 
     name: str
-    value: Literal
+    value: Literal | Size
 
 
 Form = TensorForm | LiteralForm
@@ -118,7 +118,7 @@ class Result:
 class LiteralResult:
     """A result that is no tensor."""
 
-    value: Literal
+    value: Literal | Size
 
 
 @dataclass(frozen=True, slots=True)

@@ -240,10 +240,10 @@ class _AtSizes:
 
     @classmethod
     def maker(
-        cls, entry: Entry, plans: SizedPlans, callbacks: Sequence[Callback]
+        cls, entry: Entry, plans: SizedPlans, callbacks: Callable[[Sequence[int]], Sequence[Callback]]
     ) -> Callable[[tuple[int, ...]], _AtSizes]:
         """Function that makes it for values of the entry's symbols."""
-        return lambda values: cls(entry.at(values), plans.at(values, callbacks))
+        return lambda values: cls(entry.at(values), plans.at(values, callbacks(values)))
 
 
 class LoadedEntry:
@@ -263,18 +263,13 @@ class LoadedEntry:
     ) -> None:
         self.entry = entry
         self._path = path
-        functions: Mapping[int, Callback] = {}
-        if entry.functions is not None:
-            from torch_hybrid_backend.artifact.functions import functions_from_text
-
-            functions = functions_from_text(artifact.content(entry.functions))
-        callbacks = [functions.get(called, _never) for called in range(max(functions, default=-1) + 1)]
+        callbacks = _callbacks(artifact, entry)
         self._at: functools._lru_cache_wrapper[_AtSizes] | None = None
         if entry.symbols:
             self._at = functools.lru_cache(_MOST_KEPT)(_AtSizes.maker(entry, SizedPlans(artifact, number), callbacks))
             self._example = self._at(tuple(symbol.example for symbol in entry.symbols))
         else:
-            self._example = _AtSizes(entry, Plan.of_artifact(artifact, entry.plan, callbacks))
+            self._example = _AtSizes(entry, Plan.of_artifact(artifact, entry.plan, callbacks(())))
         addresses = {slot: artifact.constant_address(number) for slot, number in enumerate(entry.slots)}
         self._binding = Binding(self._example.plan, Guard([]), {}, addresses)
         self._in_spec = structure_from_text(entry.structure.inputs)
@@ -289,7 +284,13 @@ class LoadedEntry:
             (number, None) if kind == "input" else (0, self._fixed[kind, number]) for kind, number in entry.sources
         ]
         self._lock: Any = lock if any(kind == "state" for kind, _ in origins) else nullcontext()
-        self._needs_no_grad = bool(functions) or bool(entry.updates)
+        self._needs_no_grad = entry.functions is not None or bool(entry.updates)
+
+    @property
+    def sample_call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """`sample_inputs` as positional and keyword arguments."""
+        args, kwargs = tree_unflatten(list(self.sample_inputs), self._in_spec)
+        return args, kwargs
 
     @property
     def plan_cache(self) -> tuple[int, int]:
@@ -395,6 +396,21 @@ def _origins(entry: Entry) -> list[Origin]:
         if not isinstance(update, CopyUpdate):
             found += [update.index, update.source]
     return found
+
+
+def _callbacks(artifact: Artifact, entry: Entry) -> Callable[[Sequence[int]], list[Callback]]:
+    """Function that makes what the entry's plan calls back, for values of its symbols."""
+    if entry.functions is None:
+        return lambda _: []
+    from torch_hybrid_backend.artifact.functions import functions_from_text
+
+    functions_at = functions_from_text(artifact.content(entry.functions), [symbol.name for symbol in entry.symbols])
+
+    def at(values: Sequence[int]) -> list[Callback]:
+        functions = functions_at(values)
+        return [functions.get(called, _never) for called in range(max(functions, default=-1) + 1)]
+
+    return at
 
 
 def _never(_: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -4,8 +4,9 @@
     hybrid bench my_models.py:make --batch 1,8 --precision as-written,bf16,int8
     hybrid bench my_models.py:make --against eager,openvino --json bench.json --html bench.html
     hybrid bench my_models.py:make --train
+    hybrid bench model.hybrid --model my_models.py:make
 
-docs/bench.md explains the output.
+docs/bench.md explains the output. `bench.files` measures files.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from typing import Any, TextIO
 
 import torch
 
-from torch_hybrid_backend.bench import machine, page, table
+from torch_hybrid_backend.bench import files, machine, page, table
 from torch_hybrid_backend.bench.compare import Effort, compare, reference
 from torch_hybrid_backend.bench.factory_model import FactoryModel
 from torch_hybrid_backend.bench.peers import AS_WRITTEN, EAGER, FLOAT32, OURS, PRECISIONS, Peer, by_name
 from torch_hybrid_backend.bench.process import WorkerError
 from torch_hybrid_backend.bench.record import Group, Record, group_title, precision_title
+from torch_hybrid_backend.bench.saving import SUFFIXES
 from torch_hybrid_backend.config import shows_progress
 from torch_hybrid_backend.errors import ArgumentError, HybridError, failures
 from torch_hybrid_backend.factory import Factory
@@ -48,7 +50,8 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "target",
-        help="module:factory or script.py:factory; the factory returns (model, args[, kwargs]), the same in every process",
+        help="module:factory or script.py:factory; the factory returns (model, args[, kwargs]), the same in every process. Or a file that "
+        "`hybrid export` wrote, beside what other runtimes saved",
     )
     parser.add_argument(
         "--batch",
@@ -61,7 +64,6 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--precision",
         type=_names,
-        default=[precision_title(FLOAT32)],
         metavar="NAME,...",
         help=f"of {', '.join(map(precision_title, PRECISIONS))}; int8 is calibrated on the inputs; default: {precision_title(FLOAT32)}",
     )
@@ -69,7 +71,13 @@ def add_parser(commands: Any) -> None:
         "--against",
         type=_names,
         metavar="NAME,...",
-        help=f"of {', '.join(_short(name) for name in by_name() if name != OURS)}; default: all of them",
+        help=f"of {', '.join(_short(name) for name in by_name() if name != OURS)}; default: all of them. For a file: of "
+        f"{', '.join(files.OTHERS)}, or what they saved ({', '.join(SUFFIXES)})",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="TARGET",
+        help="for a file: the factory of the model that was exported, which the others are given",
     )
     parser.add_argument(
         "--train", action="store_true", help="time forward, backward and a step of SGD on eager, inductor and hybrid"
@@ -95,9 +103,13 @@ def run(parsed: argparse.Namespace, out: TextIO, known: Mapping[str, Peer] | Non
 
     known: the peers that can be named; default: all. Raises HybridError if nothing can be measured.
     """
+    if Path(parsed.target).suffix == ".hybrid":
+        return files.run(parsed, out, _write)
+    if parsed.model is not None:
+        raise ArgumentError(f"--model is for a .hybrid file, and {parsed.target} is none: leave it out")
     known = known or by_name()
     factory = Factory(parsed.target)
-    precisions = [_precision(name) for name in parsed.precision]
+    precisions = [_precision(name) for name in parsed.precision or [precision_title(FLOAT32)]]
     peers = _peers(parsed, known, precisions)
     for path in filter(None, (parsed.json, parsed.html, parsed.log)):
         _write(path, "", mode="w" if path == parsed.log else "a")  # fail now, not after minutes of timing

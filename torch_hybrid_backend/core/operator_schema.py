@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torch_hybrid_backend.errors import HybridError, failures
+from torch_hybrid_backend.sizes.size import Size
 from torch_hybrid_backend.torch_private import get_schema
 
 if TYPE_CHECKING:
     from torch_hybrid_backend.core.program import OperatorArgument, OperatorResult
 
-# Types of schemas that the C interface of PyTorch's dispatcher takes, by what src/steps/operator_call.cc calls them.
+# Types of schemas that the C interface of PyTorch's dispatcher takes, by what csrc/torch/operator.cc calls them.
 _WORDS = {
     "TensorType": "tensor",
     "IntType": "int",
@@ -37,7 +38,7 @@ _WORDS = {
     "DeviceObjType": "device",
 }
 _KINDS_OF_WORD: dict[str, type | tuple[type, ...]] = {
-    "int": int,
+    "int": (int, Size),
     "float": (int, float),
     "bool": bool,
     "str": str,
@@ -49,7 +50,7 @@ _KINDS_OF_WORD: dict[str, type | tuple[type, ...]] = {
 
 
 # Operators that the plan calls by AOTInductor's C functions, which take a number as a float (torch/csrc/inductor/aoti_torch/generated): the
-# dispatcher's C interface cannot. src/steps/operator_call.cc has the same.
+# dispatcher's C interface cannot. csrc/torch/operator.cc has the same.
 BY_C_FUNCTION = frozenset({"aten::_addmm_activation", "aten::_scaled_dot_product_cudnn_attention"})
 
 
@@ -129,4 +130,4 @@ def _described(kind: Any, value: OperatorArgument) -> list[Any]:
         return [word, buffer]
     if not isinstance(value, _KINDS_OF_WORD[word]) or (isinstance(value, bool) and word != "bool"):
         raise TypeError(f"{value!r} is no {word}")
-    return [word, value if isinstance(value, int | float | str) else str(value).removeprefix("torch.")]
+    return [word, value if isinstance(value, int | float | str | Size) else str(value).removeprefix("torch.")]

@@ -22,7 +22,7 @@ from torch_hybrid_backend.core.limits import MAX_ELEMENTS
 from torch_hybrid_backend.core.operator_schema import described_arguments, is_native
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.errors import REFUSED_VALUES
-from torch_hybrid_backend.sizes.size import Dim, evaluate, symbols
+from torch_hybrid_backend.sizes.size import Dim, Size, evaluate, symbols
 
 # In place of a buffer: a null pointer.
 NULL = -1
@@ -204,10 +204,10 @@ class DeviceLaunch(Step):
         }
 
 
-# An argument of an operator, by what its schema asks for. Lists are tuples.
+# An argument of an operator, by what its schema asks for. Lists are tuples; a number may be a size known only at run time.
 OperatorArgument = (
     TensorArgument
-    | int
+    | Dim
     | float
     | bool
     | str
@@ -259,12 +259,14 @@ class OperatorCall(Step):
     @property
     def sizes_used(self) -> tuple[Dim, ...]:
         of_tensors = ((*t.spec.shape, *t.spec.strides, t.offset) for t in self.tensors if t.spec is not None)
-        return tuple(size for sizes in of_tensors for size in sizes)
+        return (*_sizes(self.arguments), *(size for sizes in of_tensors for size in sizes))
 
     def at(self, values: Mapping[str, int]) -> OperatorCall:
         def argument(item: OperatorArgument) -> OperatorArgument:
             if isinstance(item, TensorArgument):
                 return item.at(values)
+            if isinstance(item, Size):
+                return evaluate(item, values)
             return tuple(map(argument, item)) if isinstance(item, tuple) else item
 
         results = tuple(r.at(values) if isinstance(r, TensorArgument) else r for r in self.results)
@@ -583,6 +585,14 @@ def _tensors(arguments: Sequence[OperatorArgument]) -> Sequence[TensorArgument]:
         elif isinstance(argument, tuple):
             found.extend(_tensors(argument))
     return found
+
+
+def _sizes(arguments: Sequence[OperatorArgument]) -> Iterator[Size]:
+    for argument in arguments:
+        if isinstance(argument, Size):
+            yield argument
+        elif isinstance(argument, tuple):
+            yield from _sizes(argument)
 
 
 def _flat(result: OperatorResult) -> tuple[int | None, ...]:

@@ -22,7 +22,7 @@ import torch
 from torch_hybrid_backend._version import __version__
 from torch_hybrid_backend.arguments import described, is_compiled
 from torch_hybrid_backend.artifact.calls import bits_in_words, finish
-from torch_hybrid_backend.artifact.functions import functions_to_text
+from torch_hybrid_backend.artifact.functions import functions_to_text, graph_of
 from torch_hybrid_backend.artifact.manifest import (
     CopyUpdate,
     Entry,
@@ -60,14 +60,16 @@ from torch_hybrid_backend.core.engine import LinkedLibrary
 from torch_hybrid_backend.core.hoisted_inputs import CallInput
 from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.core.program import KernelCall, OperatorCall
+from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.driver.hybrid_graph import HybridGraph
 from torch_hybrid_backend.driver.ready import Ready
 from torch_hybrid_backend.driver.session import Session, open_session
-from torch_hybrid_backend.driver.stages import Assignment
+from torch_hybrid_backend.driver.stages import Assignment, Executable, build_executable
 from torch_hybrid_backend.errors import ArgumentError, NotExportableError, failures
 from torch_hybrid_backend.progress import Progress
 from torch_hybrid_backend.report import Explanation, about_call
 from torch_hybrid_backend.runtime.executor import Executor, PlanOutput, SavedPlan
+from torch_hybrid_backend.runtime.operator_program import NotNativeError, operator_region
 from torch_hybrid_backend.runtime.plan_layout import StaticLayoutError
 from torch_hybrid_backend.runtime.symbolic_executor import SymbolicExecutor
 from torch_hybrid_backend.sizes.forms import linear
@@ -88,7 +90,8 @@ class ExportReport:
     """The outcome of an export. Prints as text.
 
     `python_parts`: what only Python can run, one text for each: `load` runs such a file, the runner refuses it. `needs_torch`: operators of
-    PyTorch's are among its steps. `sizes`: the ranges of those that may differ from call to call, one text for each.
+    PyTorch's are among its steps, which the runner needs LibTorch for. `sizes`: the ranges of those that may differ from call to call, one text
+    for each.
     """
 
     path: Path
@@ -104,7 +107,8 @@ class ExportReport:
             runs = "runs with torch_hybrid_backend.load; the runner without Python refuses it (not_exportable):"
             needs = "\n".join([runs, *(f"  {part}" for part in self.python_parts)])
         elif self.needs_torch:
-            needs = "runs with torch_hybrid_backend.load, which has PyTorch: it calls operators of PyTorch's"
+            version = torch.__version__
+            needs = f"runs with torch_hybrid_backend.load, and in the runner beside LibTorch {version}: it calls operators of PyTorch's"
         else:
             needs = "runs with torch_hybrid_backend.load, and in the runner without Python and PyTorch"
         sizes = "".join(f"serves {size}\n" for size in self.sizes)
@@ -133,7 +137,8 @@ def export(
     file needs no PyTorch. Under `dynamic_shapes` the file serves all sizes in their ranges; the sizes that it serves are in the report.
 
     A module that is called with several sets of sizes becomes one file with an entry for each: `args` is then a dict from the name of an entry
-    to the (args, kwargs) of its call. Entries share the weights, and the buffers that calls change. `load(path).entry(name)` calls one.
+    to the (args, kwargs) of its call, `dynamic_shapes` one from names to those of the entries that have some. Entries share the weights, and
+    the buffers that calls change. `load(path).entry(name)` calls one.
 
     Raises ArgumentError for what cannot be exported at all, NotExportableError for a model that no file can hold, ConfigError for settings, and
     OSError where the file cannot be written.
@@ -143,7 +148,8 @@ def export(
     path = check_path(Path(path))
     config = Config.from_env(os.environ).with_options(options, None)
     calls = _calls(model, args, kwargs)
-    programs = {entry: _program(model, *call, dynamic_shapes) for entry, call in calls.items()}
+    shapes = _shapes(args, dynamic_shapes)
+    programs = {entry: _program(model, *call, shapes.get(entry)) for entry, call in calls.items()}
     examples = {entry: _example(programs[entry], *call) for entry, call in calls.items()}
     return write_programs(model, programs, examples, path, config)
 
@@ -180,7 +186,8 @@ def write_programs(
             compiled = HybridGraph(graph.captured, session, config, tell, title)
             with torch.no_grad():
                 outputs = compiled(list(inputs))
-            exporter.add(entry, programs[entry], graph, compiled, inputs, outputs, flat)
+            plan = build_executable(compiled.assignment, inputs, config, without_python=True)
+            exporter.add(entry, programs[entry], graph, plan, inputs, outputs, flat)
         first = next(iter(calls.values()))
         about = about_call(model, *first) if callable(model) else {"model": name}
         with Progress("writing"):
@@ -221,6 +228,18 @@ def _calls(model: Any, args: Any, kwargs: Any) -> dict[str, tuple[Any, Any]]:
             "args of several entries is a dict of at least one name, and has their keyword arguments in it: leave out kwargs"
         )
     return dict(args)
+
+
+def _shapes(args: Any, dynamic_shapes: Any) -> Mapping[str, Any]:
+    """The `dynamic_shapes` of each entry that has some."""
+    if not isinstance(args, Mapping):
+        return {ENTRY: dynamic_shapes}
+    if not isinstance(dynamic_shapes or {}, Mapping) or (dynamic_shapes or {}).keys() - args.keys():
+        raise ArgumentError(
+            f"dynamic_shapes of several entries is a dict from names of entries ({', '.join(map(repr, args))}) to the dynamic_shapes of each: "
+            "{'prefill': ({1: Dim('n')}, None)}"
+        )
+    return dynamic_shapes or {}
 
 
 def _program(model: Any, args: Any, kwargs: Any, dynamic_shapes: Any) -> torch.export.ExportedProgram:
@@ -339,24 +358,26 @@ class _Exporter:
         name: str,
         program: torch.export.ExportedProgram,
         graph: ExportedGraph,
-        compiled: HybridGraph,
+        plan: Executable,
         inputs: Sequence[torch.Tensor],
         outputs: Sequence[Any],
         flat: Sequence[Any],
     ) -> None:
         """Add an entry. `inputs`, `outputs`: of the graph, in the call that chose its engines; `flat`: that call's arguments."""
-        executor = compiled.executor
+        executor = plan.executor
         limits: tuple[Limit, ...] = ()
         if isinstance(executor, SymbolicExecutor):
             saved, limits = _saved_for_any_sizes(executor, inputs)
         elif isinstance(executor, Executor):
             saved = executor.saved(inputs)
         else:
-            raise NotExportableError("its graph is run from Python, segment by segment; HYBRID_LOG=info says why")
-        self._take_libraries(compiled.assignment)
+            raise NotExportableError(
+                "its graph is run from Python, segment by segment, as graphs are whose sizes depend on data; HYBRID_LOG=info says why"
+            )
+        self._take_libraries(plan.assignment)
         steps = saved.description.steps
         description = dataclasses.replace(saved.description, titles=())
-        plan = self._writer.add_segment(
+        segment = self._writer.add_segment(
             "plan", f"plan.{name}", description.text(lambda _member, _path: LIBRARY).encode()
         )
         functions = None
@@ -366,9 +387,9 @@ class _Exporter:
         inputs_of_call = _input_forms(program, graph, flat)
         entry = Entry(
             name=name,
-            plan=plan,
+            plan=segment,
             functions=functions,
-            python_parts=_python_parts(compiled.assignment, saved),
+            python_parts=_python_parts(plan.assignment, saved),
             needs_torch=any(isinstance(step.step, OperatorCall) for step in steps),
             inputs=inputs_of_call,
             sources=tuple(map(origin, saved.inputs)),
@@ -518,12 +539,6 @@ def _saved_for_any_sizes(
         raise NotExportableError(
             f"it cannot be exported for many sizes: {error}; export it without dynamic_shapes"
         ) from error
-    if saved.functions:
-        raise NotExportableError(
-            "parts of it run in Python, which a file cannot hold for many sizes: export one file for each set of sizes, without dynamic_shapes"
-        )
-    if any(isinstance(output, Size) for output in saved.outputs):
-        raise NotExportableError("one of its results is a size known only at run time; return the tensor that has it")
     return saved, limits
 
 
@@ -598,19 +613,24 @@ def _structure(program: torch.export.ExportedProgram) -> Structure:
 
 
 def _python_parts(assignment: Assignment, saved: SavedPlan) -> tuple[str, ...]:
-    segments = assignment.partition.graph.segments
+    regions = {segment.region.name: segment.region for segment in assignment.partition.graph.segments}
     parts = []
     for number, function in saved.functions.items():
-        if number < len(segments):
-            region = segments[number].region
-            operators = dict.fromkeys(
-                str(node.target) for node in region.graph_module.graph.nodes if isinstance(node.target, OpOverload)
-            )
+        if graph_of(function) is not None:
+            region = regions[saved.regions[number]]
             where = f" ({region.source})" if region.source else ""
-            parts.append(f"{', '.join(operators)}{where}")
+            parts.append(f"{_why_python(region)}{where}")
         else:
             parts.append(str(getattr(function, "args", [function])[0]))
     return tuple(parts)
+
+
+def _why_python(region: Region) -> str:
+    try:
+        operator_region(region)
+    except NotNativeError as error:
+        return str(error)
+    return "an engine that is called from Python"
 
 
 def _input_forms(program: torch.export.ExportedProgram, graph: ExportedGraph, flat: Sequence[Any]) -> tuple[Form, ...]:
@@ -627,7 +647,7 @@ def _input_forms(program: torch.export.ExportedProgram, graph: ExportedGraph, fl
 def _form(name: str, value: Any) -> Form:
     if isinstance(value, torch.Tensor):
         return TensorForm(name, str(value.dtype).removeprefix("torch."), tuple(value.shape), value.stride())
-    if value is not None and not isinstance(value, bool | int | float | str):
+    if value is not None and not isinstance(value, bool | int | float | str | Size):
         raise NotExportableError(
             f"{name} is {described(value)}; inputs and outputs of a file are tensors, numbers, strings or None"
         )

@@ -52,6 +52,7 @@ from torch_hybrid_backend.passes.decompose import decompose
 from torch_hybrid_backend.progress import Progress, stepping
 from torch_hybrid_backend.runtime.constant_pool import release_unused
 from torch_hybrid_backend.runtime.executor import CompiledSegment, Executor, build_executor
+from torch_hybrid_backend.runtime.operator_program import NotNativeError, operator_region
 from torch_hybrid_backend.runtime.plan_layout import StaticLayoutError
 from torch_hybrid_backend.runtime.python_executor import PythonExecutor
 from torch_hybrid_backend.runtime.symbolic_executor import SizeRange, SymbolicExecutor
@@ -479,19 +480,21 @@ def _watched(region: Region, engine: str, compiled: CompiledRegion, config: Conf
     return compiled if compiled.program is not None else reported(compiled)
 
 
-def build_executable(assignment: Assignment, inputs: Sequence[Any], config: Config) -> Executable:
+def build_executable(
+    assignment: Assignment, inputs: Sequence[Any], config: Config, *, without_python: bool = False
+) -> Executable:
     """Build what runs every call from now on: one C++ plan, with the constants of a call's inputs, or where that cannot be the Python executor.
 
+    without_python: the plan itself calls the operators of segments that eager runs, where it can; their errors are then the plan's.
     Graphs with collectives run from Python (`docs/adr/0015-collectives.md`). Raises HybridError under `strict` where the plan cannot be built.
     """
     prepared, graph = assignment.prepared, assignment.partition.graph
     if prepared.has_collectives:
         return Executable(assignment, assignment.python_executor())
     build = build_executor if graph.is_static else SymbolicExecutor
+    runs = _as_operators(assignment) if without_python else assignment.runs
     try:
-        run = build(
-            graph, assignment.runs, prepared.hoisted.inputs, prepared.fold, assignment.titles, graphs=config.cuda_graphs
-        )
+        run = build(graph, runs, prepared.hoisted.inputs, prepared.fold, assignment.titles, graphs=config.cuda_graphs)
         run.bind(inputs)
     except StaticLayoutError as error:
         log.info("this graph runs from Python, segment by segment: %s", error)
@@ -509,6 +512,18 @@ def build_executable(assignment: Assignment, inputs: Sequence[Any], config: Conf
         eager.bind(inputs)
         return Executable(assignment, _UnlessCaptured(run, eager))
     return Executable(assignment, run)
+
+
+def _as_operators(assignment: Assignment) -> list[CompiledSegment]:
+    """Callables that run the segments; those of eager have programs where they can."""
+    runs: list[CompiledSegment] = []
+    for segment, run in zip(assignment.partition.graph.segments, assignment.runs, strict=True):
+        try:
+            runs.append(operator_region(segment.region) if run is segment.region.eager else run)
+        except NotNativeError as error:
+            log.info("Python runs %s: %s", segment.region.name, error)
+            runs.append(run)
+    return runs
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,11 +44,17 @@ class EagerGraph:
     def __init__(self, graph_module: torch.fx.GraphModule) -> None:
         self._traced = graph_module
         self._module: torch.fx.GraphModule | None = None  # what runs after the first run
+        self._uses_decompositions = False
 
     @property
     def traced(self) -> torch.fx.GraphModule:
         """The graph as it was traced."""
         return self._traced
+
+    @property
+    def uses_decompositions(self) -> bool:
+        """True if PyTorch's decompositions stood in for operators in the first run."""
+        return self._uses_decompositions
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """The graph's outputs. What an operator raises comes through unchanged."""
@@ -70,6 +76,7 @@ class EagerGraph:
         first = TracedRun(self._traced)
         outputs = _listed(first.run(*inputs))
         module = with_right_text(first.rewritten())
+        self._uses_decompositions = first.has_formulas
         LazyGraphModule.force_recompile(module)  # now, not in a run that is timed
         self._module = module
         return outputs
@@ -197,6 +204,11 @@ class TracedRun(torch.fx.Interpreter):
         if result is not value or (n.meta.get("loose_strides") and 1 in value.shape):
             self._restrided[n] = strides
         return result
+
+    @property
+    def has_formulas(self) -> bool:
+        """True if decompositions stood in for operators."""
+        return bool(self._formulas)
 
     def rewritten(self) -> torch.fx.GraphModule:
         """The graph with what its run showed written into it: the graph itself where that is nothing."""

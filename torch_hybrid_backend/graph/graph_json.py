@@ -1,8 +1,9 @@
 """A functional ATen graph as text, and back: for what is kept of AOTAutograd's work between processes, and for processes that build.
 
 Text (JSON), not a pickle: nothing that is read can run. An operator is looked up by name, in ATen, prims and torch.ao's operators on quantized
-tensors alone unless `any_operator` is set. What has no place in it raises `NotTextError`: symbolic sizes, sub-graphs, constants that are large
-or lie elsewhere than on the CPU.
+tensors alone unless `any_operator` is set. What has no place in it raises `NotTextError`: sub-graphs, constants that are large or lie elsewhere
+than on the CPU, and sizes known only at run time unless `sizes` collects them. With `sizes` the text is of a graph for any sizes: it takes and
+returns tensors alone, and is read at given sizes.
 
     text = graph_to_text(graph_module)
     same = graph_from_text(text, fake_mode)   # names, arguments, origins; meta["val"] of the same strides, sharing the same storages
@@ -13,15 +14,17 @@ from __future__ import annotations
 import base64
 import json
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.fx
 from torch.fx import Node
 
+from torch_hybrid_backend.core.tensor_spec import dim, is_computable
 from torch_hybrid_backend.graph.quantized import QUANTIZED
 from torch_hybrid_backend.graph.source import module_stack, with_module_stack
+from torch_hybrid_backend.sizes.size import Dim
 from torch_hybrid_backend.torch_private import (
     FakeTensor,
     FakeTensorMode,
@@ -34,32 +37,43 @@ NAMESPACES = ("aten", "prims", QUANTIZED)
 _OPS = ("placeholder", "get_attr", "call_function", "output")
 _MAX_CONSTANT_BYTES = 1 << 16  # of all lifted constants: they are small tables in the user's code
 _SINGLETONS: dict[type, str] = {torch.dtype: "dtype", torch.memory_format: "memory_format", torch.layout: "layout"}
+_SIZE = "$size"  # no keyword of an operator is named so
 
 
 class NotTextError(Exception):
     """The graph holds something that has no textual form; the message says what."""
 
 
-def graph_to_text(graph_module: torch.fx.GraphModule, *, any_operator: bool = False) -> bytes:
-    """The graph as JSON. `any_operator`: operators of other libraries have text too, by name. Raises NotTextError."""
-    writer = _Writer(graph_module, any_operator=any_operator)
+def graph_to_text(
+    graph_module: torch.fx.GraphModule, *, any_operator: bool = False, sizes: dict[Dim, int] | None = None
+) -> bytes:
+    """The graph as JSON. `any_operator`: operators of other libraries have text too, by name. Raises NotTextError.
+
+    sizes: where given, gets the sizes known only at run time, with their numbers; inputs and outputs that are numbers are left out.
+    """
+    writer = _Writer(graph_module, any_operator=any_operator, sizes=sizes)
     with unset_fake_temporarily():  # AOTAutograd is still tracing: a constant's contents would not be there
-        nodes = [writer.node(node) for node in graph_module.graph.nodes]
+        nodes = [writer.node(node) for node in graph_module.graph.nodes if not writer.is_size(node)]
     tables = {"traces": list(writer.traces), "stacks": list(writer.stacks), "constants": writer.constants}
     return json.dumps({"nodes": nodes, **tables}).encode()
 
 
-def graph_from_text(text: bytes, fake_mode: FakeTensorMode, *, any_operator: bool = False) -> torch.fx.GraphModule:
+def graph_from_text(
+    text: bytes, fake_mode: FakeTensorMode, *, any_operator: bool = False, sizes: Sequence[int] = ()
+) -> torch.fx.GraphModule:
     """The graph that `graph_to_text` wrote, its metadata in `fake_mode`. `any_operator`: operators of every library that is imported are known.
+    `sizes`: values of the sizes that were written apart, by number.
 
     Raises ValueError, KeyError, TypeError, IndexError, AttributeError or RuntimeError where the text is not one of a graph.
     """
-    return _Reader(json.loads(text), fake_mode, any_operator=any_operator).graph_module()
+    written = json.loads(text, object_hook=lambda each: sizes[each[_SIZE]] if _SIZE in each else each)
+    return _Reader(written, fake_mode, any_operator=any_operator).graph_module()
 
 
 class _Writer:
-    def __init__(self, graph_module: torch.fx.GraphModule, *, any_operator: bool) -> None:
+    def __init__(self, graph_module: torch.fx.GraphModule, *, any_operator: bool, sizes: dict[Dim, int] | None) -> None:
         self._any_operator = any_operator
+        self._sizes = sizes
         self.traces: dict[str, int] = {}
         self.stacks: dict[tuple[tuple[str, str], ...], int] = {}
         self.constants: dict[str, Any] = {}
@@ -67,17 +81,27 @@ class _Writer:
         self._storages: dict[int, int] = {}
         self._constant_bytes = 0
 
+    def is_size(self, node: Node) -> bool:
+        """True for a node whose value is written in its place, as a size."""
+        return self._sizes is not None and type(node.meta.get("val")) in (int, torch.SymInt)
+
     def node(self, node: Node) -> dict[str, Any]:
+        arguments: Any = node.args
         match node.op:
-            case "placeholder" | "output":
+            case "placeholder":
                 target = str(node.target)
+            case "output":
+                target = str(node.target)
+                if self._sizes is not None:
+                    outputs: Any = node.args[0]
+                    arguments = ([each for each in outputs if not isinstance(each, Node) or not self.is_size(each)],)
             case "get_attr":
                 target = self._constant(str(node.target))
             case "call_function":
                 target = _operator_name(node.target, any_operator=self._any_operator)
             case _:
                 raise NotTextError(f"{node.op} {node.target}")
-        written = {"op": node.op, "name": node.name, "target": target, "args": self._argument(node.args)}
+        written = {"op": node.op, "name": node.name, "target": target, "args": self._argument(arguments)}
         if node.kwargs:
             written["kwargs"] = self._argument(dict(node.kwargs))
         if "val" in node.meta:
@@ -105,7 +129,7 @@ class _Writer:
     def _argument(self, value: object) -> Any:
         """Numbers, strings and None as they are; lists, tuples and all else as an object with one entry that says what it is."""
         if isinstance(value, Node):
-            return {"node": value.name}
+            return self._size(value.meta["val"]) if self.is_size(value) else {"node": value.name}
         if value is None or type(value) in (bool, int, float, str):
             return value
         if isinstance(value, list | tuple):
@@ -129,11 +153,19 @@ class _Writer:
         if value.is_conj() or value.is_neg():
             raise NotTextError("a lazily conjugated or negated value")
         storage = value.untyped_storage()
-        numbers = [storage.nbytes(), value.storage_offset(), *value.shape, *value.stride()]
-        if not all(type(number) is int for number in numbers):
-            raise NotTextError("a size known only at run time")
+        numbers = list(map(self._size, [storage.nbytes(), value.storage_offset(), *value.shape, *value.stride()]))
         place = self._storages.setdefault(storage._cdata, len(self._storages))
         return {"tensor": [_name(value.dtype), str(value.device), place, value.dim(), *numbers]}
+
+    def _size(self, value: int | torch.SymInt) -> int | dict[str, int]:
+        size = dim(value)
+        if isinstance(size, int):
+            return size
+        if self._sizes is None:
+            raise NotTextError("a size known only at run time")
+        if not is_computable(size):
+            raise NotTextError(f"the size {value}, which depends on data")
+        return {_SIZE: self._sizes.setdefault(size, len(self._sizes))}
 
 
 class _Reader:

@@ -134,12 +134,14 @@ class PlanOutput:
 class SavedPlan:
     """A plan with all that its calls need, as data. Its sizes may be known only at run time; `outputs` may then be sizes as well.
 
-    `functions`: what its callbacks call, by number. `inputs`: of the plan, each an input of the call or a tensor that stays the same.
-    `slots`: the constants, by slot. `outputs`: of the graph; what is none of these types is returned as it is.
+    `functions`: what its callbacks call, by number, and `regions`: the names of the regions that these are for. `inputs`: of the plan, each an
+    input of the call or a tensor that stays the same. `slots`: the constants, by slot. `outputs`: of the graph; what is none of these types is
+    returned as it is.
     """
 
     description: PlanDescription
-    functions: Mapping[int, Callback]
+    functions: Mapping[int, Callback | AtSizes]
+    regions: Mapping[int, str]
     inputs: tuple[CallInput | torch.Tensor, ...]
     slots: tuple[torch.Tensor, ...]
     outputs: tuple[PlanOutput | CallInput | torch.Tensor | object, ...]
@@ -177,7 +179,7 @@ class GraphPlans:
         folded = {name for name, source in sources.items() if isinstance(source, FoldedValue)}
         computed = list(dict.fromkeys(o for o in outputs if isinstance(o, str) and o not in sources))
         self.layout = layout = lay_out(frozenset(inputs), constants | folded, pieces, computed, graphs=graphs)
-        self._functions = (*callbacks, *layout.functions)
+        self.functions = (*callbacks, *layout.functions)
         self._template = PlanTemplate(layout.description) if layout.symbols else None
         self.plan_sources = tuple(sources[name] for name in layout.inputs)
         self.outputs = tuple(_output(output, sources, computed) for output in outputs)
@@ -197,14 +199,14 @@ class GraphPlans:
 
         Raises HybridError where a kernel library cannot be loaded, and for sizes that contradict one another or do not fit in 64 bits.
         """
-        callbacks = tuple(each.at(values) if isinstance(each, AtSizes) else each for each in self._functions)
+        callbacks = tuple(each.at(values) if isinstance(each, AtSizes) else each for each in self.functions)
         outputs = tuple(evaluate(each, values) if isinstance(each, Size) else each for each in self.outputs)
         if self._template is None:
             plan, arena_bytes = Plan(self.layout.description, callbacks), self.layout.arena_bytes
         else:
             numbers = [values[symbol.name] for symbol in self.layout.symbols]
             plan, arena_bytes = self._template.at(numbers, callbacks)
-        return Executor(self, plan, callbacks, outputs, arena_bytes, self._constants_at(values))
+        return Executor(self, plan, outputs, arena_bytes, self._constants_at(values))
 
     def _constants_at(self, values: Mapping[str, int]) -> _Constants:
         sizes = tuple(values[symbol.name] for symbol in self._slot_sizes)
@@ -224,7 +226,7 @@ def cuda_graphs(layout: PlanLayout) -> tuple[tuple[str, ...], ...]:
 class Executor:
     """Runs one graph at known sizes. Threads may call it at once.
 
-    graph: that of the plan. callbacks: the plan's. outputs: where the graph's come from. arena_bytes: of all devices. constants: what
+    graph: that of the plan. outputs: where the graph's come from. arena_bytes: of all devices. constants: what
     fills its slots.
     """
 
@@ -232,14 +234,13 @@ class Executor:
         self,
         graph: GraphPlans,
         plan: Plan,
-        callbacks: Sequence[Callback],
         outputs: Sequence[PlanOutput | CallInput | FoldedValue | object],
         arena_bytes: int,
         constants: _Constants,
     ) -> None:
         self._layout = graph.layout
         self._plan = plan
-        self._callbacks = callbacks
+        self._functions_of_any = graph.functions
         self._outputs_of_any = graph.outputs
         self.arena_bytes = arena_bytes
         self._plan_sources = graph.plan_sources
@@ -295,10 +296,15 @@ class Executor:
         def source(of: object) -> object:
             return folded[of.index] if isinstance(of, FoldedValue) else of
 
-        called = {step.step.function for step in self._layout.steps if isinstance(step.step, CallbackStep)}
+        called = {
+            step.step.function: origins[0].region
+            for step, origins in zip(self._layout.steps, self._layout.origins, strict=True)
+            if isinstance(step.step, CallbackStep)
+        }
         return SavedPlan(
             self._layout.description,
-            {number: self._callbacks[number] for number in sorted(called)},
+            {number: self._functions_of_any[number] for number in sorted(called)},
+            called,
             tuple(map(source, self._plan_sources)),  # type: ignore[arg-type]
             tuple(slots),
             tuple(map(source, self._outputs_of_any)),

@@ -95,9 +95,9 @@ class SymbolicExecutor:
         """
         sizes = self._reader.read(inputs)
         run = self._plan_for(inputs)
-        if not isinstance(run, Executor):
-            raise StaticLayoutError("at these sizes the graph runs in eager")
         others = self._others(sizes)
+        if not isinstance(run, Executor):
+            raise StaticLayoutError(f"the graph runs in eager, because {self._laid_out[others]}")
         runs = [self._run_of(number, others) for number in range(len(self._segments))]
         programs = [program for run in runs if (program := getattr(run, "program", None)) is not None]
         return run.saved(inputs), tuple(limit for program in programs for limit in limits(program))
@@ -205,11 +205,11 @@ def _callback(segment: Segment, run: CompiledSegment, sizes: Mapping[str, Dim]) 
     if not any(name in sizes for name in (*segment.inputs, *segment.outputs)):
         return run
     given = tuple(sizes.get(name) for name in segment.inputs)
-    return _WithSizes(run, given, tuple(i for i, name in enumerate(segment.outputs) if name not in sizes))
+    return WithSizes(run, given, tuple(i for i, name in enumerate(segment.outputs) if name not in sizes))
 
 
 @dataclass(frozen=True, slots=True)
-class _WithSizes(AtSizes):
+class WithSizes(AtSizes):
     """Runs a segment on a plan's tensors and on sizes. `given`: its inputs, None for a tensor; `kept`: its outputs that are tensors, by
     number."""
 

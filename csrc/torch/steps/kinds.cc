@@ -5,13 +5,11 @@ namespace torch_hybrid_backend {
 
 // Each in its file in this folder.
 std::unique_ptr<Step> MakeLaunchGraph(const Json& description, PlanParts& plan);
-std::unique_ptr<Step> MakeOperatorCall(const Json& description, PlanParts& plan);
 std::unique_ptr<Step> MakeExternalCall(const Json& description, PlanParts& plan);
 std::unique_ptr<Step> MakeCallback(const Json& description, PlanParts& plan);
 
 std::span<const StepKind> OtherStepKinds() {
   static constexpr StepKind kKinds[] = {{"launch", &MakeDeviceLaunch},
-                                        {"operator", &MakeOperatorCall},
                                         {"external", &MakeExternalCall},
                                         {"callback", &MakeCallback},
                                         {"graph", &MakeLaunchGraph}};

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from loops.check import EVERYTHING, check, sample
 from loops.interpret import trace
@@ -107,3 +108,22 @@ def test_as_strided_of_gaps_is_refused(strides: tuple[int, ...], size: list[int]
     source.meta["val"] = torch.empty_strided((4, 3), strides)
     node.meta["val"] = torch.empty(size)
     assert not supports(node)
+
+
+@pytest.mark.parametrize(
+    ("view", "is_taken"),
+    [
+        (
+            lambda x: x.as_strided([x.shape[1], 1, x.shape[0]], [1, 7, x.shape[1]]),
+            True,
+        ),  # transposed, and a dimension more
+        (lambda x: x.as_strided(x.shape, [x.shape[1], 1]), True),
+        (lambda x: x.as_strided([x.shape[0]], [x.shape[1]]), False),
+        (lambda x: x.as_strided([x.shape[1], x.shape[0]], [x.shape[0], 1]), False),
+    ],
+)
+def test_as_strided_of_any_size(view: Callable[[torch.Tensor], torch.Tensor], is_taken: bool) -> None:
+    """A view of the input's own dimensions is taken where sizes are known only at run time, and no other."""
+    graph = make_fx(view, tracing_mode="symbolic")(torch.empty(5, 3)).graph
+    (node,) = graph.find_nodes(op="call_function", target=aten.as_strided.default)
+    assert bool(supports(node)) == is_taken

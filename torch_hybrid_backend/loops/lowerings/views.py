@@ -287,12 +287,19 @@ def pixel_unshuffle(ctx: Context, x: Value, downscale_factor: int) -> Value:
 def as_strided(
     ctx: Context, x: Value, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> Value:
-    """A view by the strides of the traced input. Refused unless those cover the input's elements densely, in any order."""
+    """A view by the strides of the traced input. Refused unless those cover the input's elements densely, in any order, or where sizes are
+    known only at run time, unless the view has the input's own dimensions."""
     node = ctx.node.args[0] if ctx.node is not None else None
     meta = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
     if not isinstance(meta, torch.Tensor):
         raise Refuse(Reason.ARGUMENT, "as_strided of something that is no tensor of the graph")
-    if not TensorSpec.of(meta).is_static or any(isinstance(n, Size) for n in (*size, *stride, *ctx.shape)):
+    spec = TensorSpec.of(meta)
+    if not spec.is_static or any(isinstance(n, Size) for n in (*size, *stride, *ctx.shape)):
+        axes = _axes(spec, size, stride) if storage_offset in (None, meta.storage_offset()) else None
+        if axes is not None:
+            return reindex(
+                x, ctx.shape, lambda index: tuple(as_index(0) if axis is None else index[axis] for axis in axes)
+            )
         raise Refuse(Reason.SYMBOLIC_SHAPE, "as_strided with sizes that are only known at run time")
     order = _memory_order(x.shape, tuple(meta.stride()))
     start = 0 if storage_offset is None else storage_offset - int(meta.storage_offset())
@@ -302,6 +309,21 @@ def as_strided(
     flat = reshaped(permuted(x, order), (math.prod(x.shape),))
     strides = tuple(int(s) for s in stride)
     return reindex(flat, ctx.shape, lambda index: (linear(index, strides) + start,))
+
+
+def _axes(spec: TensorSpec, size: Sequence[Dim], stride: Sequence[Dim]) -> list[int | None] | None:
+    """The view's dimension that each dimension of a tensor is, None for one of size 1; None where the view has others."""
+    axes: list[int | None] = [None] * len(spec.shape)
+    left = {axis: form for axis, form in enumerate(zip(spec.shape, spec.strides, strict=True)) if form[0] != 1}
+    for position, form in enumerate(zip(size, stride, strict=True)):
+        if form[0] == 1:
+            continue
+        axis = next((axis for axis, each in left.items() if each == form), None)
+        if axis is None:
+            return None
+        del left[axis]
+        axes[axis] = position
+    return None if left else axes
 
 
 def _memory_order(shape: tuple[Any, ...], strides: tuple[int, ...]) -> list[int] | None:

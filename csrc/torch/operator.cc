@@ -1,3 +1,5 @@
+#include "operator.h"
+
 #include <dlfcn.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/stableivalue_conversions.h>
@@ -5,11 +7,12 @@
 #include <algorithm>
 #include <optional>
 #include <stdexcept>
+#include <string>
 #include <string_view>
 #include <utility>
 #include <variant>
 
-#include "step.h"
+#include "dtype.h"
 
 namespace torch_hybrid_backend {
 namespace {
@@ -25,7 +28,7 @@ using torch::stable::detail::to;
 struct Argument;
 struct None {};
 struct TensorOf {
-  size_t value;
+  size_t number;  // among the tensors of a call
 };
 struct DeviceArgument {
   Device device;
@@ -63,16 +66,13 @@ T Named(const std::pair<std::string_view, T> (&names)[N], const std::string& nam
 }
 
 // ["int", 5], ["tensor", value], ["some", argument], ["list", [arguments]], ["none"]: the kind, and
-// what it is. `tensors` grows by the values it reads.
-Argument ReadArgument(const Json& description, PlanParts& plan, std::vector<size_t>& tensors) {
+// what it is. `tensors`: how many came before.
+Argument ReadArgument(const Json& description, size_t& tensors) {
   const std::vector<Json>& words = description.AsList();
   const std::string& kind = words.at(0).AsString();
   if (kind == "none") return {None{}};
   const Json& word = words.at(1);
-  if (kind == "tensor") {
-    tensors.push_back(plan.Tensor(word.AsInt(), "an operator reads", true));
-    return {TensorOf{tensors.back()}};
-  }
+  if (kind == "tensor") return {TensorOf{tensors++}};
   if (kind == "int") return {word.AsInt()};
   if (kind == "float") return {word.AsDouble()};
   if (kind == "bool") return {word.AsBool()};
@@ -81,31 +81,34 @@ Argument ReadArgument(const Json& description, PlanParts& plan, std::vector<size
   if (kind == "layout") return {Named(kLayouts, word.AsString())};
   if (kind == "memory_format") return {Named(kMemoryFormats, word.AsString())};
   if (kind == "device") return {DeviceArgument{Device::Named(word.AsString())}};
-  if (kind == "some") return {Some{{ReadArgument(word, plan, tensors)}}};
+  if (kind == "some") return {Some{{ReadArgument(word, tensors)}}};
   if (kind == "list") {
     List list;
-    for (const Json& item : word.AsList()) list.items.push_back(ReadArgument(item, plan, tensors));
+    for (const Json& item : word.AsList()) list.items.push_back(ReadArgument(item, tensors));
     return {std::move(list)};
   }
   throw std::runtime_error("operators take no argument of the kind \"" + kind + "\"");
 }
+
+// The tensors of a call.
+using Given = std::vector<const Tensor*>;
 
 // A call by one of AOTInductor's C functions: for what the dispatcher's C interface cannot pass
 // (Scalars), or returns wrongly (tensors among numbers). Gives the results of the schema that are
 // tensors, and an undefined one for each that is a number.
 class Shim {
  public:
-  using Tensors = std::vector<Tensor>;
+  using Tensors = Operator::Tensors;
   using Call = Tensors (*)(void* function, const std::vector<Argument>& arguments,
-                           const RunContext& context);
+                           const Given& given);
 
   // The one of that operator on the device; none (false) for an operator that needs none. Throws
   // where this torch does not have it.
   static Shim Find(const std::string& name, const Device& device);
 
   explicit operator bool() const { return call_ != nullptr; }
-  Tensors Run(const std::vector<Argument>& arguments, const RunContext& context) const {
-    return call_(function_, arguments, context);
+  Tensors Run(const std::vector<Argument>& arguments, const Given& given) const {
+    return call_(function_, arguments, given);
   }
 
  private:
@@ -113,8 +116,8 @@ class Shim {
   Call call_ = nullptr;
 };
 
-AtenTensorHandle HandleOf(const Argument& argument, const RunContext& context) {
-  return context.values.TensorOf(context.frame, std::get<TensorOf>(argument.value).value).get();
+AtenTensorHandle HandleOf(const Argument& argument, const Given& given) {
+  return given[std::get<TensorOf>(argument.value).number]->get();
 }
 
 const Argument* Optional(const Argument& argument) {
@@ -124,13 +127,13 @@ const Argument* Optional(const Argument& argument) {
 
 // (self, mat1, mat2, beta, alpha, use_gelu) -> result
 Shim::Tensors AddmmActivation(void* function, const std::vector<Argument>& arguments,
-                              const RunContext& context) {
+                              const Given& given) {
   using Function = AOTITorchError (*)(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, double,
                                       double, int32_t, AtenTensorHandle*);
   AtenTensorHandle result = nullptr;
   TORCH_ERROR_CODE_CHECK(reinterpret_cast<Function>(function)(
-      HandleOf(arguments.at(0), context), HandleOf(arguments.at(1), context),
-      HandleOf(arguments.at(2), context), std::get<double>(arguments.at(3).value),
+      HandleOf(arguments.at(0), given), HandleOf(arguments.at(1), given),
+      HandleOf(arguments.at(2), given), std::get<double>(arguments.at(3).value),
       std::get<double>(arguments.at(4).value), std::get<bool>(arguments.at(5).value), &result));
   return {Tensor(result)};
 }
@@ -138,21 +141,21 @@ Shim::Tensors AddmmActivation(void* function, const std::vector<Argument>& argum
 // (query, key, value, attn_bias, compute_log_sumexp, dropout_p, is_causal, return_debug_mask,
 // scale) -> (output, log_sumexp, 2 tensors, 2 numbers, 3 tensors)
 Shim::Tensors CudnnAttention(void* function, const std::vector<Argument>& arguments,
-                             const RunContext& context) {
+                             const Given& given) {
   using Function =
       AOTITorchError (*)(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*,
                          int32_t, double, int32_t, int32_t, double*, AtenTensorHandle*,
                          AtenTensorHandle*, AtenTensorHandle*, AtenTensorHandle*, int64_t*,
                          int64_t*, AtenTensorHandle*, AtenTensorHandle*, AtenTensorHandle*);
   const Argument* const given_bias = Optional(arguments.at(3));
-  AtenTensorHandle bias = given_bias == nullptr ? nullptr : HandleOf(*given_bias, context);
+  AtenTensorHandle bias = given_bias == nullptr ? nullptr : HandleOf(*given_bias, given);
   const Argument* const given_scale = Optional(arguments.at(8));
   double scale = given_scale == nullptr ? 0 : std::get<double>(given_scale->value);
   AtenTensorHandle results[9] = {};
   int64_t numbers[2] = {};
   TORCH_ERROR_CODE_CHECK(reinterpret_cast<Function>(function)(
-      HandleOf(arguments.at(0), context), HandleOf(arguments.at(1), context),
-      HandleOf(arguments.at(2), context), given_bias == nullptr ? nullptr : &bias,
+      HandleOf(arguments.at(0), given), HandleOf(arguments.at(1), given),
+      HandleOf(arguments.at(2), given), given_bias == nullptr ? nullptr : &bias,
       std::get<bool>(arguments.at(4).value), std::get<double>(arguments.at(5).value),
       std::get<bool>(arguments.at(6).value), std::get<bool>(arguments.at(7).value),
       given_scale == nullptr ? nullptr : &scale, &results[0], &results[1], &results[2], &results[3],
@@ -189,83 +192,56 @@ Shim Shim::Find(const std::string& name, const Device& device) {
   return shim;
 }
 
-// How the results of the schema become values: one tensor each, or a list of them. A tensor that
-// nobody reads, or that the operator leaves undefined, has no value.
-struct Result {
-  bool is_list;
-  std::vector<std::optional<size_t>> values;
-};
-
-// An operator of PyTorch, called through the dispatcher as eager calls it: on PyTorch's threads or
-// the caller's stream, its results new tensors.
-class OperatorCall final : public Step {
+// Through the dispatcher, as eager calls it: on PyTorch's threads or the caller's stream.
+class DispatcherCall final : public Operator {
  public:
-  OperatorCall(std::string name, std::string overload, Shim shim, std::vector<Argument> arguments,
-               std::vector<size_t> tensors, std::vector<Result> results)
+  DispatcherCall(std::string name, std::string overload, Shim shim, std::vector<Argument> arguments,
+                 std::vector<bool> results)
       : name_(std::move(name)),
         overload_(std::move(overload)),
         shim_(shim),
         arguments_(std::move(arguments)),
-        results_(std::move(results)),
-        touched_(std::move(tensors)) {
-    for (const Result& result : results_) {
-      for (const auto& value : result.values) {
-        if (value) touched_.push_back(*value);
-      }
-    }
-    const std::string shown = overload_.empty() ? name_ : name_ + "." + overload_;
-    from_ =
-        (results_.size() == 1 && !results_[0].is_list ? "the result of " : "a result of ") + shown;
-  }
+        is_list_(std::move(results)) {}
 
-  std::vector<size_t> Touched() const override { return touched_; }
-
-  bool Run(const RunContext& context) const override {
+  std::vector<Tensors> Call(const Given& given) const override {
+    std::vector<Tensors> taken;
+    taken.reserve(is_list_.size());
     if (shim_) {
-      Shim::Tensors tensors = shim_.Run(arguments_, context);
-      for (size_t i = 0; i < results_.size(); ++i) {
-        std::vector<Tensor> one{std::move(tensors.at(i))};
-        Receive(context, results_[i], one);
-      }
-      return true;
+      for (Tensor& tensor : shim_.Run(arguments_, given)) taken.push_back({std::move(tensor)});
+      return taken;
     }
     std::vector<StableIValue> stack;
-    stack.reserve(std::max(arguments_.size(), results_.size()));
-    for (const Argument& argument : arguments_) stack.push_back(Stable(argument, context));
-    stack.resize(std::max(arguments_.size(), results_.size()));
+    stack.reserve(std::max(arguments_.size(), is_list_.size()));
+    for (const Argument& argument : arguments_) stack.push_back(Stable(argument, given));
+    stack.resize(std::max(arguments_.size(), is_list_.size()));
     TORCH_ERROR_CODE_CHECK(
         torch_call_dispatcher(name_.c_str(), overload_.c_str(), stack.data(), TORCH_ABI_VERSION));
-    // All are taken before any is looked at: what is refused must not leave the others behind.
-    std::vector<std::vector<Tensor>> taken;
-    taken.reserve(results_.size());
-    for (size_t i = 0; i < results_.size(); ++i) {
-      taken.push_back(results_[i].is_list ? to<std::vector<Tensor>>(stack[i])
-                                          : std::vector<Tensor>{to<Tensor>(stack[i])});
-    }
-    for (size_t i = 0; i < results_.size(); ++i) Receive(context, results_[i], taken[i]);
-    return true;
+    // All are taken: none may be left behind.
+    for (size_t i = 0; i < is_list_.size(); ++i)
+      taken.push_back(is_list_[i] ? to<Tensors>(stack[i]) : Tensors{to<Tensor>(stack[i])});
+    return taken;
   }
 
  private:
-  static StableIValue Stable(const Argument& argument, const RunContext& context) {
+  static StableIValue Stable(const Argument& argument, const Given& given) {
     return std::visit(
         [&](const auto& value) -> StableIValue {
           using T = std::decay_t<decltype(value)>;
           if constexpr (std::is_same_v<T, None>) {
             return from(std::nullopt);
           } else if constexpr (std::is_same_v<T, TensorOf>) {
-            return from(context.values.TensorOf(context.frame, value.value));
+            return from(*given[value.number]);
           } else if constexpr (std::is_same_v<T, DeviceArgument>) {
             // As the C interface packs it: its own type of devices knows only the commonest.
             return static_cast<uint64_t>(static_cast<uint32_t>(value.device.index)) |
                    static_cast<uint64_t>(static_cast<uint32_t>(value.device.type)) << 32;
           } else if constexpr (std::is_same_v<T, Some>) {
-            return from(new StableIValue(Stable(value.value[0], context)));
+            return from(new StableIValue(Stable(value.value[0], given)));
           } else if constexpr (std::is_same_v<T, List>) {
             StableListHandle list = nullptr;
             TORCH_ERROR_CODE_CHECK(torch_new_list_reserve_size(value.items.size(), &list));
             for (const Argument& item : value.items)
-              TORCH_ERROR_CODE_CHECK(torch_list_push_back(list, Stable(item, context)));
+              TORCH_ERROR_CODE_CHECK(torch_list_push_back(list, Stable(item, given)));
             return from(static_cast<void*>(list));
           } else {
             return from(value);
@@ -274,55 +250,26 @@ class OperatorCall final : public Step {
         argument.value);
   }
 
-  void Receive(const RunContext& context, const Result& result,
-               std::vector<Tensor>& tensors) const {
-    if (tensors.size() != result.values.size()) {
-      throw std::runtime_error(from_ + " has " + std::to_string(tensors.size()) +
-                               " tensors instead of " + std::to_string(result.values.size()));
-    }
-    for (size_t i = 0; i < tensors.size(); ++i) {
-      if (result.values[i])
-        context.values.Receive(context.frame, *result.values[i], std::move(tensors[i]), from_);
-    }
-  }
-
   const std::string name_;
   const std::string overload_;
   const Shim shim_;
   const std::vector<Argument> arguments_;
-  const std::vector<Result> results_;
-  std::vector<size_t> touched_;
-  std::string from_;  // for errors
+  const std::vector<bool> is_list_;  // for each result of the schema
 };
-
-std::optional<size_t> ReadResult(const Json& value, PlanParts& plan) {
-  if (value.IsNull()) return std::nullopt;
-  return plan.Returned(value.AsInt(), "an operator");
-}
 
 }  // namespace
 
-// {"name": "namespace::operator", "overload", "arguments": in the order of its schema (see
-// ReadArgument), "results": for each result of the schema a value, null, or a list of these}
-std::unique_ptr<Step> MakeOperatorCall(const Json& description, PlanParts& plan) {
-  std::vector<size_t> tensors;
+std::unique_ptr<Operator> MakeOperator(const Json& description, const Device& device) {
+  size_t tensors = 0;
   std::vector<Argument> arguments;
   for (const Json& argument : description["arguments"].AsList())
-    arguments.push_back(ReadArgument(argument, plan, tensors));
-  std::vector<Result> results;
-  for (const Json& result : description["results"].AsList()) {
-    results.push_back({result.IsList(), {}});
-    if (!result.IsList()) {
-      results.back().values.push_back(ReadResult(result, plan));
-      continue;
-    }
-    for (const Json& value : result.AsList())
-      results.back().values.push_back(ReadResult(value, plan));
-  }
+    arguments.push_back(ReadArgument(argument, tensors));
+  std::vector<bool> is_list;
+  for (const Json& result : description["results"].AsList()) is_list.push_back(result.IsList());
   const std::string& name = description["name"].AsString();
-  return std::make_unique<OperatorCall>(name, description["overload"].AsString(),
-                                        Shim::Find(name, plan.device), std::move(arguments),
-                                        std::move(tensors), std::move(results));
+  return std::make_unique<DispatcherCall>(name, description["overload"].AsString(),
+                                          Shim::Find(name, device), std::move(arguments),
+                                          std::move(is_list));
 }
 
 }  // namespace torch_hybrid_backend
