@@ -10,6 +10,7 @@ The line needs no import of this package. What the package offers beside it:
     export(model, args, path)  a compiled model as one file, for other processes and machines
     export_generation(model, path, max_length=n)  a decoder of transformers as one file, for load(path).generate(ids)
     load(path)               the model from such a file, without tracing or compiling; sign(path, key)
+    serve.deployment(path)   a model from such a file behind HTTP, with Ray Serve (import torch_hybrid_backend.serve)
     wait_for_builds()        until nothing is built any more off the call (the setting `background`)
     bisect(model, x)         what in this backend makes a program wrong
     Config                   the settings

@@ -78,6 +78,14 @@ class ArtifactError(HybridError, ValueError):
     """A `.hybrid` file is damaged, is none, is not for this machine, or others may write to it."""
 
 
+class RequestError(HybridError, ValueError):
+    """A server was sent a request that it does not answer. `status`: of HTTP."""
+
+    def __init__(self, why: str, status: int = 400) -> None:
+        super().__init__(why)
+        self.status = status
+
+
 class PassError(HybridError):
     """A graph pass broke an invariant; the message names the pass and those before it."""
 

@@ -92,7 +92,7 @@ def test_blocks_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     examples = list(document)
     languages = _FENCE.findall(document.text)[::2]  # every other fence ends a block
     # C++ is compiled by tests/runner/test_runner.py.
-    assert set(languages) <= {"python", "shell", "text", "dockerfile", "cpp"}, (
+    assert set(languages) <= {"python", "shell", "text", "dockerfile", "cpp", "yaml"}, (
         "a block that says no more than its language"
     )
     shown = sum(document.text[example.start : example.end].lstrip().startswith("```") for example in examples)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import torch_hybrid_backend
-from tests.artifact.exported_for_tests import FAST
+from tests.artifact.decoder_for_tests import exported_decoder
 from torch_hybrid_backend.cli import main
 
 _SCRIPT = """
@@ -72,33 +72,7 @@ def test_bench(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The file of a small Llama, and a tokenizer of letters and a few pairs."""
-    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
-    folder = tmp_path_factory.mktemp("generation")
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=290,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-    )
-    tokenizer.train_from_iterator(["the cat and the dog", "the dog and the cat"], trainer)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        eos_token_id=1,
-        bos_token_id=0,
-    )
-    model = transformers.LlamaForCausalLM(config).eval()
-    torch_hybrid_backend.export_generation(
-        model, folder / "model.hybrid", max_length=32, prefill_length=8, options=FAST
-    )
-    return folder / "model.hybrid", folder / "tokenizer.json"
+    return exported_decoder(tmp_path_factory.mktemp("generation"))
 
 
 def test_generate(decoder: tuple[Path, Path]) -> None:

@@ -20,7 +20,7 @@ _QUICK = {"resnet50", "mobilenet_v2", "bert_base", "gpt2", "minilm", "lstm"}
 @pytest.fixture
 def exactly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has `load` compare the sample call bit for bit."""
-    monkeypatch.setattr(artifact_model, "_is_close", lambda result, expected, _: torch.equal(result, expected))
+    monkeypatch.setattr(artifact_model, "is_close", lambda result, expected, _: torch.equal(result, expected))
 
 
 @pytest.mark.usefixtures("exactly")

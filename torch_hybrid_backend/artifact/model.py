@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import json
 import os
 import threading
@@ -83,8 +84,7 @@ class LoadedModel:
                 f"and use torch {self._manifest.torch} and torch_hybrid_backend {self._manifest.package}, which wrote it"
             ) from error
         self._default = self._entries[self._manifest.entries[0].name]
-        for sample in self._manifest.samples:
-            self._check_sample(sample, memory)
+        self.check()
         self._generator = None
         if (settings := self._manifest.generation) is not None:
             from torch_hybrid_backend.artifact.generation import TextGenerator
@@ -107,6 +107,22 @@ class LoadedModel:
             raise ArgumentError(f"{self._path} has no entry {name!r}; it has {', '.join(map(repr, self._entries))}")
         found = self._entries[name]
         return lambda *args, **kwargs: found(args, kwargs)
+
+    @property
+    def manifest(self) -> Manifest:
+        """All that the file says of itself."""
+        return self._manifest
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the manifest, which has the checksum of every segment, as hexadecimal digits: equal files have equal digests."""
+        return hashlib.sha256(self._artifact.manifest.encode()).hexdigest()
+
+    def check(self) -> None:
+        """Make the sample calls of the file, and set the states back. Raises ArtifactError where results are others than in the file."""
+        with self._lock:
+            for sample in self._manifest.samples:
+                self._check_sample(sample, self._memory)
 
     def flat_entry(self, name: str | None = None) -> LoadedEntry:
         """The entry of that name, or the first, as a function of flat arguments. Raises ArgumentError as `entry` does."""
@@ -188,7 +204,7 @@ class LoadedModel:
         inputs = [value.clone() if isinstance(value, torch.Tensor) else value for value in entry.sample_inputs]
         results = entry.run(inputs)
         for number, result in zip(sample.outputs, results, strict=True):
-            if number is not None and not _is_close(result, memory.constant(number), sample.tolerance):
+            if number is not None and not is_close(result, memory.constant(number), sample.tolerance):
                 raise ArtifactError(
                     f"{self._path}: the sample call of {sample.entry} has other results on this machine than in the file: "
                     "export the model again on a machine of this kind"
@@ -248,7 +264,7 @@ class LoadedEntry:
         self.entry = entry
         self._path = path
         callbacks = _callbacks(artifact, entry)
-        self._at: Callable[[tuple[int, ...]], _AtSizes] | None = None
+        self._at: functools._lru_cache_wrapper[_AtSizes] | None = None
         if entry.symbols:
             self._at = functools.lru_cache(_MOST_KEPT)(_AtSizes.maker(entry, SizedPlans(artifact, number), callbacks))
             self._example = self._at(tuple(symbol.example for symbol in entry.symbols))
@@ -275,6 +291,14 @@ class LoadedEntry:
         """`sample_inputs` as positional and keyword arguments."""
         args, kwargs = tree_unflatten(list(self.sample_inputs), self._in_spec)
         return args, kwargs
+
+    @property
+    def plan_cache(self) -> tuple[int, int]:
+        """Calls whose sizes had a plan, and calls that made one; zeros for an entry of one set of sizes."""
+        if self._at is None:
+            return 0, 0
+        told = self._at.cache_info()
+        return told.hits, told.misses
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
@@ -393,7 +417,8 @@ def _never(_: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     raise AssertionError("the plan calls no such function")
 
 
-def _is_close(result: object, expected: torch.Tensor, tolerance: float) -> bool:
+def is_close(result: object, expected: torch.Tensor, tolerance: float) -> bool:
+    """True if a result equals a tensor up to `tolerance`, a share of the largest absolute value in that."""
     if not isinstance(result, torch.Tensor) or (result.shape, result.dtype) != (expected.shape, expected.dtype):
         return False
     if torch.equal(result, expected) or result.numel() == 0:

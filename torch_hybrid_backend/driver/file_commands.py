@@ -7,7 +7,7 @@ import json
 import re
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,6 +18,7 @@ import torch
 from torch_hybrid_backend.artifact.manifest import Entry, Form, LiteralForm, Manifest
 from torch_hybrid_backend.artifact.model import load
 from torch_hybrid_backend.artifact.signing import sign as sign_file
+from torch_hybrid_backend.artifact.tokenizer import open_tokenizer, token_texts
 from torch_hybrid_backend.core.precision import PRECISIONS
 from torch_hybrid_backend.core.units import time_in_words
 from torch_hybrid_backend.errors import ArgumentError, failures
@@ -205,7 +206,7 @@ def run(parsed: argparse.Namespace, out: TextIO) -> int:
 def generate(parsed: argparse.Namespace, out: TextIO) -> int:
     """Run `hybrid generate`."""
     _set_threads(parsed.threads)
-    tokenizer = None if parsed.tokenizer is None else _tokenizer(parsed.tokenizer)
+    tokenizer = None if parsed.tokenizer is None else open_tokenizer(parsed.tokenizer)
     ids = _prompt_ids(parsed, tokenizer)
     stops = None if parsed.stop is None else [_stop_id(each, tokenizer) for each in parsed.stop]
     model = load(parsed.file, keys=parsed.key)
@@ -218,11 +219,11 @@ def generate(parsed: argparse.Namespace, out: TextIO) -> int:
         seed=parsed.seed,
         stop_tokens=stops,
     )
-    in_words = _token_in_words(tokenizer)
+    text_of = token_texts(tokenizer)
     times = [time.perf_counter()]
     for token in tokens:
         times.append(time.perf_counter())
-        out.write(in_words(token))
+        out.write(text_of(token))
         out.flush()
     read_s, write_s = times[1] - times[0], times[-1] - times[1]
     told = f"\n{len(ids)} prompt tokens, {len(ids) / read_s:.1f} tokens/s; {len(times) - 1} new tokens"
@@ -277,19 +278,6 @@ def _set_threads(count: int | None) -> None:
         torch.set_num_threads(count)
 
 
-def _tokenizer(path: Path) -> Any:
-    try:
-        from tokenizers import Tokenizer
-    except ModuleNotFoundError as error:
-        raise ArgumentError(
-            "--tokenizer needs the package tokenizers: pip install tokenizers; or give --ids"
-        ) from error
-    try:
-        return Tokenizer.from_file(str(path))
-    except failures(Exception) as error:  # tokenizers raises Exception itself
-        raise ArgumentError(f"--tokenizer {path} is no tokenizer.json that can be read: {error}") from error
-
-
 def _prompt_ids(parsed: argparse.Namespace, tokenizer: Any) -> list[int]:
     if parsed.prompt is not None:
         if tokenizer is None:
@@ -314,16 +302,6 @@ def _stop_id(given: str, tokenizer: Any) -> int:
             f"--stop {given} {known}; give the id of a token, or the text of one token of the vocabulary"
         )
     return found
-
-
-def _token_in_words(tokenizer: Any) -> Callable[[int], str]:
-    """Function that takes each new token and returns the text that can be shown since: of some letters only the last token makes a text."""
-    if tokenizer is None:
-        return lambda token: f"{token} "
-    from tokenizers.decoders import DecodeStream
-
-    stream = DecodeStream(skip_special_tokens=True)
-    return lambda token: stream.step(tokenizer, token) or ""
 
 
 def _inputs(entry: Entry, sample: Sequence[Any], given: Sequence[str]) -> list[Any]:
