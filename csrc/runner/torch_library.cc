@@ -21,7 +21,7 @@ const TorchFunctions* opened = nullptr;  // set once, under the mutex
 // The first three numbers of a version: of "2.13.0+cpu", or of LibTorch's 0x020d00....
 using Version = std::array<unsigned, 3>;
 
-Version VersionIn(const std::string& text) {
+Version VersionNamed(const std::string& text) {
   Version version{};
   std::sscanf(text.c_str(), "%u.%u.%u", &version[0], &version[1], &version[2]);
   return version;
@@ -58,7 +58,7 @@ const TorchFunctions* Open(const std::string& torch, const std::string& folder,
                              ": " + cure + ", or open the file by torch_hybrid_backend.load");
   };
   const std::string where =
-      "install torch " + Shown(VersionIn(torch)) +
+      "install torch " + Shown(VersionNamed(torch)) +
       " and name the folder of its libtorch_cpu.so, by torch_folder of HybridOptions, --torch of "
       "hybrid-run or LD_LIBRARY_PATH";
   // Not closed: the library is linked to it.
@@ -88,8 +88,8 @@ void OpenTorch(const std::string& torch, const std::string& folder,
   const std::lock_guard<std::mutex> lock(mutex);
   if (opened == nullptr) opened = Open(torch, folder, operators);
   const Version there = VersionOf(opened->torch_version);
-  if (there != VersionIn(torch)) {
-    throw std::runtime_error("it holds operators of torch " + Shown(VersionIn(torch)) + " (" +
+  if (there != VersionNamed(torch)) {
+    throw std::runtime_error("it holds operators of torch " + Shown(VersionNamed(torch)) + " (" +
                              operators() + "), and this is LibTorch " + Shown(there) +
                              ": give that version's, or export the model again with this one");
   }

@@ -533,7 +533,7 @@ class Reader {
   std::unordered_map<std::string, size_t> entries_;
 };
 
-size_t CountIn(const Json& plan, const char* member) {
+size_t BoundedCount(const Json& plan, const char* member) {
   return static_cast<size_t>(Bounded(plan[member], Json::kMostUntrustedValues, member));
 }
 
@@ -589,8 +589,8 @@ void CheckControlFlow(const Json& step, bool is_loop, const std::vector<TensorFo
 // constants.
 PlanOutline ReadOutline(const Json& json, const std::vector<PlanOutline>& inner,
                         std::vector<int64_t>& slot_bytes) {
-  PlanOutline outline{CountIn(json, "inputs"), {}, {}, {}, {}};
-  if (CountIn(json, "constants") != slot_bytes.size())
+  PlanOutline outline{BoundedCount(json, "inputs"), {}, {}, {}, {}};
+  if (BoundedCount(json, "constants") != slot_bytes.size())
     Refuse("it has other constants than the plan that it is of");
   // Sums of what is bounded here fit in 64 bits where the plan is built.
   for (const Json& arena : json["arenas"].AsList()) {
@@ -723,7 +723,7 @@ Entry EntryAt(const Manifest& manifest, const Entry& entry, const std::vector<in
 }
 
 PlanOutline OutlineOf(const Json& json) {
-  std::vector<int64_t> slot_bytes(CountIn(json, "constants"));
+  std::vector<int64_t> slot_bytes(BoundedCount(json, "constants"));
   std::vector<PlanOutline> inner;
   if (const Json* const plans = json.Find("plans")) {
     for (const Json& plan : plans->AsList()) {
