@@ -242,7 +242,7 @@ class Config:
             _boolean,
             "0, 1",
             "run regions by kernels also where operators of PyTorch's are faster, in eager or in place of a kernel; `export` sets this, so "
-            "that a file needs no PyTorch",
+            "that few files need PyTorch",
         ),
     )
     measure_budget_s: float = dataclasses.field(

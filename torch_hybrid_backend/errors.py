@@ -75,7 +75,8 @@ class NotExportableError(HybridError, ValueError):
 
 
 class ArtifactError(HybridError, ValueError):
-    """A `.hybrid` file is damaged, is none, is not for this machine, or others may write to it."""
+    """A `.hybrid` file cannot be used: it is damaged or none, no given key signed it, it is for another machine or version of PyTorch, its
+    sample call has other results here, or others may write to it."""
 
 
 class RequestError(HybridError, ValueError):

@@ -55,7 +55,7 @@ std::string WhyPython(const Entry& entry) {
   return why;
 }
 
-// The names of the operators of PyTorch's that a plan calls, each once.
+// The names of the operators of PyTorch that a plan calls, each once.
 std::string OperatorsOf(const Artifact& artifact, size_t plan) {
   const std::span<uint8_t> text = artifact.SegmentBytes(plan);
   Json json = Json::ParseUntrusted({reinterpret_cast<const char*>(text.data()), text.size()});

@@ -54,6 +54,7 @@ def _entry(**changed: Any) -> dict[str, Any]:
             "| equal | refused | `aten.a`, `aten.b` |",
             True,
         ),
+        ({"needs_torch": True, "in_runner": False}, "| equal | not compared | calls operators of PyTorch |", True),
         ({"wrong": "call 1: far"}, "| wrong | | call 1: far |", False),
         ({"raises": "ValueError: a | b"}, "| raises | | ValueError: a \\| b |", False),
         ({"refused": "cannot; the error before this one has the rest"}, "| no file | | cannot |", False),

@@ -171,7 +171,7 @@ class SizeSymbol:
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A function of the model. `functions`: the segment of what only Python can run, None where there is nothing such; `python_parts` tells
-    people what each is, and the user's line. `needs_torch`: the plan calls operators of PyTorch's.
+    people what each is, and the user's line. `needs_torch`: the plan calls operators of PyTorch.
 
     `symbols`: of an entry for many sizes; sizes, strides and offsets are then written as `Size`s, and read as what they are at the examples.
     `any_sizes`: such an entry as it stands in the file.

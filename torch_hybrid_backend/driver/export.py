@@ -85,7 +85,7 @@ class ExportReport:
     """The outcome of an export. Prints as text.
 
     `python_parts`: what only Python can run, one text for each: `load` runs such a file, the runner refuses it. `needs_torch`: operators of
-    PyTorch's are among its steps, which the runner needs LibTorch for. `sizes`: the ranges of those that may differ from call to call, one text
+    PyTorch are among its steps, which the runner needs LibTorch for. `sizes`: the ranges of those that may differ from call to call, one text
     for each.
     """
 
@@ -103,7 +103,7 @@ class ExportReport:
             needs = "\n".join([runs, *(f"  {part}" for part in self.python_parts)])
         elif self.needs_torch:
             version = torch.__version__
-            needs = f"runs with torch_hybrid_backend.load, and in the runner beside LibTorch {version}: it calls operators of PyTorch's"
+            needs = f"runs with torch_hybrid_backend.load, and in the runner beside LibTorch {version}: it calls operators of PyTorch"
         else:
             needs = "runs with torch_hybrid_backend.load, and in the runner without Python and PyTorch"
         sizes = "".join(f"serves {size}\n" for size in self.sizes)
@@ -128,8 +128,8 @@ def export(
     model: a module, as it is to be called (`model.eval()`), an `ExportedProgram`, or a `.pt2` file of one. args, kwargs: a call of it; engines
     are chosen on these inputs, as in the first call of a compiled model, and the call is kept in the file as a sample. None: those that the
     program was exported with. dynamic_shapes: as for `torch.export.export`. options: settings, as for `torch.compile`; under `precision`
-    weights are stored in the form that kernels read. Regions stay with kernels even where an operator of PyTorch's would be faster, so that the
-    file needs no PyTorch. Under `dynamic_shapes` the file serves all sizes in their ranges; the sizes that it serves are in the report.
+    weights are stored in the form that kernels read. Regions stay with kernels even where an operator of PyTorch's would be faster, so that
+    the runner needs PyTorch for few files. Under `dynamic_shapes` the file serves all sizes in their ranges, which are in the report.
 
     A module that is called with several sets of sizes becomes one file with an entry for each: `args` is then a dict from the name of an entry
     to the (args, kwargs) of its call, `dynamic_shapes` one from names to those of the entries that have some. Entries share the weights, and

@@ -249,7 +249,7 @@ def inspect(parsed: argparse.Namespace, out: TextIO) -> int:
         lines += [f"  serves {each}" for each in entry.served]
         lines += [f"  needs Python for {part}" for part in entry.python_parts]
         if entry.needs_torch:
-            lines.append("  calls operators of PyTorch's")
+            lines.append("  calls operators of PyTorch")
     lines += [f"state: {state.name}, {_bytes(manifest, state.constant)}" for state in manifest.states]
     if (text := manifest.generation) is not None:
         stops = f"stops behind {', '.join(map(str, text.stop_tokens))}" if text.stop_tokens else "has no stop tokens"

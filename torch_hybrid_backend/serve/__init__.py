@@ -1,4 +1,4 @@
-"""Serving of `.hybrid` files on Ray Serve (`pip install 'torch_hybrid_backend[serve]'`), which is imported on first use.
+"""Serving of `.hybrid` files on Ray Serve (`pip install 'torch-hybrid-backend[serve]'`), which is imported on first use.
 
 from ray import serve
 from torch_hybrid_backend.serve import deployment
@@ -65,5 +65,5 @@ def check_installed() -> None:
     """Raise ArgumentError where Ray Serve is not installed."""
     if find_spec("ray") is None or find_spec("starlette") is None:
         raise ArgumentError(
-            "serving needs Ray Serve, which is not installed: pip install 'torch_hybrid_backend[serve]'"
+            "serving needs Ray Serve, which is not installed: pip install 'torch-hybrid-backend[serve]'"
         )

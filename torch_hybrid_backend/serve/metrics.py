@@ -33,7 +33,7 @@ class Metrics:
         self._rows = Histogram("hybrid_batch_rows", "Rows of joined requests.", _ROWS, ("model",))
         self._engine = Histogram("hybrid_engine_seconds", "Seconds of a batch in the model.", _SECONDS, ("model",))
         self._waiting = Gauge("hybrid_waiting", "Requests in a replica that have no answer yet.", ("model",))
-        self._python = Gauge("hybrid_fallback_parts", "Parts of the model that PyTorch runs.", ("model",))
+        self._python = Gauge("hybrid_fallback_parts", "Parts of the model that only Python can run.", ("model",))
         self._hits = Gauge("hybrid_plan_cache_hits", "Calls whose sizes had a plan.", ("model",))
         self._misses = Gauge("hybrid_plan_cache_misses", "Calls that made a plan for their sizes.", ("model",))
         self._artifact = Gauge("hybrid_artifact", "1 for the file that is served, by its digest.", labels)
