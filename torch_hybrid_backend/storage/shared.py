@@ -6,7 +6,8 @@ The header has the suffix of the entry's file, the checksum of kind, key and con
 signature of kind, key, suffix and content, in hexadecimal. An entry counts if a trusted key signed it, or if it lies in a folder that only this
 user or root can write. All else is a miss, with a warning. Look-ups never write.
 
-A location that does not answer within two seconds is not asked again by this process.
+A look-up that takes more than two seconds is given up, and its location is not asked again by this process; `pull` waits. What has more than
+4 GiB is no entry.
 """
 
 from __future__ import annotations
