@@ -80,10 +80,11 @@ class ArtifactError(HybridError, ValueError):
 
 
 class RequestError(HybridError, ValueError):
-    """A server was sent a request that it does not answer. `status`: of HTTP."""
+    """A server was sent a request that it does not answer. `status`: of HTTP. The message is cut at 2000 letters, as it quotes the request."""
 
     def __init__(self, why: str, status: int = 400) -> None:
-        super().__init__(why)
+        most = 2000
+        super().__init__(why if len(why) <= most else f"{why[: most - 3]}...")
         self.status = status
 
 

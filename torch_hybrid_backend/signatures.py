@@ -65,9 +65,9 @@ def signature(key: Ed25519PrivateKey, message: bytes) -> tuple[bytes, bytes]:
 
 def is_signed(key: bytes, signed: bytes, message: bytes) -> bool:
     """True if `signed` is a signature of the message by the private key of a public one."""
+    _, ed25519 = _cryptography("check signatures")
     from cryptography.exceptions import InvalidSignature
 
-    _, ed25519 = _cryptography("check signatures")
     try:
         ed25519.Ed25519PublicKey.from_public_bytes(key).verify(signed, message)
     except InvalidSignature:

@@ -60,7 +60,7 @@ std::string OperatorsOf(const Artifact& artifact, size_t plan) {
   const std::span<uint8_t> text = artifact.SegmentBytes(plan);
   Json json = Json::ParseUntrusted({reinterpret_cast<const char*>(text.data()), text.size()});
   std::vector<std::string> names;
-  json.Visit([&](const Json& part) {  // steps may lie within steps
+  json.Visit([&](const Json& part) {  // plans have plans within them
     const Json* const kind = part.IsObject() ? part.Find("kind") : nullptr;
     if (kind == nullptr || !kind->IsString() || kind->AsString() != "operator") return;
     const std::string& name = part["name"].AsString();

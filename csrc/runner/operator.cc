@@ -73,7 +73,7 @@ HandedTensor Handed(const Tensor& tensor) {
 
 class TorchOperator final : public Operator {
  public:
-  TorchOperator(const Json& description)
+  explicit TorchOperator(const Json& description)
       : name_(description["name"].AsString()), torch_(Torch()), made_(Make(description)) {}
   ~TorchOperator() override { torch_.free(made_); }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import re
 import subprocess
@@ -18,6 +19,7 @@ from torch.nn import functional
 
 import torch_hybrid_backend
 from tests.artifact.exported_for_tests import exported, forged, manifest_of
+from tests.runtime.hybrid_files import small_file
 from torch_hybrid_backend.errors import ArgumentError, ArtifactError, NotExportableError, RefusedValuesError
 
 ROOT = Path(__file__).parents[2]
@@ -354,6 +356,39 @@ def test_operators_are_bound_to_a_version_of_pytorch(tmp_path: Path, monkeypatch
         ArtifactError, match=rf"holds operators of torch {re.escape(written_by)}, and this is torch 2\.99\.0"
     ):
         torch_hybrid_backend.load(sorts.path)
+
+
+@pytest.mark.parametrize(
+    ("functions", "said"),
+    [
+        ("[" * 100_000, "recursion"),
+        ('{"functions": {"0": {"random": ["no device", []]}}, "sizes": []}', "no device"),
+        ('{"functions": {"0": {"random": ["cpu", [3]]}}, "sizes": []}', "out of (range|bounds)"),
+    ],
+)
+def test_functions_that_are_none_are_an_error_with_the_files_name(functions: str, said: str, tmp_path: Path) -> None:
+    """Whatever the segment of functions holds, under right checksums."""
+    file, path = small_file(), tmp_path / "small.hybrid"
+    file.segments["functions.forward"] = "functions", functions.encode()
+    file.manifest["torch"] = torch.__version__
+    file.manifest["entries"][0].update(functions="functions.forward", python_parts=["a part"])
+    path.write_bytes(file.to_bytes())
+    with pytest.raises(ArtifactError, match=rf"^{re.escape(str(path))} names something that .*{said}"):
+        torch_hybrid_backend.load(path)
+
+
+def test_a_plan_that_could_never_run_is_told_as_such(tmp_path: Path) -> None:
+    """Not as something that this installation lacks."""
+    file, path = small_file(), tmp_path / "small.hybrid"
+    kind, content = file.segments["plan.forward"]
+    plan = json.loads(content)
+    plan["steps"][0]["destination"] = 1
+    file.segments["plan.forward"] = kind, json.dumps(plan).encode()
+    path.write_bytes(file.to_bytes())
+    with pytest.raises(ArtifactError) as caught:
+        torch_hybrid_backend.load(path)
+    assert "this installation" not in str(caught.value)
+    assert str(caught.value).count(str(path)) == 1
 
 
 def test_memory_is_free_when_the_model_is_gone(tmp_path: Path) -> None:

@@ -188,7 +188,16 @@ def test_a_graph_that_cannot_be_pickled_is_named(tmp_path: Path) -> None:
             compiled.save_compiled_function(str(tmp_path / "saved"))
 
 
-@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: b"other" + data, lambda data: data[:20]])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: b"",
+        lambda data: b"other" + data,
+        lambda data: data[:20],
+        lambda data: data[:-1],
+        lambda data: data + b"0",
+    ],
+)
 def test_other_bytes_are_an_error(damage: Callable[[bytes], bytes]) -> None:
     with torch.no_grad():
         x = torch.randn(8)

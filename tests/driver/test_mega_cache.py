@@ -15,6 +15,7 @@ import pytest
 from torch_hybrid_backend.driver import mega_cache
 from torch_hybrid_backend.driver.mega_cache import HybridCacheArtifact
 from torch_hybrid_backend.storage.store import Store
+from torch_hybrid_backend.torch_private import CacheArtifactManager
 
 # Calls a model and says what had to be made for it. A second argument is a blob to load first, a third one to save.
 _PROGRAM = """
@@ -89,6 +90,7 @@ def test_a_process_that_did_not_import_the_package_loads_nothing(blob: Path, tmp
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    mega_cache.register()
     monkeypatch.setenv("HYBRID_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(mega_cache, "_loaded", set())
     return Store(tmp_path / "cache")
@@ -101,6 +103,18 @@ def test_an_entry_of_the_cache_stays_and_the_last_that_was_loaded_counts(store: 
         HybridCacheArtifact("times/mine/json", data).populate_cache()
         HybridCacheArtifact("times/other/json", data).populate_cache()
     assert (store.get("times", "mine"), store.get("times", "other")) == (b"1", b"3")
+
+
+def test_large_entries_are_not_kept_in_memory(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch holds what is recorded until the process ends. The store has them all the same."""
+    monkeypatch.setattr(mega_cache, "_MOST_BYTES", 100)
+    with CacheArtifactManager.with_fresh_cache():
+        store.put("engines", "small", b"0" * 100)
+        store.put("engines", "large", b"0" * 101)
+        assert store.get("engines", "large") == b"0" * 101
+        saved = CacheArtifactManager.serialize()
+    assert saved is not None
+    assert saved[1].artifacts[mega_cache.TYPE] == ["engines/small/bin"]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -111,6 +112,44 @@ def test_a_store_that_is_gone(job: Callable[[int], Peers], monkeypatch: pytest.M
     with pytest.raises(RankError, match="Rank 0 holds it, or the agent that started the ranks"):
         one.posted("outcome")
     assert "the store of the torch.distributed job does not answer" in str(one.named(_CLOSED, [0, 1]))
+
+
+def test_a_forked_child_does_not_leave_the_job(job: Callable[[int], Peers], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child that ends runs the parent's exit handlers: they post nothing."""
+    one, other = job(0), job(1)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            posted: list[str] = []
+            monkeypatch.setattr(
+                one, "post", lambda key, value: posted.append(key)
+            )  # the store's lock may have been held
+            one.close()
+            status = 0 if not posted else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    one.close()
+    assert other.posted("left/0") == "1"
+
+
+def test_another_process_group_ends_the_signs_of_life_in_the_earlier_one(
+    job: Callable[[int], Peers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a word that the process left: both groups may have one store."""
+    made = [job(0), job(0)]
+    for name, value in {"is_initialized": True, "get_world_size": 3, "get_backend": "gloo"}.items():
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    monkeypatch.setattr(module, "_current", [])
+    monkeypatch.setattr(module, "_new", iter(made).__next__)
+    for expected in made:
+        monkeypatch.setattr(torch.distributed, "group", types.SimpleNamespace(WORLD=object()))
+        assert peers() is expected
+        assert peers() is expected
+    assert made[0]._end.is_set()
+    assert not made[1]._end.is_set()
+    assert made[1].posted("left/0") is None
 
 
 def test_there_is_no_job_outside_of_torch_distributed() -> None:

@@ -123,6 +123,7 @@ def test_wrong_requests_are_openais_errors(client: Any) -> None:
         ({"seed": "a"}, "seed is 'a'"),
         ({"stop": "x"}, "stop needs a tokenizer"),
         ({"stop": 3}, "stop is 3"),
+        ({"stop": "x" * 257}, "1 to 256 letters"),
         ({"stop_token_ids": "x"}, "stop_tokens is"),
         ({"logprobs": 2}, "logprobs is 2"),
         ({"echo": True}, "echo is True"),

@@ -17,7 +17,7 @@ import pytest
 from tests.artifact.decoder_for_tests import exported_decoder
 from tests.serve.conftest import Cluster, free_port
 from torch_hybrid_backend.serve import deployment
-from torch_hybrid_backend.serve.people import page, plan, sample_request
+from torch_hybrid_backend.serve.people import page, sample_request
 from torch_hybrid_backend.serve.protocol import decode
 from torch_hybrid_backend.serve.served_model import ServedModel
 
@@ -41,7 +41,7 @@ def test_the_sample_is_a_request(models: Path) -> None:
     model = ServedModel(models / "dynamic.hybrid")
     work = model.work(decode(sample_request(model)).tensors)
     assert work.rows == 1
-    assert "<svg" in plan(model)
+    assert "<svg" in model.picture
 
 
 class _Tab:

@@ -78,7 +78,11 @@ def test_outputs_that_are_asked_for() -> None:
         (_body({**_X, "datatype": "BYTES"}), "must be one of BOOL"),
         (_body({**_X, "shape": [2, -1]}), "none below 0"),
         (_body({**_X, "shape": [2, 2.0]}), "whole numbers"),
-        (_body({**_X, "shape": [2**30, 2**30]}), "must be a list of"),
+        (_body({**_X, "shape": [2**24, 2**24]}), "must be a list of"),
+        (_body({**_X, "shape": [2**24, 2**25, 0]}), "2.48 elements"),
+        (_body({**_X, "shape": [1] * 65}), "at most 64 dimensions"),
+        (_body({**_X, "data": [[1, 2], 3, 4]}), "it is 3 elements"),
+        (_body({**_X, "shape": [2, 1], "data": [[1], 2]}), r"\[1\], which is no FP32"),
         (_body({**_X, "data": [1, 2, 3]}), "a list of 4 elements.*it is 3 elements"),
         (_body({**_X, "data": "abcd"}), "it is a str"),
         (_body({**_X, "data": [1, 2, 3, "4"]}), "'4', which is no FP32"),
@@ -100,6 +104,22 @@ def test_wrong_bodies(body: bytes, said: str) -> None:
     with pytest.raises(RequestError, match=said) as caught:
         decode(body)
     assert caught.value.status == 400
+
+
+@pytest.mark.parametrize(
+    ("described", "said"),
+    [
+        ({"shape": [2**31 - 1] * 1_000_000}, "the shape of 'x' is"),
+        ({"data": [json.loads("[" * 500 + "]" * 500), *range(1_000_000)]}, "it is 1000001 elements"),
+    ],
+    ids=["sizes", "values beside deep lists"],
+)
+def test_hostile_bodies(described: dict[str, Any], said: str) -> None:
+    """No product of a million sizes is computed, and values are not copied for each level of a list beside them: that would take minutes. The
+    error quotes little of the body."""
+    with pytest.raises(RequestError, match=said) as caught:
+        decode(_body({**_X, **described}))
+    assert len(str(caught.value)) <= 2000
 
 
 @pytest.mark.parametrize("length", ["x", "-1", "100000"])

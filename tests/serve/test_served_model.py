@@ -12,7 +12,7 @@ from torch import nn
 from tests.artifact.exported_for_tests import FAST
 from tests.serve.conftest import small_network
 from torch_hybrid_backend.driver.export import export
-from torch_hybrid_backend.errors import RequestError
+from torch_hybrid_backend.errors import ArtifactError, RequestError
 from torch_hybrid_backend.serve.served_model import ServedModel
 
 
@@ -141,6 +141,18 @@ def test_a_model_with_a_state_is_not_served(tmp_path: Path) -> None:
     export(_Counts().eval(), (torch.zeros(2, 2),), tmp_path / "counts.hybrid", options=FAST)
     with pytest.raises(RequestError, match="keeps a state"):
         ServedModel(tmp_path / "counts.hybrid").work({"x": torch.zeros(2, 2)})
+
+
+class _Turns(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.complex(x, x)
+
+
+def test_a_dtype_that_the_protocol_lacks(tmp_path: Path) -> None:
+    """Such a model is refused when it is opened, not request by request."""
+    export(_Turns(), (torch.zeros(2, 2),), tmp_path / "turns.hybrid", options=FAST)
+    with pytest.raises(ArtifactError, match=r"is COMPLEX64, which the Open Inference Protocol does not know"):
+        ServedModel(tmp_path / "turns.hybrid")
 
 
 def test_versions_tell_files_apart(models: Path) -> None:

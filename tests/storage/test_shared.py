@@ -171,6 +171,70 @@ def test_names_that_no_entry_has_are_passed_over(filled: Store, folder: Path, tm
     assert pull(Store(tmp_path / "pulled"), location_of(str(folder)), []) == 2
 
 
+def test_pulling_is_not_cut_short(filled: Store, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever pulls waits for large entries. A place that fails amid them is told, not taken for one without entries."""
+    push(filled, location_of(str(folder)))
+    monkeypatch.setattr(shared, "_TIMEOUT_S", 0.0)
+    assert pull(Store(tmp_path / "pulled"), location_of(str(folder)), []) == 2
+    failing = location_of(str(folder))
+    reads = iter([failing.read])
+
+    def read(name: str) -> tuple[bytes, bool] | None:
+        for found in reads:
+            return found(name)
+        raise ConnectionError("it went away")
+
+    monkeypatch.setattr(failing, "read", read)
+    with pytest.raises(CacheError, match="cannot be used: it went away"):
+        pull(Store(tmp_path / "broken"), failing, [])
+
+
+def test_failures_of_others_are_not_pulled(folder: Path, tmp_path: Path) -> None:
+    """Also where a folder has them in spite of `push`."""
+    folder.mkdir()
+    location_of(str(folder)).write(f"{FAILURES}/c", pack(Content(FAILURES, "c", ".json", b"{}")))
+    assert pull(Store(tmp_path / "pulled"), location_of(str(folder)), []) == 0
+
+
+@pytest.mark.parametrize("url", [None, "memory://hybrid-large-entries"])
+def test_an_entry_that_is_too_large_is_not_read(
+    url: str | None,
+    filled: Store,
+    folder: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither is what is no file. Others count, and `push` replaces both."""
+    location = location_of(url or str(folder))
+    push(filled, location, KEY)
+    location.write(f"{ENTRY.kind}/{ENTRY.key}", b"0" * 10_000)
+    monkeypatch.setattr(shared, "_MAX_BYTES", 9_999)
+    store = _behind(tmp_path, location.text, keys=(PUBLIC,))
+    with caplog.at_level(logging.WARNING):
+        assert store.get(ENTRY.kind, ENTRY.key) is None
+    assert "more than 9999 bytes" in caplog.text
+    assert store.get("times", "b") == b"{}"
+    assert push(filled, location, KEY) == 1
+    if url is None:
+        (folder / ENTRY.kind / ENTRY.key).unlink()
+        os.mkfifo(folder / ENTRY.kind / ENTRY.key)
+        assert _behind(tmp_path, folder).get(ENTRY.kind, ENTRY.key) is None
+        assert push(filled, location, KEY) == 1
+
+
+def test_a_link_to_the_folder_is_followed_once(filled: Store, folder: Path, tmp_path: Path) -> None:
+    """Whoever owns the link cannot lead it elsewhere after the folder was found to be private."""
+    push(filled, location_of(str(folder)))
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    store = _behind(tmp_path, link)
+    assert store.get("times", "b") == b"{}"
+    link.unlink()
+    link.symlink_to(tmp_path)
+    assert store.get(ENTRY.kind, ENTRY.key) == ENTRY.data
+
+
 class _Handler(http.server.SimpleHTTPRequestHandler):
     def log_message(self, *args: object) -> None:
         pass

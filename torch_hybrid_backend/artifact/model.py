@@ -78,7 +78,9 @@ class LoadedModel:
                 entry.name: LoadedEntry(entry, number, path, self._artifact, memory, self._states, lock)
                 for number, entry in enumerate(self._manifest.entries)
             }
-        except failures(ValueError, KeyError, TypeError, IndexError, AttributeError, NotImplementedError) as error:
+        except ArtifactError:
+            raise
+        except failures(ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:
             raise ArtifactError(
                 f"{path} names something that this installation does not have: {error}; import the library that the model is of, "
                 f"and use torch {self._manifest.torch} and torch_hybrid_backend {self._manifest.package}, which wrote it"

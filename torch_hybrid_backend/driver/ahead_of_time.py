@@ -109,9 +109,10 @@ class AheadOfTimeGraph(SerializableCallable):
         """Open a saved graph, and put its entries into the cache. Raises ArtifactError for other bytes. The graph is unpickled: PyTorch, which
         calls this, has unpickled the file that the bytes are part of."""
         loaded, entries = _from_bytes(data)
+        store = open_session(loaded.config).services.store
         try:
             for content in entries:
-                open_session(loaded.config).services.store.add(content)
+                store.add(content)
         except CacheError as error:
             _log.warning("what was saved with a compiled function is not kept, so it is compiled again: %s", error)
         return cls(loaded, lambda: data)
@@ -184,6 +185,8 @@ def _from_bytes(data: bytes) -> tuple[_Loaded, list[Content]]:
         for kind, key, suffix, size in header["entries"]:
             entries.append(Content(kind, key, suffix, data[at : at + size]))
             at += size
+        if at != len(data):
+            raise ValueError(f"it has {len(data)} bytes instead of {at}")
         return _Loaded(graph_module, fake_mode, _config(header["options"], header["mode"])), entries
     except failures(ValueError, KeyError, TypeError, struct.error) as error:
         raise ArtifactError(

@@ -1,6 +1,7 @@
 """Entries of the cache in PyTorch's portable form: `torch.compiler.save_cache_artifacts` and `load_cache_artifacts`.
 
-Every entry that this process finds or writes is recorded: traced graphs, kernels, timings. Failures are not, as they may be this machine's own.
+Every entry that this process finds or writes is recorded: traced graphs, kernels, timings. Failures are not, as they may be this machine's own,
+nor are entries of more than 64 MiB.
 Loading puts entries into the cache of the environment's settings (`HYBRID_CACHE_DIR`), beside what is there. PyTorch drops everything that was
 saved if one of the types in it is not registered: this package must be imported before `load_cache_artifacts` is called, and after torch.
 """
@@ -18,6 +19,8 @@ from torch_hybrid_backend.torch_private import CacheArtifact, CacheArtifactFacto
 
 _log = logging.getLogger(__name__)
 TYPE = "hybrid"
+# Of an entry that is recorded: PyTorch keeps all of them in memory until the process ends, and engines of TensorRT hold weights.
+_MOST_BYTES = 64 << 20
 _loaded: set[tuple[str, str]] = set()  # entries that the cache has from what was loaded
 
 
@@ -54,7 +57,7 @@ def register() -> None:
 
 
 def _record(content: Content) -> None:
-    if content.is_portable:
+    if content.is_portable and len(content.data) <= _MOST_BYTES:
         key = f"{content.kind}/{content.key}/{content.suffix.removeprefix('.')}"
         CacheArtifactManager.record_artifact(TYPE, key, content.data)
 

@@ -26,7 +26,10 @@ from torch_hybrid_backend.ranks.peers import Peers
 PATIENCE_S = 60.0
 # Two ranks that wait for each other with different graphs are told from one that is about to come by waiting still, this long.
 _STABLE_S = 1.0
-_POLL_S = 0.005
+_POLL_S, _LONGEST_POLL_S = (
+    0.005,
+    0.1,
+)  # the second: while ranks wait for long, the store has their other requests to answer
 _LOOK_S = 0.5  # between looks at signs of life
 _AGREED = "agreed"
 _OTHER_GRAPH = "rank {} compiles another graph, or has other engines, another version or another processor"
@@ -160,7 +163,7 @@ class Agreement:
                     peers.post(f"{graph}/apart/{peers.rank}", _OTHER_GRAPH.format(peers.rank))
                     return _OTHER_GRAPH.format(other)
                 if missing:
-                    time.sleep(_POLL_S)
+                    wait.pause()
         return ""
 
     def _settle(self) -> None:
@@ -187,7 +190,7 @@ class Agreement:
                 peers.absent.add(rank)
                 self.refuse(f"rank {rank} {wait.why}")
                 return None
-            time.sleep(_POLL_S)
+            wait.pause()
         return found
 
 
@@ -199,7 +202,13 @@ class _Wait:
         self._peers = peers
         self._start = self._idle_since = time.monotonic()
         self._looked = self._start
+        self._pause_s = _POLL_S
         self._limit_s = limit_s
+
+    def pause(self) -> None:
+        """Sleep between two looks at the store, each time for longer."""
+        time.sleep(self._pause_s)
+        self._pause_s = min(1.2 * self._pause_s, _LONGEST_POLL_S)
 
     def given_up(self, ranks: Collection[int]) -> int | None:
         """A rank that need not be waited for any longer, for the reason `why`; None while there is none."""

@@ -68,6 +68,7 @@ class Peers:
         self._lock = threading.Lock()
         self._seen: dict[int, tuple[str, float]] = {}  # rank -> its last sign of life, and when it was first seen
         self._is_open = is_open
+        self._process = os.getpid()
         self._end = threading.Event()
         # A store serves one request of a client at a time, so that the thread has a connection of its own.
         self._thread = threading.Thread(target=self._beat, args=(open_store(),), name="hybrid ranks", daemon=True)
@@ -75,14 +76,18 @@ class Peers:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Post that this process ends, and end its signs of life."""
-        if self._end.is_set():
+        """Post that this process ends, and end its signs of life. Does nothing in a forked child, which is no rank."""
+        if self._end.is_set() or os.getpid() != self._process:
             return
-        self._end.set()
-        atexit.unregister(self.close)
+        self.retire()
         self._thread.join(_BEAT_S)
         if self._is_open():  # else the store may be gone already
             self.leave()
+
+    def retire(self) -> None:
+        """End the signs of life without a word: the process has another process group, and posts signs of life in that one."""
+        self._end.set()
+        atexit.unregister(self.close)
 
     def leave(self) -> None:
         """Post that this process raises an error, or ends: it does not count as dead."""
@@ -210,6 +215,9 @@ def peers() -> Peers | None:
     process, group = os.getpid(), torch.distributed.group.WORLD
     with _lock:
         if not _current or _current[0][0] != process or _current[0][1] is not group:
+            before = _current[0][2] if _current and _current[0][0] == process else None
+            if before is not None:
+                before.retire()
             _current[:] = [(process, group, _new())]
         return _current[0][2]
 

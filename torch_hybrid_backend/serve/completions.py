@@ -27,6 +27,7 @@ _FIXED: Mapping[str, tuple[object, ...]] = {
 }
 _DEFAULT_TOKENS = 16
 _MOST_STOPS = 4
+_LONGEST_STOP = 256  # each new token is compared with every beginning of a stop string
 
 
 class Generates(Protocol):
@@ -74,9 +75,11 @@ def read_completion(body: bytes, model: ServedModel, tokenizer: Any) -> Completi
     if (
         not isinstance(stops, list)
         or len(stops) > _MOST_STOPS
-        or not all(isinstance(each, str) and each for each in stops)
+        or not all(isinstance(each, str) and 1 <= len(each) <= _LONGEST_STOP for each in stops)
     ):
-        raise RequestError(f"stop is {stops!r}; it must be a string, or a list of at most {_MOST_STOPS}")
+        raise RequestError(
+            f"stop is {stops!r}; it must be a string of 1 to {_LONGEST_STOP} letters, or a list of at most {_MOST_STOPS} of them"
+        )
     if stops and tokenizer is None:
         raise RequestError("stop needs a tokenizer, which this server was started without: send stop_token_ids")
     prompt = _prompt(said.get("prompt"), tokenizer)

@@ -38,12 +38,6 @@ def sample_request(model: ServedModel) -> bytes:
     return json.dumps({"inputs": said["outputs"]}, separators=(",", ":")).encode()
 
 
-@functools.lru_cache(2)
-def plan(model: ServedModel) -> str:
-    """The picture of the plan, as HTML."""
-    return model.model.explain().to_html()
-
-
 @functools.cache
 def _text(name: str) -> str:
     return (resources.files("torch_hybrid_backend.serve") / "page" / name).read_text(encoding="utf-8")

@@ -35,6 +35,9 @@ DATATYPES = {
     "float64": "FP64",
 }
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, dtype) for dtype, name in DATATYPES.items()}
+# What is computed of a shape then takes no time: a request may have millions of sizes.
+_MOST_DIMENSIONS = 64
+_MOST_ELEMENTS = 2**48
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +136,10 @@ def form_of(name: object, datatype: object, shape: object) -> tuple[str, str, li
         raise RequestError(f"the datatype of {name!r} is {datatype!r}. {hint}It must be one of {', '.join(_DTYPES)}")
     if not isinstance(shape, list) or not all(type(n) is int and 0 <= n < 2**31 for n in shape):
         raise RequestError(f"the shape of {name!r} is {shape!r}; it must be a list of whole numbers, none below 0")
+    if len(shape) > _MOST_DIMENSIONS or math.prod(n or 1 for n in shape) > _MOST_ELEMENTS:
+        raise RequestError(
+            f"the shape of {name!r} is {shape!r}; it must have at most {_MOST_DIMENSIONS} dimensions and 2^48 elements, sizes of 0 taken as 1"
+        )
     return name, datatype, shape
 
 
@@ -155,8 +162,9 @@ def _tensor_of_json(name: str, data: object, datatype: str, shape: list[int]) ->
     count = math.prod(shape)
     dtype = _DTYPES[datatype]
     flat = data
-    while isinstance(flat, list) and flat and isinstance(flat[0], list):
-        flat = [value for row in flat for value in (row if isinstance(row, list) else [row])]
+    # Nothing is copied but what lies one list deeper: values beside deep lists would be copied once for each level.
+    while isinstance(flat, list) and flat and all(isinstance(row, list) for row in flat):
+        flat = [value for row in flat for value in row]
     if not isinstance(flat, list) or len(flat) != count:
         got = f"{len(flat)} elements" if isinstance(flat, list) else f"a {type(data).__name__}"
         raise RequestError(

@@ -174,8 +174,10 @@ class Replica:
         path = self._settings.path_of(artifact)
         try:
             return ServedModel(path, self._settings.keys or None, self._settings.model)
-        except failures(OSError) as error:
-            raise ArgumentError(f"cannot open {path}: {error}") from error
+        except HybridError:
+            raise
+        except failures(Exception) as error:  # the model runs when it is opened, and operators raise what they like
+            raise ArgumentError(f"cannot open {path}: {type(error).__name__}: {error}") from error
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from torch_hybrid_backend.artifact.manifest import Entry, Form, LiteralForm, Ten
 from torch_hybrid_backend.artifact.model import LoadedEntry, is_close, load
 from torch_hybrid_backend.errors import (
     ArgumentError,
+    ArtifactError,
     HybridError,
     RefusedValuesError,
     RequestError,
@@ -170,6 +171,12 @@ class ServedModel:
                 each.rows = None
         self.inputs = list(_merged([list(each.info(each.inputs)) for each in self.entries]))
         self.outputs = list(_merged([list(each.info(each.outputs, True)) for each in self.entries]))
+        for each in (*self.inputs, *self.outputs):
+            if each.datatype not in DATATYPES.values():
+                raise ArtifactError(
+                    f"{path}: {each.name} is {each.datatype}, which the Open Inference Protocol does not know: export a model that takes and "
+                    f"returns {', '.join(DATATYPES)}"
+                )
 
     @property
     def most_rows(self) -> int | None:
@@ -186,6 +193,11 @@ class ServedModel:
         """Calls whose sizes had a plan, and calls that made one."""
         counts = [each.call.plan_cache for each in self.entries]
         return sum(hits for hits, _ in counts), sum(misses for _, misses in counts)
+
+    @functools.cached_property
+    def picture(self) -> str:
+        """The picture of the plan, as HTML."""
+        return self.model.explain().to_html()
 
     def check(self) -> None:
         """Make the sample calls that are in the file. Raises ArtifactError where their results are others than there."""

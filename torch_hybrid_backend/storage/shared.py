@@ -6,7 +6,8 @@ The header has the suffix of the entry's file, the checksum of kind, key and con
 signature of kind, key, suffix and content, in hexadecimal. An entry counts if a trusted key signed it, or if it lies in a folder that only this
 user or root can write. All else is a miss, with a warning. Look-ups never write.
 
-A location that does not answer within two seconds is not asked again by this process.
+A look-up that takes more than two seconds is given up, and its location is not asked again by this process; `pull` waits. What has more than
+4 GiB is no entry.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import logging
 import os
 import re
+import stat
 import struct
 import tempfile
 import threading
@@ -42,6 +44,7 @@ _T = TypeVar("_T")
 _MAGIC = b"hybrid-entry-1\n"
 _LENGTH = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 1 << 16
+_MAX_BYTES = 1 << 32  # of an entry: engines of TensorRT hold weights
 _TIMEOUT_S = 2.0
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
@@ -84,7 +87,8 @@ class Location(Protocol):
         ...
 
     def read(self, name: str) -> tuple[bytes, bool] | None:
-        """The bytes of a name, and True if only this user or root can have written them; None if there are none."""
+        """The bytes of a name, and True if only this user or root can have written them; None if there are none. Raises CacheError for what is
+        no file, or too large."""
         ...
 
     def write(self, name: str, data: bytes) -> None:
@@ -113,14 +117,14 @@ def push(store: Store, location: Location, key: Any = None) -> int:
         location.create()
         for content in store.contents():
             name = f"{content.kind}/{content.key}"
-            there = location.read(name)
+            there: tuple[bytes, bool] | None = None
             signatures: Signatures = ()
-            if there is not None:
-                with contextlib.suppress(CacheError):  # a damaged one is replaced
-                    kept, found = unpack(there[0], content.kind, content.key)
-                    signatures = found if kept == content else ()
-                    if kept == content and key is None:
-                        continue
+            with contextlib.suppress(CacheError):  # a damaged one is replaced
+                there = location.read(name)
+                kept, found = unpack(there[0], content.kind, content.key) if there is not None else (None, ())
+                signatures = found if kept == content else ()
+                if kept == content and key is None:
+                    continue
             data = pack(content, signatures, key)
             if there is None or data != there[0]:
                 location.write(name, data)
@@ -133,7 +137,7 @@ def pull(store: Store, location: Location, keys: Sequence[bytes]) -> int:
     location cannot be read."""
     with _reached(location):
         asked = _Asked(location)
-        found = (asked.get(kind, key, frozenset(keys)) for kind, key in location.names())
+        found = (asked.counted(kind, key, frozenset(keys)) for kind, key in location.names())
         return sum(store.add(content) for content in found if content is not None)
 
 
@@ -215,7 +219,7 @@ def _counted(location: Location, kind: str, key: str, keys: frozenset[bytes]) ->
 
 
 class _Asked:
-    """A location until it fails. Then there is one WARNING, and nobody waits for it again."""
+    """A location and what was told of it. `get` asks it until it fails: then there is one WARNING, and nobody waits for it again."""
 
     def __init__(self, location: Location) -> None:
         self._location = location
@@ -223,22 +227,29 @@ class _Asked:
         self._is_told = False  # that entries are unsigned, as all of them may be
 
     def get(self, kind: str, key: str, keys: frozenset[bytes]) -> Content | None:
-        """The entry if there is one that counts. One that does not gives a WARNING, of several that nobody signed the first."""
+        """The entry if there is one that counts, and the location answers in time."""
         if self._is_lost:
             return None
         try:
             self._location.prepare()
-            return _within(_TIMEOUT_S, lambda: _counted(self._location, kind, key, keys))
+            return _within(_TIMEOUT_S, lambda: self.counted(kind, key, keys))
+        except failures(Exception) as error:  # whatever a file system of fsspec raises
+            if not self._is_lost:
+                self._is_lost = True
+                _log.warning("the shared cache %s is not used: %s", self._location.text, _reason(error))
+            return None
+
+    def counted(self, kind: str, key: str, keys: frozenset[bytes]) -> Content | None:
+        """The entry if there is one that counts. One that does not gives a WARNING, of several that nobody signed the first. Raises what the
+        location raises."""
+        try:
+            return _counted(self._location, kind, key, keys)
         except CacheError as error:
             is_told = isinstance(error, _UnsignedError) and self._is_told
             self._is_told |= isinstance(error, _UnsignedError)
             text = "an entry of the shared cache is not used, %s/%s/%s: %s"
             _log.log(logging.INFO if is_told else logging.WARNING, text, self._location.text, kind, key, error)
-        except failures(Exception) as error:  # whatever a file system of fsspec raises
-            if not self._is_lost:
-                self._is_lost = True
-                _log.warning("the shared cache %s is not used: %s", self._location.text, _reason(error))
-        return None
+            return None
 
 
 def _within(seconds: float, work: Callable[[], _T]) -> _T:
@@ -279,7 +290,7 @@ def _reached(location: Location) -> Iterator[None]:
 class _Folder:
     def __init__(self, root: Path) -> None:
         self.text = str(root)
-        self._root = root
+        self._root = root.resolve()  # links are followed once: one that is changed later leads nobody elsewhere
         self._is_private: bool | None = None
 
     def prepare(self) -> None:
@@ -294,13 +305,16 @@ class _Folder:
         except FileNotFoundError:
             return None
         with file:
-            is_ours = self._is_ours() and is_private(os.fstat(file.fileno())) and is_private(path.parent.stat())
-            return file.read(), is_ours
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_BYTES:
+                raise CacheError(f"it is no file, or has more than {_MAX_BYTES} bytes")
+            is_ours = self._is_ours() and is_private(status) and is_private(path.parent.stat())
+            return file.read(status.st_size), is_ours
 
     def _is_ours(self) -> bool:
         if self._is_private is None:
             try:
-                check_privacy(self._root.resolve())
+                check_privacy(self._root)
                 self._is_private = True
             except CacheError as error:
                 self._is_private = False
@@ -342,9 +356,12 @@ class _Remote:
     def read(self, name: str) -> tuple[bytes, bool] | None:
         system, root = self._opened()
         try:
-            return system.cat_file(f"{root}/{name}"), False
+            data = system.cat_file(f"{root}/{name}", 0, _MAX_BYTES + 1)
         except FileNotFoundError:
             return None
+        if len(data) > _MAX_BYTES:
+            raise CacheError(f"it has more than {_MAX_BYTES} bytes")
+        return data, False
 
     def write(self, name: str, data: bytes) -> None:
         system, root = self._opened()

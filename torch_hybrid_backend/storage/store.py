@@ -216,9 +216,11 @@ class Store:
         return target
 
     def add(self, content: Content) -> bool:
-        """Write an entry that was made elsewhere, unless there is one under its key; return True if it was written. Raises CacheError as `put`
-        does."""
-        if any(path not in self._hidden for path in _files(self._folder(content.kind, content.key))):
+        """Write an entry that was made elsewhere, unless there is one under its key, or it is of no use here; return True if it was written.
+        Raises CacheError as `put` does."""
+        if not content.is_portable or any(
+            path not in self._hidden for path in _files(self._folder(content.kind, content.key))
+        ):
             return False
         self.put(content.kind, content.key, content.data, content.suffix)
         return True

@@ -166,8 +166,7 @@ class Loop final : public Step {
 }  // namespace
 
 // {"predicate": a value, one truth value, "plans": [if true, if false], "inputs": values, the
-// inputs
-//  of both plans, "outputs": values, or -1 for what nobody reads}
+// inputs of both plans, "outputs": values, or -1 for what nobody reads}
 std::unique_ptr<Step> MakeBranch(const Json& description, PlanParts& plan) {
   const size_t predicate =
       plan.Tensor(description["predicate"].AsInt(), "control flow reads", true);
@@ -183,7 +182,7 @@ std::unique_ptr<Step> MakeBranch(const Json& description, PlanParts& plan) {
 }
 
 // {"plans": [condition, body], "inputs": values, the inputs of both plans, "outputs": values, or -1
-//  for what nobody reads}. The outputs of the body are the first inputs of the next iteration.
+// for what nobody reads}. The outputs of the body are the first inputs of the next iteration.
 std::unique_ptr<Step> MakeLoop(const Json& description, PlanParts& plan) {
   std::vector<size_t> inputs = TensorsIn(description["inputs"], plan);
   std::vector<std::optional<size_t>> outputs = ResultsIn(description["outputs"], plan);

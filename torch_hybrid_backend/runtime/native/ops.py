@@ -273,9 +273,8 @@ class SizeTable:
     """Sizes known only at run time, to be computed together: see csrc/include/size_table.h. Threads may use it at once."""
 
     def __init__(self, symbols: Sequence[str], sizes: Sequence[Expression]) -> None:
-        from torch_hybrid_backend.runtime.native.description import (
-            size_table,
-        )  # it imports much that `load` needs no other part of
+        # Here, as it imports much that `load` needs no other part of.
+        from torch_hybrid_backend.runtime.native.description import size_table
 
         self._ops = ops = _ops()
         self.handle: int = _building(ops.size_table_new, size_table(symbols, sizes))
