@@ -112,7 +112,7 @@ def test_wrong_options(runner: Runner, doubling: Path) -> None:
 
 @pytest.mark.fault("a NULL pointer is given to a function of the runner", "an error that names it")
 def test_null_pointers(runner: Runner, doubling: Path, kernels: bytes, tmp_path: Path) -> None:
-    """Each is an error that names it; strides alone may be NULL."""
+    """Errors name the argument; strides alone may be NULL."""
     c = runner.c
     for call in (
         lambda: c.hybrid_entry_count(None) == 0,
@@ -396,7 +396,7 @@ def test_the_program(installed: Path, doubling: Path, tmp_path: Path) -> None:
 
 @pytest.mark.fault("far more threads than processors are asked of the runner", "an error that names the bound")
 def test_wrong_options_of_the_program(installed: Path, doubling: Path) -> None:
-    """One line that says what is legal; a larger OMP_NUM_THREADS counts as the bound."""
+    """Errors are one line that says what is legal; a larger OMP_NUM_THREADS counts as the bound."""
     program = installed / "bin/hybrid-run"
     for options, said in [
         (
