@@ -19,13 +19,20 @@ from torch_hybrid_backend.machine import (
     default_weight_bits,
     fingerprint,
     lacking_instructions,
+    most_threads,
     processor_quota,
+    processors,
 )
 
 
 def _with_cpuinfo(root: Path, text: str) -> None:
     (root / "proc").mkdir()
     (root / "proc/cpuinfo").write_text(text)
+
+
+def test_most_threads() -> None:
+    """Every number up to the processors' is legal, and so is 256."""
+    assert most_threads() >= max(256, processors())
 
 
 def test_the_fingerprint_names_threads_and_versions() -> None:

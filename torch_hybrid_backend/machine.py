@@ -140,6 +140,12 @@ def processors() -> int:
         return os.cpu_count() or 1
 
 
+def most_threads() -> int:
+    """Largest number of threads that options may ask for. OpenMP's libraries end the process where there can be no so many. The runner has
+    the same bound (`csrc/runner/worker_threads.cc`)."""
+    return max(256, 4 * processors())
+
+
 @functools.cache
 def parallelism() -> int:
     """Number of processes that can work at once for this one, when first asked: by the processors that it may use, and the time that its

@@ -105,13 +105,16 @@ HybridOptions OptionsOf(const HybridOptions* given) {
     throw std::runtime_error("an option is of a newer version of the runner than this one");
   }
   std::memcpy(&options, given, std::min(sizeof(options), given->struct_size));
-  if (options.threads < 0) {
-    throw std::runtime_error("threads is " + std::to_string(options.threads) +
-                             ": it must be 0, for all, or their number");
-  }
   if (options.keys == nullptr && options.key_count != 0)
     throw std::runtime_error("keys is NULL, and key_count is not 0");
   return options;
+}
+
+// The model or the struct that a caller gives.
+template <typename T>
+T& Given(T* pointer, const char* name) {
+  if (pointer == nullptr) throw std::runtime_error("the " + std::string(name) + " is NULL");
+  return *pointer;
 }
 
 // 0, or 1 and an error where the function throws.
@@ -134,20 +137,27 @@ void HybridModel::Run(const char* name, const ::DLTensor* const* inputs, size_t 
                       DLManagedTensorVersioned** outputs, size_t output_count) {
   if ((inputs == nullptr && input_count > 0) || (outputs == nullptr && output_count > 0))
     throw std::runtime_error("the list of inputs or of outputs is NULL");
-  std::fill_n(outputs, output_count, nullptr);
   const size_t number = EntryNamed(name);
   const Entry& any = model.manifest().entries[number];
   CheckCount(any.name, input_count, described[number].inputs.size(), "input");
   CheckCount(any.name, output_count, described[number].outputs.size(), "output");
-  const auto given = [&](size_t input) {  // tensors alone are given
-    return inputs[std::count_if(any.inputs.begin(),
-                                any.inputs.begin() + static_cast<ptrdiff_t>(input),
-                                [](const CallValue& before) { return before.tensor.has_value(); })];
+  const auto which = [&](size_t tensor) {
+    return "input " + std::to_string(tensor) + " (\"" + described[number].inputs[tensor].name +
+           "\")";
   };
+  for (size_t i = 0; i < input_count; ++i) {
+    if (inputs[i] == nullptr) throw std::runtime_error(which(i) + " is NULL");
+    if (inputs[i]->ndim < 0 || (inputs[i]->ndim > 0 && inputs[i]->shape == nullptr)) {
+      throw std::runtime_error(which(i) + " has no sizes: its ndim is " +
+                               std::to_string(inputs[i]->ndim) + ", and its shape is " +
+                               (inputs[i]->shape == nullptr ? "NULL" : "not NULL"));
+    }
+  }
   const auto sizes_of = [&](size_t input) -> std::span<const int64_t> {
-    const ::DLTensor* const tensor = given(input);
-    if (tensor == nullptr) throw std::runtime_error("input " + std::to_string(input) + " is NULL");
-    return {tensor->shape, static_cast<size_t>(std::max(tensor->ndim, 0))};
+    const auto before = std::count_if(  // tensors alone are given
+        any.inputs.begin(), any.inputs.begin() + static_cast<ptrdiff_t>(input),
+        [](const CallValue& each) { return each.tensor.has_value(); });
+    return {inputs[before]->shape, static_cast<size_t>(inputs[before]->ndim)};
   };
   const std::shared_ptr<const Model::Function> function = model.At(number, sizes_of);
   const Entry& entry = function->entry;
@@ -156,9 +166,8 @@ void HybridModel::Run(const char* name, const ::DLTensor* const* inputs, size_t 
   for (const CallValue& input : entry.inputs) {
     tensors.emplace_back();
     if (!input.tensor) continue;
-    const std::string which = "input " + std::to_string(next) + " (\"" + input.name + "\")";
-    if (inputs[next] == nullptr) throw std::runtime_error(which + " is NULL");
-    tensors.back() = FromDlpack(*inputs[next++], *input.tensor, which);
+    tensors.back() = FromDlpack(*inputs[next], *input.tensor, which(next));
+    ++next;
   }
   model.Run(*function, tensors, [&](const CallTensors& results) {
     struct Delete {
@@ -195,18 +204,30 @@ HybridModel* hybrid_open(const char* path, const HybridOptions* options) {
 
 void hybrid_close(HybridModel* model) { delete model; }
 
-size_t hybrid_entry_count(const HybridModel* model) { return model->described.size(); }
+size_t hybrid_entry_count(const HybridModel* model) {
+  size_t count = 0;
+  Status([&] { count = Given(model, "model").described.size(); });
+  return count;
+}
 
 const char* hybrid_entry_name(const HybridModel* model, size_t index) {
-  const std::vector<Entry>& entries = model->model.manifest().entries;
-  return index < entries.size() ? entries[index].name.c_str() : nullptr;
+  const char* name = nullptr;
+  Status([&] {
+    const std::vector<Entry>& entries = Given(model, "model").model.manifest().entries;
+    if (index >= entries.size()) {
+      throw std::runtime_error("the model has no entry of index " + std::to_string(index) +
+                               ": their number is " + std::to_string(entries.size()));
+    }
+    name = entries[index].name.c_str();
+  });
+  return name;
 }
 
 int32_t hybrid_describe(const HybridModel* model, const char* name, HybridEntry* entry) {
   return Status([&] {
-    if (entry->struct_size < sizeof(HybridEntry))
+    if (Given(entry, "entry").struct_size < sizeof(HybridEntry))
       throw std::runtime_error("struct_size of the entry must be sizeof(HybridEntry)");
-    const size_t number = model->EntryNamed(name);
+    const size_t number = Given(model, "model").EntryNamed(name);
     const Described& described = model->described[number];
     entry->name = model->model.manifest().entries[number].name.c_str();
     entry->input_count = described.inputs.size();
@@ -217,16 +238,21 @@ int32_t hybrid_describe(const HybridModel* model, const char* name, HybridEntry*
 }
 
 const char* hybrid_manifest(const HybridModel* model) {
-  return model->model.artifact().manifest_text().c_str();
+  const char* text = nullptr;
+  Status([&] { text = Given(model, "model").model.artifact().manifest_text().c_str(); });
+  return text;
 }
 
 int32_t hybrid_run(HybridModel* model, const char* entry, const ::DLTensor* const* inputs,
                    size_t input_count, DLManagedTensorVersioned** outputs, size_t output_count) {
-  return Status([&] { model->Run(entry, inputs, input_count, outputs, output_count); });
+  return Status([&] {
+    if (outputs != nullptr) std::fill_n(outputs, output_count, nullptr);
+    Given(model, "model").Run(entry, inputs, input_count, outputs, output_count);
+  });
 }
 
 int32_t hybrid_reset(HybridModel* model) {
-  return Status([&] { model->model.Reset(); });
+  return Status([&] { Given(model, "model").model.Reset(); });
 }
 
 int32_t hybrid_read_key(const char* path, uint8_t key[32]) {

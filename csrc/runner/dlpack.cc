@@ -81,8 +81,6 @@ Tensor FromDlpack(const ::DLTensor& given, const TensorForm& form, const std::st
     throw std::runtime_error(which + " is on another device than the CPU (DLPack's device type " +
                              std::to_string(given.device.device_type) + "): copy it to the CPU");
   }
-  if (given.ndim < 0 || (given.ndim > 0 && given.shape == nullptr))
-    throw std::runtime_error(which + " has no sizes");
   std::vector<int64_t> sizes(given.shape, given.shape + given.ndim);
   const Dtype dtype = DtypeNamed(form.dtype);
   const ::DLDataType expected = ToCallersDtype(dtype);

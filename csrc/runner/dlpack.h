@@ -19,7 +19,7 @@ namespace torch_hybrid_backend {
 ::DLDataType ToCallersDtype(Dtype dtype);
 
 // A tensor over the caller's, which must have the form's dtype and sizes; it may have any strides.
-// `which` names it in errors: "input 0".
+// Its `ndim` and `shape` must have been checked. `which` names it in errors: "input 0".
 Tensor FromDlpack(const ::DLTensor& given, const TensorForm& form, const std::string& which);
 
 // Hands the tensor to a caller. A borrowed one is copied.

@@ -1,6 +1,7 @@
 // hybrid-run: runs a .hybrid file from the command line, by hybrid_runner.h alone.
 #include <algorithm>
 #include <array>
+#include <charconv>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -9,6 +10,7 @@
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <system_error>
 #include <vector>
 
 #include "hybrid_runner.h"
@@ -31,7 +33,8 @@ constexpr const char* kUsage =
     "  --entry NAME       run this function of the model; by default its first\n"
     "  --input X.npy      an input, in order; without any, zeros\n"
     "  --output Y.npy     write an output, in order\n"
-    "  --threads N        threads of a call; by default OMP_NUM_THREADS, or all processors\n"
+    "  --threads N        threads of a call, at most 256 or 4 times the processors;\n"
+    "                     by default OMP_NUM_THREADS, or all processors\n"
     "  --bench [SECONDS]  call it for so long (3), and print how long a call takes\n"
     "  --inspect          print what the model takes and gives, and run nothing\n"
     "  --skip-sample      do not run the file's samples first\n"
@@ -63,6 +66,17 @@ double ReadNumber(const std::string& text, const std::string& option) {
   return number;
 }
 
+int32_t ReadThreads(const std::string& text) {
+  int32_t threads = 0;
+  const char* const end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, threads);
+  if (error != std::errc() || stop != end || threads < 0) {
+    Refuse("--threads takes a whole number, at most 256 or 4 times the processors, not \"" + text +
+           "\"");
+  }
+  return threads;
+}
+
 Arguments Parse(const std::vector<std::string>& words) {
   Arguments arguments;
   for (size_t i = 0; i < words.size(); ++i) {
@@ -78,7 +92,7 @@ Arguments Parse(const std::vector<std::string>& words) {
     } else if (word == "--output") {
       arguments.outputs.push_back(value());
     } else if (word == "--threads") {
-      arguments.options.threads = static_cast<int32_t>(ReadNumber(value(), word));
+      arguments.options.threads = ReadThreads(value());
     } else if (word == "--bench") {
       const bool is_number = i + 1 < words.size() &&
                              words[i + 1].find_first_not_of("0123456789.") == std::string::npos;
@@ -122,10 +136,21 @@ void Inspect(const hybrid::Model& model) {
   }
 }
 
+// Throws where `option` was given more often than the entry has such tensors, or less often than
+// `least`.
+void CheckCount(const std::string& option, size_t given, size_t least, const HybridEntry& entry,
+                const char* noun, const HybridTensor* tensors, size_t count) {
+  if (given >= least && given <= count) return;
+  std::string names;
+  for (size_t i = 0; i < count; ++i) names += (i == 0 ? ": " : ", ") + std::string(tensors[i].name);
+  Refuse(option + " is given " + std::to_string(given) + " times, and \"" + entry.name + "\" has " +
+         std::to_string(count) + " " + noun + (count == 1 ? "" : "s") + names);
+}
+
 std::vector<Array> ReadInputs(const Arguments& arguments, const HybridEntry& entry) {
-  if (!arguments.inputs.empty() && arguments.inputs.size() != entry.input_count) {
-    Refuse("\"" + std::string(entry.name) + "\" has " + std::to_string(entry.input_count) +
-           " inputs, and --input is given " + std::to_string(arguments.inputs.size()) + " times");
+  if (!arguments.inputs.empty()) {
+    CheckCount("--input", arguments.inputs.size(), entry.input_count, entry, "input", entry.inputs,
+               entry.input_count);
   }
   std::vector<Array> arrays;
   for (size_t i = 0; i < entry.input_count; ++i) {
@@ -176,11 +201,8 @@ void Run(const Arguments& arguments) {
   hybrid::Model model = Open(arguments);
   if (arguments.inspect) return Inspect(model);
   const HybridEntry entry = model.Describe(arguments.entry);
-  if (arguments.outputs.size() > entry.output_count) {
-    Refuse("\"" + std::string(entry.name) + "\" has " + std::to_string(entry.output_count) +
-           " outputs, and --output is given " + std::to_string(arguments.outputs.size()) +
-           " times");
-  }
+  CheckCount("--output", arguments.outputs.size(), 0, entry, "output", entry.outputs,
+             entry.output_count);
   std::vector<Array> arrays = ReadInputs(arguments, entry);
   std::vector<hybrid::Input> inputs;
   for (Array& array : arrays)

@@ -12,6 +12,7 @@
  * only to those that the model changes. Outputs own their memory, also after the model is closed.
  *
  * Failure: a function that can fail returns NULL or a number other than 0; hybrid_error says why.
+ * A NULL where a pointer must be given is such a failure.
  *
  * Threads: any number may call hybrid_run at once, with one model too. Calls of a model with states
  * (a KV cache) wait for each other. hybrid_close must be the last call with a model.
@@ -94,7 +95,8 @@ typedef struct HybridModel HybridModel;
 
 typedef struct HybridOptions {
   size_t struct_size; /* sizeof(HybridOptions) */
-  /* Threads of a call; 0: as OMP_NUM_THREADS says, else as many as there are processors. */
+  /* Threads of a call, at most 256 or 4 times the processors, whichever is more. 0: as
+   * OMP_NUM_THREADS says, up to the same bound; without it, as many as there are processors. */
   int32_t threads;
   /* 1: the file is mapped, and processes share its memory; it must not change while it is open, and
    * only its owner or root may be able to write to it. 0: it is read to memory of this process. */
@@ -143,9 +145,10 @@ typedef struct HybridEntry {
   const HybridTensor* outputs;
 } HybridEntry;
 
+/* The number of entries; 0 where the call fails. */
 HYBRID_API size_t hybrid_entry_count(const HybridModel* model);
 
-/* The name of an entry; NULL where there are no so many. */
+/* The name of an entry; NULL where the call fails: there are no so many. */
 HYBRID_API const char* hybrid_entry_name(const HybridModel* model, size_t index);
 
 /* Fills in `entry`. `name`: NULL for the first one. */

@@ -6,6 +6,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <thread>
 
 namespace torch_hybrid_backend {
 namespace {
@@ -44,6 +45,15 @@ const std::optional<OpenMp>& OfSystem() {
   return openmp;
 }
 
+// OpenMP's library keeps some 100 bytes for each thread on the caller's stack, and ends the process
+// where the system has no more threads: it gets no number for which either is likely.
+int MostThreads() {
+  return std::max(256, 4 * static_cast<int>(std::thread::hardware_concurrency()));
+}
+
+// As OMP_NUM_THREADS says, or an application has set it.
+int ThreadsByDefault() { return std::min(OfSystem()->get_max_threads(), MostThreads()); }
+
 thread_local int threads_of_call = 0;  // 0: no call runs
 
 struct Loop {
@@ -65,6 +75,11 @@ void RunPart(void* data) {
 }  // namespace
 
 int ThreadsFor(int wanted) {
+  if (wanted < 0 || wanted > MostThreads()) {
+    throw std::runtime_error("threads is " + std::to_string(wanted) +
+                             ": it must be 0, for all, or their number, at most " +
+                             std::to_string(MostThreads()));
+  }
   if (wanted == 1) return 1;
   if (!OfSystem()) {
     throw std::runtime_error(
@@ -72,12 +87,12 @@ int ThreadsFor(int wanted) {
         "libgomp1, "
         "Fedora: libgomp), or open the model with one thread");
   }
-  return wanted > 0 ? wanted : OfSystem()->get_max_threads();
+  return wanted > 0 ? wanted : ThreadsByDefault();
 }
 
 int ThreadCount() {
   if (threads_of_call == 1 || !OfSystem() || OfSystem()->in_parallel() != 0) return 1;
-  return threads_of_call > 0 ? threads_of_call : OfSystem()->get_max_threads();
+  return threads_of_call > 0 ? threads_of_call : ThreadsByDefault();
 }
 
 ThreadsOfCall::ThreadsOfCall(int threads) : before_(threads_of_call) { threads_of_call = threads; }

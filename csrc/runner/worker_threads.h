@@ -9,9 +9,10 @@
 
 namespace torch_hybrid_backend {
 
-// The threads of a model's calls. 0 stands for as many as OMP_NUM_THREADS says; without it, as many
-// as the process may use processors. Throws where there can be no more than one, as OpenMP's
-// library is missing, and 1 is not what is wanted.
+// The threads of a model's calls. 0 stands for as many as OMP_NUM_THREADS says, up to the bound of
+// threads; without it, as many as the process may use processors. Throws for a number below 0 or
+// above the bound. Throws where there can be no more than one, as OpenMP's library is missing, and
+// 1 is not what is wanted.
 int ThreadsFor(int wanted);
 
 // Threads of a parallel loop that the calling thread starts now: 1 inside another such loop.

@@ -182,7 +182,9 @@ def test_a_factory_that_makes_another_model_each_time(models: Path) -> None:
     assert "eager: two processes made different models or inputs, so results cannot be compared" in text
 
 
-@pytest.mark.parametrize(("option", "value"), [("--batch", "0"), ("--rounds", "x"), ("--seconds", "-1")])
+@pytest.mark.parametrize(
+    ("option", "value"), [("--batch", "0"), ("--rounds", "x"), ("--seconds", "-1"), ("--threads", "99999999999")]
+)
 def test_numbers_are_checked(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A wrong number gives argparse's error and exit status 2."""
     with pytest.raises(SystemExit, match="2"):

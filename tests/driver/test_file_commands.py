@@ -212,7 +212,12 @@ def test_sign(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (("run", "FILE", "--input", "y=x.npy"), "no such input; it takes input"),
         (("run", "FILE", "--input", "missing.npy"), "no array that can be read"),
         (("run", "FILE", "--entry", "decode"), "no entry 'decode'; it has 'forward'"),
-        (("run", "FILE", "--threads", "0"), "at least 1"),
+        (
+            ("run", "FILE", "--input", "a.npy", "--input", "b.npy"),
+            "--input is given 2 times without a name, and forward takes 1 array: input",
+        ),
+        (("run", "FILE", "--threads", "0"), "--threads is 0; it must be a whole number from 1 to "),
+        (("run", "FILE", "--threads", "99999999999"), "--threads is 99999999999; it must be a whole number from 1 to "),
         (("sign", "FILE", "--key", "missing.pem"), "no private key in PEM"),
     ],
 )

@@ -14,7 +14,9 @@ _CODES = {"i": 0, "u": 1, "f": 2, "c": 5, "b": 6}
 _LETTERS = {code: letter for letter, code in _CODES.items()}
 
 
-class _DLTensor(ctypes.Structure):
+class DLTensor(ctypes.Structure):
+    """DLPack's struct."""
+
     _fields_ = [
         ("data", ctypes.c_void_p),
         ("device_type", ctypes.c_int32),
@@ -39,7 +41,7 @@ _Managed._fields_ = [
     ("manager", ctypes.c_void_p),
     ("deleter", ctypes.CFUNCTYPE(None, ctypes.POINTER(_Managed))),
     ("flags", ctypes.c_uint64),
-    ("tensor", _DLTensor),
+    ("tensor", DLTensor),
 ]
 
 
@@ -77,12 +79,17 @@ class Runner:
         self.c.hybrid_read_key.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
         self.c.hybrid_close.argtypes = [ctypes.c_void_p]
         self.c.hybrid_reset.argtypes = [ctypes.c_void_p]
+        self.c.hybrid_describe.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+        self.c.hybrid_entry_count.restype = ctypes.c_size_t
+        self.c.hybrid_entry_count.argtypes = [ctypes.c_void_p]
+        self.c.hybrid_entry_name.restype = ctypes.c_char_p
+        self.c.hybrid_entry_name.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
         self.c.hybrid_manifest.restype = ctypes.c_char_p
         self.c.hybrid_manifest.argtypes = [ctypes.c_void_p]
         self.c.hybrid_run.argtypes = [
             ctypes.c_void_p,
             ctypes.c_char_p,
-            ctypes.POINTER(ctypes.POINTER(_DLTensor)),
+            ctypes.POINTER(ctypes.POINTER(DLTensor)),
             ctypes.c_size_t,
             ctypes.POINTER(ctypes.POINTER(_Managed)),
             ctypes.c_size_t,
@@ -116,23 +123,29 @@ class Model:
 
     def __init__(self, runner: Runner, handle: int) -> None:
         self._runner = runner
-        self._handle = handle
+        self.handle = handle
 
     def __del__(self) -> None:
-        self._runner.c.hybrid_close(self._handle)
+        self._runner.c.hybrid_close(self.handle)
 
     def reset(self) -> None:
         """Set the states to what they were."""
-        if self._runner.c.hybrid_reset(self._handle) != 0:
+        if self._runner.c.hybrid_reset(self.handle) != 0:
             raise self._runner.error()
 
     def run(self, *inputs: np.ndarray[Any, Any], outputs: int = 1, entry: str | None = None) -> list[Any]:
         """Run an entry; raises RunnerError."""
-        tensors = [_dlpack(each) for each in inputs]
-        pointers = (ctypes.POINTER(_DLTensor) * len(inputs))(*map(ctypes.pointer, tensors))
+        return self.run_tensors(*map(dlpack, inputs), outputs=outputs, entry=entry)
+
+    def run_tensors(self, *inputs: DLTensor | None, outputs: int = 1, entry: str | None = None) -> list[Any]:
+        """Run an entry on DLPack's tensors, of which None is a NULL; raises RunnerError."""
+        null = ctypes.POINTER(DLTensor)()
+        pointers = (ctypes.POINTER(DLTensor) * len(inputs))(
+            *(null if each is None else ctypes.pointer(each) for each in inputs)
+        )
         results = (ctypes.POINTER(_Managed) * outputs)()
         name = None if entry is None else entry.encode()
-        if self._runner.c.hybrid_run(self._handle, name, pointers, len(inputs), results, outputs) != 0:
+        if self._runner.c.hybrid_run(self.handle, name, pointers, len(inputs), results, outputs) != 0:
             assert not any(results)
             raise self._runner.error()
         arrays = [_array(result.contents.tensor) for result in results]
@@ -145,23 +158,22 @@ def _integers(numbers: Sequence[int]) -> Any:
     return (ctypes.c_int64 * len(numbers))(*numbers)
 
 
-def _dlpack(array: np.ndarray[Any, Any]) -> _DLTensor:
-    code = _CODES[array.dtype.kind]
-    return _DLTensor(
-        array.ctypes.data,
-        1,
-        0,
-        array.ndim,
-        code,
-        8 * array.itemsize,
-        1,
-        _integers(array.shape),
-        _integers([stride // array.itemsize for stride in array.strides]),
-        0,
-    )
+def dlpack(array: np.ndarray[Any, Any], **members: Any) -> DLTensor:
+    """The array as DLPack's struct, which borrows its memory. `members`: others than the array's; None: a NULL."""
+    own = {
+        "data": array.ctypes.data,
+        "device_type": 1,
+        "ndim": array.ndim,
+        "code": _CODES[array.dtype.kind],
+        "bits": 8 * array.itemsize,
+        "lanes": 1,
+        "shape": _integers(array.shape),
+        "strides": _integers([stride // array.itemsize for stride in array.strides]),
+    }
+    return DLTensor(**{name: each for name, each in (own | members).items() if each is not None})
 
 
-def _array(given: _DLTensor) -> np.ndarray[Any, Any]:
+def _array(given: DLTensor) -> np.ndarray[Any, Any]:
     dtype = np.dtype(f"{_LETTERS[given.code]}{given.bits // 8}") if given.code != 6 else np.dtype(bool)
     sizes = given.shape[: given.ndim]
     strides = [stride * dtype.itemsize for stride in given.strides[: given.ndim]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import re
 import shutil
 import subprocess
@@ -18,7 +20,8 @@ import torch_hybrid_backend
 from tests.artifact.exported_for_tests import exported
 from tests.runner.hybrid_files import HybridFile, kernel, named, plan, value
 from tests.runner.hybrid_files import tensor as form
-from tests.runner.runner_in_python import Model, Runner, RunnerError, run
+from tests.runner.runner_in_python import Model, Runner, RunnerError, dlpack, run
+from torch_hybrid_backend.machine import most_threads
 
 ROOT = Path(__file__).resolve().parents[2]
 F32 = np.float32
@@ -96,10 +99,62 @@ def test_wrong_inputs(runner: Runner, doubling: Path) -> None:
 
 def test_wrong_options(runner: Runner, doubling: Path) -> None:
     """Each has a legal value, and structs of callers built against another version are told apart."""
-    with pytest.raises(RunnerError, match="threads is -1: it must be 0, for all, or their number"):
-        runner.open(doubling, threads=-1)
+    for threads in (-1, most_threads() + 1, 100_000, 2**31 - 1):
+        said = f"threads is {threads}: it must be 0, for all, or their number, at most {most_threads()}$"
+        with pytest.raises(RunnerError, match=said):
+            runner.open(doubling, threads=threads)
+    np.testing.assert_array_equal(
+        runner.open(doubling, threads=most_threads()).run(np.array([1, 2, 3], F32))[0], [9, 13, 17]
+    )
     with pytest.raises(RunnerError, match="struct_size of the options is 8: it must be sizeof"):
         runner.open(doubling, struct_size=8)
+
+
+@pytest.mark.fault("a NULL pointer is given to a function of the runner", "an error that names it")
+def test_null_pointers(runner: Runner, doubling: Path, kernels: bytes, tmp_path: Path) -> None:
+    """Errors name the argument; strides alone may be NULL."""
+    c = runner.c
+    for call in (
+        lambda: c.hybrid_entry_count(None) == 0,
+        lambda: c.hybrid_entry_name(None, 0) is None,
+        lambda: c.hybrid_describe(None, None, ctypes.create_string_buffer(b"\xff" * 64)) != 0,
+        lambda: c.hybrid_manifest(None) is None,
+        lambda: c.hybrid_run(None, None, None, 0, None, 0) != 0,
+        lambda: c.hybrid_reset(None) != 0,
+    ):
+        with contextlib.suppress(RunnerError):
+            runner.open(tmp_path / "none.hybrid")
+        assert call()
+        assert str(runner.error()) == "the model is NULL"
+    c.hybrid_close(None)
+    assert c.hybrid_open(None, None) is None
+    assert str(runner.error()) == "the path is NULL"
+    for arguments in ((None, ctypes.create_string_buffer(32)), (b"key.pem", None)):
+        assert c.hybrid_read_key(*arguments) != 0
+        assert str(runner.error()) == "the path or the key is NULL"
+    with pytest.raises(RunnerError, match="keys is NULL, and key_count is not 0"):
+        runner.open(doubling, key_count=1)
+
+    model = runner.open(doubling)
+    assert c.hybrid_describe(model.handle, None, None) != 0
+    assert str(runner.error()) == "the entry is NULL"
+    assert c.hybrid_entry_name(model.handle, 1) is None
+    assert str(runner.error()) == "the model has no entry of index 1: their number is 1"
+    for counts in ((1, 0), (0, 1)):
+        assert c.hybrid_run(model.handle, None, None, counts[0], None, counts[1]) != 0
+        assert str(runner.error()) == "the list of inputs or of outputs is NULL"
+    x = np.array([1, 2, 3], F32)
+    np.testing.assert_array_equal(model.run_tensors(dlpack(x, strides=None))[0], [9, 13, 17])
+    for opened in (model, runner.open(_of_any_rows(kernels, tmp_path / "rows.hybrid"))):
+        count = 1 if opened is model else 2
+        for tensor, said in [
+            (None, r'input 0 \("x"\) is NULL'),
+            (dlpack(x, shape=None), r'input 0 \("x"\) has no sizes: its ndim is 1, and its shape is NULL'),
+            (dlpack(x, ndim=-1), r'input 0 \("x"\) has no sizes: its ndim is -1, and its shape is not NULL'),
+            (dlpack(x, data=None), r'input 0 \("x"\) has no memory: its data is NULL'),
+        ]:
+            with pytest.raises(RunnerError, match=said):
+                opened.run_tensors(tensor, outputs=count)
 
 
 def test_wrong_files(runner: Runner, doubling: Path, tmp_path: Path) -> None:
@@ -337,6 +392,29 @@ def test_the_program(installed: Path, doubling: Path, tmp_path: Path) -> None:
     result = subprocess.run([str(word) for word in wrong], capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert "its elements are '<f8', and the input takes '<f4'" in result.stderr
+
+
+@pytest.mark.fault("far more threads than processors are asked of the runner", "an error that names the bound")
+def test_wrong_options_of_the_program(installed: Path, doubling: Path) -> None:
+    """Errors are one line that says what is legal; a larger OMP_NUM_THREADS counts as the bound."""
+    program = installed / "bin/hybrid-run"
+    for options, said in [
+        (
+            ["--threads", "100000"],
+            f"threads is 100000: it must be 0, for all, or their number, at most {most_threads()}\n",
+        ),
+        (["--threads", "99999999999"], 'a whole number, at most 256 or 4 times the processors, not "99999999999"'),
+        (["--threads", "1.5"], 'not "1.5"'),
+        (["--threads", "-1"], 'not "-1"'),
+        (["--input", "a.npy", "--input", "b.npy"], '--input is given 2 times, and "forward" has 1 input: x;'),
+        (["--output", "a.npy", "--output", "b.npy"], '--output is given 2 times, and "forward" has 1 output: y;'),
+    ]:
+        result = subprocess.run([program, doubling, *options], capture_output=True, text=True, check=False)
+        assert result.returncode == 1
+        assert said in result.stderr
+        assert result.stderr.count("\n") == 1
+    for threads in (32768, 999999):
+        assert run("env", f"OMP_NUM_THREADS={threads}", program, doubling) == "y: float32(3)\n"
 
 
 def test_the_examples(installed: Path, doubling: Path, tmp_path: Path) -> None:

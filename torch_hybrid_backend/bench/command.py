@@ -32,6 +32,7 @@ from torch_hybrid_backend.bench.saving import SUFFIXES
 from torch_hybrid_backend.config import shows_progress
 from torch_hybrid_backend.errors import ArgumentError, HybridError, failures
 from torch_hybrid_backend.factory import Factory
+from torch_hybrid_backend.machine import most_threads
 from torch_hybrid_backend.progress import Progress
 from torch_hybrid_backend.storage.temporary_folder import TemporaryFolder
 
@@ -89,7 +90,7 @@ def add_parser(commands: Any) -> None:
         help="of timing for each batch size and precision, all runtimes together; default: 10",
     )
     parser.add_argument("--rounds", type=_count, default=5, help="in which the runtimes take turns; default: 5")
-    parser.add_argument("--threads", type=_count, help="default: torch's")
+    parser.add_argument("--threads", type=_threads, help="default: torch's")
     parser.add_argument(
         "--timeout", type=_positive, default=600.0, help="seconds that a runtime has to compile; default: 600"
     )
@@ -239,6 +240,14 @@ def _count(text: str) -> int:
     if not (text.strip().isdecimal() and int(text)):
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, at least 1")
     return int(text)
+
+
+def _threads(text: str) -> int:
+    if (count := _count(text)) > most_threads():
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be a whole number, at most {most_threads()} (256 or 4 times the processors)"
+        )
+    return count
 
 
 def _counts(text: str) -> list[int]:

@@ -23,6 +23,8 @@ from torch_hybrid_backend.core.precision import PRECISIONS
 from torch_hybrid_backend.core.units import time_in_words
 from torch_hybrid_backend.errors import ArgumentError, failures
 from torch_hybrid_backend.factory import Factory
+from torch_hybrid_backend.machine import most_threads
+from torch_hybrid_backend.report.share import counted
 from torch_hybrid_backend.runtime.native.ops import Artifact
 
 _BENCH_S = 2.0
@@ -273,8 +275,10 @@ def sign(parsed: argparse.Namespace, out: TextIO) -> int:
 
 def _set_threads(count: int | None) -> None:
     if count is not None:
-        if count < 1:
-            raise ArgumentError(f"--threads is {count}; it must be a whole number, at least 1")
+        if not 1 <= count <= most_threads():
+            raise ArgumentError(
+                f"--threads is {count}; it must be a whole number from 1 to {most_threads()} (256 or 4 times the processors)"
+            )
         torch.set_num_threads(count)
 
 
@@ -308,11 +312,17 @@ def _inputs(entry: Entry, sample: Sequence[Any], given: Sequence[str]) -> list[A
     """The flat inputs of a call: those of the sample call, with arrays from files in their places."""
     names = [form.name for form in entry.inputs]
     inputs = dict(zip(names, sample, strict=True))
-    unnamed = iter(form.name for form in entry.inputs if not isinstance(form, LiteralForm))
+    tensors = [form.name for form in entry.inputs if not isinstance(form, LiteralForm)]
+    positional = sum(not each.rpartition("=")[0] for each in given)
+    if positional > len(tensors):
+        raise ArgumentError(
+            f"--input is given {counted(positional, 'time')} without a name, and {entry.name} takes "
+            f"{counted(len(tensors), 'array')}: {', '.join(tensors) or 'none'}"
+        )
+    in_order = iter(tensors)
     for each in given:
         name, _, file = each.rpartition("=")
-        if not name:
-            name = next(unnamed, "")
+        name = name or next(in_order)
         if name not in inputs:
             raise ArgumentError(
                 f"--input {each}: {entry.name} has no such input; it takes {', '.join(names) or 'none'}"
