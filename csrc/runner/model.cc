@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "artifact_plan.h"
+#include "checked.h"
 #include "difference.h"
 #include "dlpack.h"
 #include "torch_library.h"
@@ -73,6 +74,18 @@ std::string OperatorsOf(const Artifact& artifact, size_t plan) {
 
 bool IsSamePlace(const Tensor& one, const Tensor& other) {
   return one.data_ptr() == other.data_ptr() && one.strides() == other.strides();
+}
+
+// The addresses that a tensor lies between; of none, where it is empty.
+std::pair<const char*, const char*> SpanOfMemory(const Tensor& tensor) {
+  const auto* const start = static_cast<const char*>(tensor.data_ptr());
+  return {start, start + SpanOf(tensor.sizes(), tensor.strides()) * ElementBytes(tensor.dtype())};
+}
+
+bool ShareMemory(const Tensor& one, const Tensor& other) {
+  const auto [start, end] = SpanOfMemory(one);
+  const auto [first, last] = SpanOfMemory(other);
+  return first < end && start < last;
 }
 
 std::string Number(double value) {
@@ -165,6 +178,7 @@ void Model::Run(const Function& function, const CallTensors& inputs,
   std::unique_lock<std::mutex> lock(states_mutex_, std::defer_lock);
   if (!states_.empty()) lock.lock();
   Call call{function.entry, inputs, {}};
+  CheckApart(call);
   std::vector<Tensor> sources;
   sources.reserve(call.entry.sources.size());
   for (const Origin& source : call.entry.sources) sources.push_back(TensorOf(call, source));
@@ -195,6 +209,21 @@ Tensor Model::TensorOf(const Call& call, const Origin& origin) const {
       break;
   }
   return call.outputs[origin.number];
+}
+
+void Model::CheckApart(const Call& call) const {
+  for (const Update& update : call.entry.updates) {
+    const bool is_input = update.target.kind == Origin::Kind::kInput;
+    const Tensor target = TensorOf(call, update.target);
+    for (size_t i = 0; i < call.inputs.size(); ++i) {
+      if (!call.inputs[i] || (is_input && i == update.target.number)) continue;
+      if (!ShareMemory(*call.inputs[i], target)) continue;
+      const std::vector<CallValue>& named = call.entry.inputs;
+      const std::string what = is_input ? Quoted(named[update.target.number].name) : "a state";
+      Refuse(Quoted(named[i].name) + " shares memory with " + what +
+             ", which the call changes: pass a copy of it");
+    }
+  }
 }
 
 void Model::ApplyUpdates(const Call& call) const {
@@ -251,7 +280,7 @@ void Model::CheckSample(const Sample& sample) {
   };
   Run(*At(sample.entry, sizes_of), inputs, [&](const CallTensors& results) {
     for (size_t i = 0; i < results.size(); ++i) {
-      if (!results[i]) continue;
+      if (!sample.outputs[i]) continue;
       const Difference difference = DifferenceOf(*results[i], ConstantTensor(*sample.outputs[i]));
       const double allowed = sample.tolerance * difference.largest_value;
       if (difference.largest <= allowed) continue;

@@ -80,6 +80,9 @@ class Model {
 
   Tensor ConstantTensor(size_t number) const;
   Tensor TensorOf(const Call& call, const Origin& origin) const;
+  // Refuses inputs that share memory with what the call changes: a plan reads all of its inputs as
+  // they were before the call.
+  void CheckApart(const Call& call) const;
   void ApplyUpdates(const Call& call) const;
   std::optional<Tensor> Result(const Call& call, const CallResult& result) const;
   void CheckSample(const Sample& sample);

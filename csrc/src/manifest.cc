@@ -464,8 +464,10 @@ class Reader {
     return entry;
   }
 
+  // `may_lack`: a tensor may be null as well.
   std::vector<std::optional<size_t>> ReadSampled(const Json& json, const char* noun,
-                                                 const std::vector<CallValue>& values) const {
+                                                 const std::vector<CallValue>& values,
+                                                 bool may_lack) const {
     if (json.AsList().size() != values.size()) {
       Refuse("it has " + std::to_string(json.AsList().size()) + " tensors instead of " +
              std::to_string(values.size()));
@@ -473,8 +475,9 @@ class Reader {
     size_t next = 0;
     return Each(json, noun, [&](const Json& one) -> std::optional<size_t> {
       const CallValue& value = values[next++];
-      if (one.IsNull() != !value.tensor) Refuse("it must be null, and only be it, for a value");
-      if (!value.tensor) return {};
+      if (value.tensor ? one.IsNull() && !may_lack : !one.IsNull())
+        Refuse("it must be null, and only be it, for a value");
+      if (one.IsNull()) return {};
       const size_t constant = Numbered(one, made_.constants.size(), "constant");
       if (!IsTensorLike(made_.constants[constant].form, *value.tensor)) {
         Refuse("constant " + std::to_string(constant) + " has another dtype or other sizes");
@@ -523,8 +526,8 @@ class Reader {
     const Entry& entry = made_.entries[number];
     const double tolerance = json["tolerance"].AsDouble();
     if (!(tolerance >= 0) || std::isinf(tolerance)) Refuse("its tolerance is no such number");
-    return {number, ReadSampled(json["inputs"], "input", entry.inputs),
-            ReadSampled(json["outputs"], "output", entry.outputs), tolerance};
+    return {number, ReadSampled(json["inputs"], "input", entry.inputs, false),
+            ReadSampled(json["outputs"], "output", entry.outputs, true), tolerance};
   }
 
   const Manifest& made_;

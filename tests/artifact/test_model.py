@@ -615,3 +615,67 @@ def test_threads_call_at_many_sizes(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+class _Difference(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x - 2 * y
+
+
+def test_arguments_that_share_memory_are_several_inputs(tmp_path: Path) -> None:
+    """The example call may pass one tensor twice, as self-attention does, a view of it, or a parameter of the model."""
+    x, y = torch.randn(3), torch.randn(3)
+    linear = nn.Linear(3, 3, bias=False)
+    for args in ((x, x), (x, x.view(3)), (x.expand(2, 3), x)):
+        loaded = exported(_Difference(), args, tmp_path)[1]
+        given = y.expand_as(args[0]), x + 1
+        assert torch.equal(loaded(*given), given[0] - 2 * given[1])
+    loaded = exported(linear, (linear.weight,), tmp_path)[1]
+    torch.testing.assert_close(loaded(torch.eye(3)), linear.weight.detach().t())
+
+
+class _Adds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        self.total.add_(1)
+        return x + y
+
+
+def test_what_shares_memory_with_what_a_call_changes_is_refused(tmp_path: Path) -> None:
+    """Eager reads the changed values there, a plan those from before the call."""
+    loaded = exported(_Adds(), (torch.zeros(3), torch.zeros(3)), tmp_path)[1]
+    memory = torch.zeros(6)
+    with pytest.raises(ArgumentError, match="y shares memory with x, which the call changes: pass a copy of it"):
+        loaded(memory[:3], memory[2:5])
+    assert torch.equal(loaded(memory[:3], memory[3:]), torch.ones(3))
+    assert torch.equal(memory, torch.tensor([1.0, 1, 1, 0, 0, 0]))
+
+
+class _Draws(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.dropout(x, 0.5, train=True), torch.randint(100, (8,))
+
+
+def test_random_numbers_differ_from_the_sample(tmp_path: Path) -> None:
+    loaded = exported(_Draws(), (torch.ones(4, 256),), tmp_path)[1]
+    torch.manual_seed(0)
+    dropped, numbers = loaded(torch.ones(4, 256))
+    assert set(dropped.unique().tolist()) == {0.0, 2.0}
+    assert 0.4 < dropped.count_nonzero() / 1024 < 0.6
+    assert not torch.equal(loaded(torch.ones(4, 256))[1], numbers)
+
+
+class _Tells(nn.Module):
+    def forward(self, x: torch.Tensor) -> dict[str, object]:
+        return {"y": x * 2, "task": "classify", "n": 3, "scale": 0.5, "is_right": True, "none": None}
+
+
+def test_results_that_are_no_tensors(tmp_path: Path) -> None:
+    loaded = exported(_Tells(), (torch.ones(3),), tmp_path)[1]
+    found = loaded(torch.ones(3))
+    assert torch.equal(found.pop("y"), torch.full((3,), 2.0))
+    assert found == {"task": "classify", "n": 3, "scale": 0.5, "is_right": True, "none": None}

@@ -56,16 +56,17 @@ def chosen() -> Iterator[Callable[[Candidates, Candidates], list[tuple[Choice, s
     store = torch.distributed.HashStore()
     ranks = [Peers(lambda: store, rank, 2, lambda: True) for rank in range(2)]
 
-    def choose_on(peers: Peers, candidates: Candidates) -> tuple[Choice, str]:
+    def choose_on(peers: Peers, region: Region, candidates: Candidates) -> tuple[Choice, str]:
         agreement = Agreement(peers, "graph", [0, 1], 60.0)
         agreement.meet()
-        choice = choose_alike(agreement, 0, _region(), candidates, [X], CONFIG, Pricing(deadline=Deadline(math.inf)))
+        choice = choose_alike(agreement, 0, region, candidates, [X], CONFIG, Pricing(deadline=Deadline(math.inf)))
         agreement.settle()
         return choice, agreement.why_not
 
     def run(first: Candidates, second: Candidates) -> list[tuple[Choice, str]]:
+        regions = [_region(), _region()]  # before there are threads: what traces a graph is global in PyTorch
         with ThreadPoolExecutor(2) as pool:
-            return list(pool.map(choose_on, ranks, (first, second)))
+            return list(pool.map(choose_on, ranks, regions, (first, second)))
 
     yield run
     for each in ranks:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -250,3 +252,25 @@ def test_kernels_are_preferred(tmp_path: Path) -> None:
     assert not report.python_parts
     assert "runner" in str(report)
     assert all(region.engine == "tvm" for plan in report.explanation.plans for region in plan.regions)
+
+
+def test_threads_export_at_once(tmp_path: Path) -> None:
+    """Exports wait for each other: what traces graphs is global in PyTorch."""
+    models = [nn.Linear(8, 8) for _ in range(4)]
+
+    def export_one(number: int) -> torch.Tensor:
+        report = export(models[number], (torch.ones(2, 8),), tmp_path / f"{number}.hybrid", options=FAST)
+        found: torch.Tensor = load(report.path)(torch.ones(2, 8))
+        return found
+
+    with ThreadPoolExecutor(4) as pool:
+        for model, found in zip(models, pool.map(export_one, range(4)), strict=True):
+            torch.testing.assert_close(found, model(torch.ones(2, 8)).detach())
+
+
+def test_what_is_no_regular_file_stays(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(ArgumentError, match="it is no regular file"):
+        export(nn.ReLU(), (torch.ones(2),), pipe)
+    assert pipe.is_fifo()

@@ -76,7 +76,7 @@ def test_a_process_that_loads_what_was_saved_compiles_nothing(blob: Path, tmp_pa
     assert mega_cache.TYPE in told["loaded"]
     assert (told["compiled"], told["traced"]) == (0, 0)
     kinds = {usage.kind for usage in Store(tmp_path / "cache").usage()}
-    assert kinds >= {"kernels", "captures", "graphs", "placements"}
+    assert kinds >= {"kernels", "captures", "graphs"}  # placements, where timings were certain enough
     assert "failed-builds" not in kinds
 
 

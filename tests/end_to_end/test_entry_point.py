@@ -43,9 +43,13 @@ def test_one_line_needs_no_import() -> None:
 
 def test_import_is_cheap() -> None:
     """Importing the package imports neither Dynamo nor TVM: it costs next to nothing over `import torch`."""
-    code = "import sys, torch; before = set(sys.modules); import torch_hybrid_backend; print(len(set(sys.modules) - before))"
+    code = (
+        "import sys, torch; before = set(sys.modules); import torch_hybrid_backend; print(*set(sys.modules) - before)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert int(done.stdout) <= 2
+    imported = done.stdout.split()
+    assert len(imported) <= 12  # the registration of the mega-cache
+    assert all(module.startswith("torch_hybrid_backend") for module in imported)
 
 
 def test_backend_is_listed() -> None:

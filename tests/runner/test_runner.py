@@ -246,6 +246,30 @@ def test_inputs_that_a_call_changes(runner: Runner, kernels: bytes, tmp_path: Pa
     np.testing.assert_array_equal(memory, [0, 1, 4, 3, 8, 5])
 
 
+def test_inputs_that_share_memory(runner: Runner, kernels: bytes, tmp_path: Path) -> None:
+    """Refused where the call changes one of them; else as two inputs."""
+    row = form("float32", 3)
+    values = [value("input", 0, row), value("fresh", 0, row), value("input", 1, row)]
+    memory = np.arange(4, dtype=F32)
+    for updates in ([["copy", ["input", 0], 0]], []):
+        file = HybridFile(kernels)
+        file.entry(
+            "forward",
+            plan(values, [kernel("double", 0, 1)], inputs=2, outputs=[1]),
+            inputs=[named("x", row), named("y", row)],
+            sources=[["input", 0], ["input", 1]],
+            updates=updates,
+            results=[["output", 0]],
+            outputs=[named("out", row)],
+        )
+        model = runner.open(file.write(tmp_path / f"{len(updates)}.hybrid"))
+        if updates:
+            with pytest.raises(RunnerError, match='"y" shares memory with "x", which the call changes: pass a copy'):
+                model.run(memory[:3], memory[1:])
+        else:
+            np.testing.assert_array_equal(model.run(memory[:3], memory[1:])[0], [0, 2, 4])
+
+
 @pytest.mark.parametrize("dtype", ["uint8", "int16", "float32", "float64", "complex128"])
 def test_copies_of_any_strides(runner: Runner, kernels: bytes, tmp_path: Path, dtype: str) -> None:
     """Inputs in other orders of dimensions than the plan was built for, and copies to others."""

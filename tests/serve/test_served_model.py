@@ -149,7 +149,7 @@ class _Turns(nn.Module):
 
 
 def test_a_dtype_that_the_protocol_lacks(tmp_path: Path) -> None:
-    """Such a model is refused when it is opened, not request by request."""
+    """The model is refused when it is opened, not request by request."""
     export(_Turns(), (torch.zeros(2, 2),), tmp_path / "turns.hybrid", options=FAST)
     with pytest.raises(ArtifactError, match=r"is COMPLEX64, which the Open Inference Protocol does not know"):
         ServedModel(tmp_path / "turns.hybrid")

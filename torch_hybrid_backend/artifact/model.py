@@ -285,6 +285,7 @@ class LoadedEntry:
         self._sources = [
             (number, None) if kind == "input" else (0, self._fixed[kind, number]) for kind, number in entry.sources
         ]
+        self._changed = dict.fromkeys(update.target for update in entry.updates)
         self._lock: Any = lock if any(kind == "state" for kind, _ in origins) else nullcontext()
         self._needs_no_grad = entry.functions is not None or bool(entry.updates)
 
@@ -321,6 +322,8 @@ class LoadedEntry:
                     self._refuse(form, value)
             elif type(value) is not type(form.value) or value != form.value:
                 self._refuse(form, value)
+        if self._changed:
+            self._check_apart(leaves)
         inputs = [leaves[number] if tensor is None else tensor for number, tensor in self._sources]
         with self._lock:
             if torch.is_grad_enabled() and self._needs_no_grad:
@@ -342,6 +345,19 @@ class LoadedEntry:
                 raise ArgumentError(f"{where} is {given.shape[symbol.dim]}; the model was exported for {symbol.range}")
             values.append(value)
         return tuple(values)
+
+    def _check_apart(self, leaves: Sequence[Any]) -> None:
+        """Raises ArgumentError where an argument shares memory with another one, or with a state, that the call changes: a plan reads all
+        inputs as they were before the call."""
+        spans = [(number, _span(leaf)) for number, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        for kind, changed in self._changed:
+            start, end = _span(leaves[changed] if kind == "input" else self._fixed[kind, changed])
+            for number, (first, last) in spans:
+                if first < end and start < last and (kind, changed) != ("input", number):
+                    what = self.entry.inputs[changed].name if kind == "input" else "a state"
+                    raise ArgumentError(
+                        f"{self._path}: {self.entry.inputs[number].name} shares memory with {what}, which the call changes: pass a copy of it"
+                    )
 
     def _results(self, at_sizes: _AtSizes, leaves: Sequence[Any], inputs: list[torch.Tensor]) -> list[Any]:
         outputs = at_sizes.plan.run(self._binding, inputs)
@@ -388,6 +404,15 @@ def _children(structure: TreeSpec) -> list[TreeSpec]:
     """The structures within a structure; torch 2.13 renamed their attribute."""
     children = getattr(structure, "children", None)
     return list(children()) if children is not None else structure.children_specs
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses that a tensor lies between; of none, where it is empty."""
+    start = tensor.data_ptr()
+    if tensor.numel() == 0:
+        return start, start
+    elements = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + elements * tensor.itemsize
 
 
 def _origins(entry: Entry) -> list[Origin]:

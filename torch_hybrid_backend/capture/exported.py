@@ -245,6 +245,8 @@ def _exported_graph(
     )
     captured = CapturedGraph(graph_module, "inference", static, writes_inputs=bool(mutated))
     specs = tuple(TensorSpec.of(node.meta["val"]) for node in placeholders[len(tensors) :])
+    (output,) = graph_module.graph.find_nodes(op="output")  # in a partitioned graph a text is the name of a value
+    output.args = (tuple(None if isinstance(value, str) else value for value in output.args[0]),)
     return ExportedGraph(captured, tensors, arguments, specs, sizes, updates, results)
 
 

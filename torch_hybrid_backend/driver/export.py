@@ -8,6 +8,7 @@ artifact          -> the plan, one library of its kernels, packed weights, a rep
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
@@ -69,7 +70,7 @@ from torch_hybrid_backend.report import Explanation, about_call
 from torch_hybrid_backend.runtime.executor import PlanOutput, SavedPlan
 from torch_hybrid_backend.sizes.forms import linear
 from torch_hybrid_backend.sizes.size import MAX_SIZE, Size, Symbol, symbols
-from torch_hybrid_backend.torch_private import OpOverload, tree_flatten, treespec_dumps
+from torch_hybrid_backend.torch_private import OpOverload, compile_lock, tree_flatten, tree_unflatten, treespec_dumps
 
 ENTRY = "forward"
 # The name of the library in a file's plans, whatever it is linked for.
@@ -146,9 +147,10 @@ def export(
     config = Config.from_env(os.environ).with_options(options, None)
     calls = _calls(model, args, kwargs)
     shapes = _shapes(args, dynamic_shapes)
-    programs = {entry: traced_program(model, *call, shapes.get(entry)) for entry, call in calls.items()}
-    examples = {entry: _example(programs[entry], *call) for entry, call in calls.items()}
-    return write_programs(model, programs, examples, path, config)
+    with compile_lock:  # what traces graphs is global in PyTorch
+        programs = {entry: traced_program(model, *call, shapes.get(entry)) for entry, call in calls.items()}
+        examples = {entry: _example(programs[entry], *call) for entry, call in calls.items()}
+        return write_programs(model, programs, examples, path, config)
 
 
 def write_programs(
@@ -195,6 +197,10 @@ def check_path(path: Path) -> Path:
     if path.is_dir():
         raise ArgumentError(
             f"cannot write {path}: it is a folder; give the name of a file in it, such as {path / 'model.hybrid'}"
+        )
+    if path.exists() and not path.is_file():
+        raise ArgumentError(
+            f"cannot write {path}: it is no regular file, and would be replaced by one; give another name"
         )
     if not path.parent.is_dir():
         raise ArgumentError(f"cannot write {path}: there is no folder {path.parent}; make the folder first")
@@ -271,11 +277,10 @@ def exported_program(
     model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None, dynamic_shapes: Any = None
 ) -> torch.export.ExportedProgram:
     """`torch.export.export` of a module. Raises NotExportableError for what it cannot trace."""
+    positional, keywords = _apart(model, tuple(args), dict(kwargs or {}))
     with torch.no_grad():
         try:
-            return torch.export.export(
-                model, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
-            )
+            return torch.export.export(model, positional, keywords, dynamic_shapes=dynamic_shapes, strict=False)
         except failures(Exception) as error:  # torch.export raises many kinds of errors for what it cannot trace
             raise NotExportableError(
                 f"torch.export cannot trace {type(model).__name__}: {_first_lines(error)}; "
@@ -288,6 +293,24 @@ def _first_lines(error: Exception) -> str:
     text = str(error).partition("The error above occurred")[0]
     lines = [line.strip() for line in text.splitlines() if not line.startswith(("For ", "If you suspect "))]
     return " ".join([line for line in lines if line][:_MAX_LINES]) or type(error).__name__
+
+
+def _apart(model: torch.nn.Module, *arguments: Any) -> Any:
+    """The arguments, with a copy of each tensor whose memory is that of another one or of the model, or whose elements share memory.
+
+    `torch.export` takes equal tensors for one, and its program then reads one of them in place of both.
+    """
+    leaves, structure = tree_flatten(arguments)
+    seen = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    for number, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.numel():
+            memory = leaf.untyped_storage().data_ptr()
+            if any(stride == 0 and size > 1 for size, stride in zip(leaf.shape, leaf.stride(), strict=True)):
+                leaves[number] = leaf.detach().clone(memory_format=torch.contiguous_format)
+            elif memory in seen:
+                leaves[number] = copy.deepcopy(leaf.detach())  # with its strides
+            seen.add(memory)
+    return tree_unflatten(leaves, structure)
 
 
 def _first_line(error: Exception) -> str:
@@ -406,7 +429,9 @@ class _Exporter:
                 f"its graph is right only for sizes of which {' and '.join(assumed)}: leave these sizes out of dynamic_shapes"
             )
         self._entries.append(dataclasses.replace(entry, outputs=forms, symbols=symbols, limits=_of_several(limits)))
-        self._samples.append(self._sample(entry, flat, results))
+        # Random numbers differ in the next call.
+        expected = results if compiled.assignment.prepared.is_repeatable else [None] * len(results)
+        self._samples.append(self._sample(entry, flat, expected))
 
     def written(self, path: Path, explanation: Explanation, generation: Generation | None) -> ExportReport:
         """Write the file."""

@@ -148,7 +148,7 @@ def export(parsed: argparse.Namespace, out: TextIO) -> int:
         else:
             config = Config.from_env(os.environ).with_options(options, None)
             asked = _asked_sizes(model, args, kwargs, parsed.dynamic)
-            program = traced_program(model, args, kwargs, _dynamic_shapes(model, args, kwargs, asked))
+            program = traced_program(model, tuple(args), kwargs, _dynamic_shapes(model, args, kwargs, asked))
             _begin_as_asked(program, asked)
             report = write_programs(model, {ENTRY: program}, {ENTRY: (args, kwargs)}, path, config)
             for warning in _narrowed(path, asked):

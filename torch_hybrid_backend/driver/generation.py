@@ -14,6 +14,7 @@ from torch_hybrid_backend.artifact.manifest import Generation
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.driver.export import ExportReport, check_path, exported_program, write_programs
 from torch_hybrid_backend.errors import ArgumentError
+from torch_hybrid_backend.torch_private import compile_lock
 
 _PREFILL, _DECODE = "prefill", "decode"
 # A chunk of that many tokens keeps matrix products busy; a short prompt pays for all of it.
@@ -61,9 +62,10 @@ def export_generation(
         _PREFILL: ((ids, torch.arange(prefill_length), torch.tensor([prefill_length - 1])), {}),
         _DECODE: ((ids[:, :1].clone(), middle), {}),
     }
-    programs = {entry: exported_program(decoder, *call) for entry, call in calls.items()}
     generation = Generation(_PREFILL, _DECODE, max_length, _stop_tokens(transformers_model))
-    return write_programs(model, programs, calls, path, config, generation)
+    with compile_lock:  # what traces graphs is global in PyTorch
+        programs = {entry: exported_program(decoder, *call) for entry, call in calls.items()}
+        return write_programs(model, programs, calls, path, config, generation)
 
 
 def _checked_model(model: Any) -> Any:

@@ -171,11 +171,11 @@ class ServedModel:
                 each.rows = None
         self.inputs = list(_merged([list(each.info(each.inputs)) for each in self.entries]))
         self.outputs = list(_merged([list(each.info(each.outputs, True)) for each in self.entries]))
-        for each in (*self.inputs, *self.outputs):
-            if each.datatype not in DATATYPES.values():
+        for tensor in (*self.inputs, *self.outputs):
+            if tensor.datatype not in DATATYPES.values():
                 raise ArtifactError(
-                    f"{path}: {each.name} is {each.datatype}, which the Open Inference Protocol does not know: export a model that takes and "
-                    f"returns {', '.join(DATATYPES)}"
+                    f"{path}: {tensor.name} is {tensor.datatype}, which the Open Inference Protocol does not know: export a model that takes "
+                    f"and returns {', '.join(DATATYPES)}"
                 )
 
     @property

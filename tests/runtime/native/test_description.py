@@ -95,7 +95,9 @@ def test_an_unknown_kind_of_step_is_refused() -> None:
         def describe(self) -> dict[str, Any]:
             return {"kind": "dance"}
 
-    with pytest.raises(HybridError, match=r'no kind of step is called "dance": it must be one of kernel, copy, check'):
+    with pytest.raises(
+        HybridError, match=r'no kind of step is called "dance": it must be one of kernel, operator, copy, check'
+    ):
         Plan(replace(EMPTY, steps=(PlanStep(Dance()),)))
 
 
