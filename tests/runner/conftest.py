@@ -1,7 +1,9 @@
-"""The runner, built by CMake once per session."""
+"""The runner, built by CMake once for all processes of a test run."""
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -19,10 +21,17 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that CMake has installed the runner to, stripped. Neither PyTorch nor Python is looked for."""
     if not (shutil.which("cmake") and shutil.which("g++") and sys.platform == "linux"):
         pytest.skip("needs Linux, cmake and g++")
-    folder = tmp_path_factory.mktemp("runner")
-    run("cmake", *_generator(), "-S", ROOT / "csrc/runner", "-B", folder / "build")
-    run("cmake", "--build", folder / "build", "--parallel", "2")
-    run("cmake", "--install", folder / "build", "--prefix", folder / "installed", "--strip")
+    # Of the run, where several processes share it.
+    parallel = "PYTEST_XDIST_WORKER" in os.environ
+    folder = tmp_path_factory.getbasetemp().parent / "runner" if parallel else tmp_path_factory.mktemp("runner")
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "done").exists():
+            run("cmake", *_generator(), "-S", ROOT / "csrc/runner", "-B", folder / "build")
+            run("cmake", "--build", folder / "build", "--parallel", "2")
+            run("cmake", "--install", folder / "build", "--prefix", folder / "installed", "--strip")
+            (folder / "done").touch()
     return folder / "installed"
 
 

@@ -36,6 +36,10 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYBRID_PLACEMENT", "estimate")
 
 
+# One of each path; `make test-full` has the others.
+_KINDS = ("float32", "bfloat16", "bool", "float32 strided", "float32 eval", "complex64 lazy")
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in _MODELS else pytest.mark.full) for name in ZOO]
 )
@@ -58,7 +62,9 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return Bench(path, compilers=2, modes=("triton",))
 
 
-@pytest.mark.parametrize("kind", SELECTION)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in _KINDS else pytest.mark.full) for kind in SELECTION]
+)
 def test_operators_equal_eager(kind: str, bench: Bench) -> None:
     """The operators and modules that TVM's kernels are tested with: each has a few samples, forced through Triton's programs."""
     check(kind, bench)
