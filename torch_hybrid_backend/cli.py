@@ -191,7 +191,7 @@ def _explain(parsed: argparse.Namespace, explain: Explain, out: TextIO) -> int:
 
 
 def _is_file(target: str) -> bool:
-    return Path(target).is_file() and not target.endswith(".py")
+    return target.endswith(".hybrid") or (Path(target).is_file() and not target.endswith(".py"))
 
 
 def _explained_file(parsed: argparse.Namespace) -> Explanation:

@@ -74,7 +74,7 @@ def test_a_later_generation_ends_an_earlier_one(generator: TextGenerator) -> Non
 @pytest.mark.parametrize(
     ("ids", "count", "stops", "said"),
     [
-        ([], None, None, r"ids is float32 \(0,\)"),
+        ([], None, None, "the prompt has no tokens"),
         ([[1], [2]], None, None, r"ids of one prompt.*"),
         ([1.5], None, None, "ids is float32"),
         ("text", None, None, "must be a list or a tensor of token ids"),

@@ -108,6 +108,7 @@ def test_generate(decoder: tuple[Path, Path]) -> None:
     ("arguments", "said"),
     [
         (("--prompt", "the"), "--prompt needs --tokenizer"),
+        (("--prompt", "", "--tokenizer", "TOKENIZER"), "the prompt has no tokens"),
         (("--ids", "1,a"), "--ids is '1,a'"),
         (("--ids", "1", "--stop", "</s>"), "--stop </s> needs --tokenizer"),
         (("--ids", "1", "--stop", "xyz", "--tokenizer", "TOKENIZER"), "is no token of the tokenizer"),
@@ -164,9 +165,72 @@ def test_export_for_many_sizes(file: Path, tmp_path: Path, capsys: pytest.Captur
         ("x:0", "no tensor x with a dimension 0; it has input (2 dimensions)"),
         ("input:2", "no tensor input with a dimension 2"),
         ("input:0=9..3", "the least size is above the most"),
+        ("input:0=20..30", "example has the size 3 there, outside of the range"),
     ]:
         assert _run("export", f"{script}:make", "-o", path, "--dynamic", given)[0] == 1
         assert said in capsys.readouterr().err
+
+
+_SIZES = """
+import torch
+class Sizes(torch.nn.Module):
+    def forward(self, x, y):
+        return x + y, x.shape[0], torch.complex(x, y)
+class Branch(torch.nn.Module):
+    def forward(self, x):
+        return x + 1 if x.shape[0] > 4 else x - 1
+class Data(torch.nn.Module):
+    def forward(self, x):
+        return x + 1 if x.sum() > 4 else x - 1
+def sizes(): return Sizes().eval(), (torch.ones(6, 4), torch.ones(6, 4))
+def branch(): return Branch().eval(), (torch.ones(6, 4),)
+def data(): return Data().eval(), (torch.ones(6, 4),)
+def single(): return Branch().eval(), (torch.ones(1, 4),)
+"""
+
+
+@pytest.fixture
+def sizes(tmp_path: Path) -> Path:
+    script = tmp_path / "sizes_for_files.py"
+    script.write_text(_SIZES)
+    return script
+
+
+def test_ranges_begin_and_end_as_asked(sizes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two inputs of one size share the range of both; a call's results are told in its own sizes."""
+    path = tmp_path / "sizes.hybrid"
+    status, told = _run("export", f"{sizes}:sizes", "-o", path, "--dynamic", "x:0=1..64", "--dynamic", "y:0=1..64")
+    assert status == 0
+    assert "serves x with 1 to 64 in dimension 0" in told
+    assert "--dynamic" not in capsys.readouterr().err
+    for rows in (1, 64):
+        np.save(tmp_path / "x.npy", np.full((rows, 4), 2, np.float32))
+        status, told = _run("run", path, "--input", tmp_path / "x.npy", "--input", tmp_path / "x.npy")
+        assert status == 0
+        assert told.splitlines() == [
+            f"output0: float32 ({rows}, 4) = 4, 4, 4, 4{', ...' if rows > 1 else ''}",
+            f"output1: {rows}",
+            f"output2: complex64 ({rows}, 4) = 2+2j, 2+2j, 2+2j, 2+2j{', ...' if rows > 1 else ''}",
+        ]
+
+
+def test_narrowed_ranges_are_told(sizes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("export", f"{sizes}:branch", "-o", tmp_path / "branch.hybrid", "--dynamic", "x:0=1..64")[0] == 0
+    assert "--dynamic x:0=1..64 was asked for, and the file serves 5..64" in capsys.readouterr().err
+
+
+def test_examples_of_one_element_cannot_vary(sizes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("export", f"{sizes}:single", "-o", tmp_path / "one.hybrid", "--dynamic", "x:0=1..64")[0] == 1
+    assert "give an example of at least 2" in capsys.readouterr().err
+
+
+def test_what_cannot_be_traced_is_told_in_full(sizes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The message has the line of the model, below the first line of PyTorch's text."""
+    assert _run("export", f"{sizes}:data", "-o", tmp_path / "data.hybrid")[0] == 1
+    error = capsys.readouterr().err.splitlines()[-1]  # PyTorch shows the graph above
+    assert error.startswith("hybrid: torch.export cannot trace Data: ")
+    assert "sizes_for_files.py" in error
+    assert "x.sum() > 4" in error
 
 
 def test_inspect(file: Path) -> None:
@@ -202,13 +266,16 @@ def test_sign(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "signed by nobody" in capsys.readouterr().err
     assert _run("sign", signed, "--key", key)[0] == 0
     assert _run("run", signed, "--key", public)[0] == 0
-    assert "signed by " in _run("inspect", signed)[1]
+    assert _run("sign", signed, "--key", key)[0] == 0
+    assert _run("run", signed, "--key", public)[0] == 0
+    assert _run("inspect", signed)[1].count("signed by ") == 1  # a key has one signature
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (("run", "missing.hybrid"), "missing.hybrid"),
+        (("explain", "missing.hybrid"), "missing.hybrid: it cannot be opened: No such file"),
         (("run", "FILE", "--input", "y=x.npy"), "no such input; it takes input"),
         (("run", "FILE", "--input", "missing.npy"), "no array that can be read"),
         (("run", "FILE", "--entry", "decode"), "no entry 'decode'; it has 'forward'"),

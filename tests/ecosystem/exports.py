@@ -92,7 +92,8 @@ def _operators(parts: Sequence[str]) -> str:
 
 
 def _cell(text: str) -> str:
-    text = text.partition("; the error before this one")[0].replace("\n", " ").replace("|", "\\|")
+    told = re.split("; (?:the error before this one|https://docs.pytorch.org)", text)[0]
+    text = told.replace("\n", " ").replace("|", "\\|")
     return text if len(text) <= 240 else f"{text[:240]} ..."
 
 

@@ -163,10 +163,12 @@ class TextGenerator:
             raise ArgumentError(f"ids is {described(ids)}; it must be a list or a tensor of token ids") from error
         if given.dim() == 2 and len(given) == 1:
             given = given[0]
-        if given.dim() != 1 or not given.numel() or given.is_floating_point() or given.dtype == torch.bool:
+        if not given.numel():
+            raise ArgumentError("the prompt has no tokens; give at least one, such as the token that begins a text")
+        if given.dim() != 1 or given.is_floating_point() or given.dtype == torch.bool:
             raise ArgumentError(
-                f"ids is {str(given.dtype).removeprefix('torch.')} {tuple(given.shape)}; it must be the ids of one prompt, (n,) or (1, n), and "
-                "at least one"
+                f"ids is {str(given.dtype).removeprefix('torch.')} {tuple(given.shape)}; it must be the ids of one prompt, "
+                "(n,) or (1, n)"
             )
         prompt: list[int] = given.tolist()
         wrong = [each for each in prompt if not 0 <= each < self._vocabulary]

@@ -22,7 +22,7 @@ _COUNT_OFFSET = 12
 
 
 def sign(path: str | os.PathLike[str], key: Ed25519PrivateKey | str | os.PathLike[str]) -> bytes:
-    """Add a signature to a file that `export` wrote, in one step; return the public key, 32 bytes.
+    """Add a signature to a file that `export` wrote, in one step; return the public key, 32 bytes. A key has one signature in a file.
 
     key: a private key of Ed25519, or the path of one in PEM without a password (`openssl genpkey -algorithm ed25519 -out key.pem`). Raises
     ArtifactError for a file that is damaged or has no room for another signature, ArgumentError for a key that is none.
@@ -31,15 +31,16 @@ def sign(path: str | os.PathLike[str], key: Ed25519PrivateKey | str | os.PathLik
 
     path = Path(path)
     private = private_key(key)
-    Artifact(path, share=False)  # what is signed has passed every check
+    artifact = Artifact(path, share=False)  # what is signed has passed every check
     content = bytearray(path.read_bytes())
     _, _, count, size, _, _ = HEADER.unpack_from(content)
-    if count >= MAX_SIGNATURES:
-        raise ArtifactError(f"{path} has {count} signatures, and there is no room for more: export it again")
     manifest = bytes(content[PAGE_BYTES : PAGE_BYTES + size])
     public, signed = signature(private, manifest)
-    struct.pack_into("<I", content, _COUNT_OFFSET, count + 1)
-    begin = HEADER.size + count * _PAIR_BYTES
+    place = next((number for number, (key_of, _) in enumerate(artifact.signatures) if key_of == public), count)
+    if place >= MAX_SIGNATURES:
+        raise ArtifactError(f"{path} has {count} signatures, and there is no room for more: export it again")
+    struct.pack_into("<I", content, _COUNT_OFFSET, max(count, place + 1))
+    begin = HEADER.size + place * _PAIR_BYTES
     content[begin : begin + _PAIR_BYTES] = public + signed
     end = PAGE_BYTES - CHECKSUM_BYTES
     content[end:PAGE_BYTES] = hashlib.sha256(content[:end]).digest()

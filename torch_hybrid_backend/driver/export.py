@@ -79,6 +79,8 @@ LIBRARY = "library"
 # How far the outputs of the sample call may be off on another machine, whose mathematical functions round otherwise.
 _TOLERANCES = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _TOLERANCE = 1e-3
+# Lines of PyTorch's text about what it cannot trace that an error repeats: enough for the line of the model.
+_MAX_LINES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +148,7 @@ def export(
     calls = _calls(model, args, kwargs)
     shapes = _shapes(args, dynamic_shapes)
     with compile_lock:  # what traces graphs is global in PyTorch
-        programs = {entry: _program(model, *call, shapes.get(entry)) for entry, call in calls.items()}
+        programs = {entry: traced_program(model, *call, shapes.get(entry)) for entry, call in calls.items()}
         examples = {entry: _example(programs[entry], *call) for entry, call in calls.items()}
         return write_programs(model, programs, examples, path, config)
 
@@ -242,7 +244,8 @@ def _shapes(args: Any, dynamic_shapes: Any) -> Mapping[str, Any]:
     return dynamic_shapes or {}
 
 
-def _program(model: Any, args: Any, kwargs: Any, dynamic_shapes: Any) -> torch.export.ExportedProgram:
+def traced_program(model: Any, args: Any, kwargs: Any, dynamic_shapes: Any) -> torch.export.ExportedProgram:
+    """The program of what `export` takes for a model. Raises ArgumentError for others, NotExportableError as `exported_program` does."""
     if isinstance(model, torch.export.ExportedProgram | str | os.PathLike):
         if dynamic_shapes is not None:
             raise ArgumentError(
@@ -280,9 +283,16 @@ def exported_program(
             return torch.export.export(model, positional, keywords, dynamic_shapes=dynamic_shapes, strict=False)
         except failures(Exception) as error:  # torch.export raises many kinds of errors for what it cannot trace
             raise NotExportableError(
-                f"torch.export cannot trace {type(model).__name__}: {_first_line(error)}; the error before this one has the "
-                "rest, https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/export.html what it can trace"
+                f"torch.export cannot trace {type(model).__name__}: {_first_lines(error)}; "
+                "https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/export.html says what it can trace"
             ) from error
+
+
+def _first_lines(error: Exception) -> str:
+    """The first lines of an error's text as one, or its kind where it has none, without advice on how to debug PyTorch."""
+    text = str(error).partition("The error above occurred")[0]
+    lines = [line.strip() for line in text.splitlines() if not line.startswith(("For ", "If you suspect "))]
+    return " ".join([line for line in lines if line][:_MAX_LINES]) or type(error).__name__
 
 
 def _apart(model: torch.nn.Module, *arguments: Any) -> Any:

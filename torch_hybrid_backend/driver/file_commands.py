@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import statistics
+import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
 from typing import Any, TextIO
@@ -15,10 +18,11 @@ from typing import Any, TextIO
 import numpy as np
 import torch
 
-from torch_hybrid_backend.artifact.manifest import Entry, Form, LiteralForm, Manifest
+from torch_hybrid_backend.artifact.manifest import Entry, Form, LiteralForm, Manifest, TensorForm
 from torch_hybrid_backend.artifact.model import load
 from torch_hybrid_backend.artifact.signing import sign as sign_file
 from torch_hybrid_backend.artifact.tokenizer import open_tokenizer, token_texts
+from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.precision import PRECISIONS
 from torch_hybrid_backend.core.units import time_in_words
 from torch_hybrid_backend.errors import ArgumentError, failures
@@ -133,35 +137,46 @@ def add_parsers(commands: Any) -> None:
 
 def export(parsed: argparse.Namespace, out: TextIO) -> int:
     """Run `hybrid export`."""
-    from torch_hybrid_backend.driver.export import export as export_model  # heavy, so not imported for --help
+    # heavy, so not imported for --help
+    from torch_hybrid_backend.driver.export import ENTRY, check_path, traced_program, write_programs
     from torch_hybrid_backend.driver.generation import export_generation
 
-    factory = Factory(parsed.target)
+    path, factory = check_path(parsed.output), Factory(parsed.target)
     options = {} if parsed.precision is None else {"precision": parsed.precision}
     with factory.importable():
         model, args, kwargs = factory.load()()
         if parsed.max_length is not None:
-            report = export_generation(model, parsed.output, max_length=parsed.max_length, options=options)  # type: ignore[arg-type]
+            report = export_generation(model, path, max_length=parsed.max_length, options=options)  # type: ignore[arg-type]
         else:
-            shapes = _dynamic_shapes(model, args, kwargs, parsed.dynamic) if parsed.dynamic else None
-            report = export_model(
-                model,  # type: ignore[arg-type]
-                tuple(args),
-                parsed.output,
-                kwargs=kwargs,
-                dynamic_shapes=shapes,
-                options=options,
-            )
+            config = Config.from_env(os.environ).with_options(options, None)
+            asked = _asked_sizes(model, args, kwargs, parsed.dynamic)
+            program = traced_program(model, tuple(args), kwargs, _dynamic_shapes(model, args, kwargs, asked))
+            _begin_as_asked(program, asked)
+            report = write_programs(model, {ENTRY: program}, {ENTRY: (args, kwargs)}, path, config)
+            for warning in _narrowed(path, asked):
+                sys.stderr.write(f"hybrid: {warning}\n")
     out.write(f"{report}\n")
     return 0
 
 
-def _dynamic_shapes(
+@dataclass(frozen=True, slots=True)
+class _AskedSize:
+    """A dimension of an input whose size may vary, in the range that was asked for, if one was."""
+
+    name: str
+    dim: int
+    bounds: tuple[int, int] | None
+
+    def __str__(self) -> str:
+        return f"--dynamic {self.name}:{self.dim}" + ("" if self.bounds is None else "={}..{}".format(*self.bounds))
+
+
+def _asked_sizes(
     model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], texts: Sequence[str]
-) -> dict[str, dict[int, Any]]:
-    """The `dynamic_shapes` of `torch.export` that `--dynamic` asks for. Raises ArgumentError for what it cannot mean."""
-    given = signature(getattr(model, "forward", model)).bind(*args, **kwargs).arguments
-    shapes: dict[str, dict[int, Any]] = {name: {} for name in given}
+) -> Sequence[_AskedSize]:
+    """The sizes that `--dynamic` asks for. Raises ArgumentError for what it cannot mean."""
+    given = _arguments(model, args, kwargs)
+    asked = []
     for text in texts:
         found = re.fullmatch(r"(\w+):(\d+)(?:=(\d+)\.\.(\d+))?", text)
         if found is None:
@@ -176,9 +191,77 @@ def _dynamic_shapes(
             )
         if least is not None and int(least) > int(most):
             raise ArgumentError(f"--dynamic {text}: the least size is above the most")
-        dynamic: Any = torch.export.Dim.DYNAMIC
-        shapes[name][int(dim)] = dynamic if least is None else dynamic(min=int(least), max=int(most))
+        example = value.shape[int(dim)]
+        if least is not None and not int(least) <= example <= int(most):
+            raise ArgumentError(
+                f"--dynamic {text}: the factory's example has the size {example} there, outside of the range: give an example inside, "
+                "or widen the range"
+            )
+        if example < 2:
+            raise ArgumentError(
+                f"--dynamic {text}: the factory's example has the size {example} there, which torch.export takes for a constant: give an "
+                "example of at least 2; the range may begin below"
+            )
+        asked.append(_AskedSize(name, int(dim), None if least is None else (int(least), int(most))))
+    return asked
+
+
+def _arguments(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The arguments of a call by name."""
+    return signature(getattr(model, "forward", model)).bind(*args, **kwargs).arguments
+
+
+def _dynamic_shapes(
+    model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], asked: Sequence[_AskedSize]
+) -> dict[str, dict[int, Any]] | None:
+    """The `dynamic_shapes` of `torch.export` for these sizes."""
+    if not asked:
+        return None
+    dynamic: Any = torch.export.Dim.DYNAMIC
+    shapes: dict[str, dict[int, Any]] = {name: {} for name in _arguments(model, args, kwargs)}
+    for each in asked:
+        bounds = each.bounds
+        shapes[each.name][each.dim] = dynamic if bounds is None else dynamic(min=bounds[0], max=bounds[1])
     return shapes
+
+
+def _begin_as_asked(program: torch.export.ExportedProgram, asked: Sequence[_AskedSize]) -> None:
+    """Let ranges that were asked to begin below 2 do so.
+
+    `Dim.DYNAMIC` begins at 2 whatever its `min`. A `Dim` would not, but needs to be told which sizes are equal, which `Dim.DYNAMIC` finds
+    out.
+    """
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
+    least: dict[Any, int] = {}
+    for each in asked:
+        size = values[each.name].shape[each.dim]
+        if isinstance(size, torch.SymInt):
+            begin = 2 if each.bounds is None else each.bounds[0]
+            least[size.node.expr] = max(begin, least.get(size.node.expr, 0))
+    for symbol, begin in least.items():
+        found = program.range_constraints[symbol]
+        if begin < 2 == found.lower:
+            program.range_constraints[symbol] = type(found)(begin, found.upper)
+
+
+def _narrowed(path: Path, asked: Sequence[_AskedSize]) -> list[str]:
+    """Warnings about sizes that were asked for and that the file does not serve."""
+    if not asked:
+        return []
+    entry = Manifest.from_json(Artifact(path, share=False).manifest).entries[0]
+    names = [form.name for form in entry.inputs]
+    ends = [entry, entry]
+    if entry.symbols:
+        ends = [entry.at([s.least for s in entry.symbols]), entry.at([s.most for s in entry.symbols])]
+    warnings = []
+    for each in asked:
+        forms = [end.inputs[names.index(each.name)] for end in ends]
+        served = tuple(form.sizes[each.dim] for form in forms if isinstance(form, TensorForm))
+        if each.bounds is not None and served != each.bounds:
+            warnings.append(
+                f"{each} was asked for, and the file serves {served[0]}..{served[1]}: the model, its other sizes or its kernels allow no more"
+            )
+    return warnings
 
 
 def run(parsed: argparse.Namespace, out: TextIO) -> int:
@@ -192,7 +275,7 @@ def run(parsed: argparse.Namespace, out: TextIO) -> int:
     with torch.no_grad():
         results = call.run(inputs)
     for form, result in zip(call.entry.outputs, results, strict=True):
-        out.write(f"{_described(form)}{_values(result)}\n")
+        out.write(f"{form.name}: {_told(result)}\n")
         if parsed.output is not None and isinstance(result, torch.Tensor):
             _save(parsed.output, form.name, result)
     if parsed.bench:
@@ -340,14 +423,15 @@ def _described(form: Form) -> str:
     return f"{form.name}: {form.dtype} {form.sizes}"
 
 
-def _values(result: Any) -> str:
-    """The first values of a tensor."""
-    if not isinstance(result, torch.Tensor) or not result.numel():
-        return ""
-    shown = ", ".join(
-        f"{value:.6g}" for value in result.detach().flatten()[:4].tolist() if not isinstance(value, complex)
-    )
-    return f" = {shown}{', ...' if result.numel() > 4 else ''}"
+def _told(result: Any) -> str:
+    """A result of a call: dtype, sizes and first values of a tensor."""
+    if not isinstance(result, torch.Tensor):
+        return repr(result)
+    form = f"{str(result.dtype).removeprefix('torch.')} {tuple(result.shape)}"
+    if not result.numel():
+        return form
+    shown = ", ".join(f"{value:.6g}" for value in result.detach().flatten()[:4].tolist())
+    return f"{form} = {shown}{', ...' if result.numel() > 4 else ''}"
 
 
 def _bytes(manifest: Manifest, number: int) -> str:
