@@ -1,11 +1,13 @@
 #include "kernel_library.h"
 
 #include <dlfcn.h>
+#include <link.h>
 
 #include <array>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
+#include <string_view>
 #include <unordered_map>
 #include <utility>
 
@@ -34,12 +36,24 @@ struct Unload {
   void operator()(void* library) const { dlclose(library); }
 };
 
+// The loader keeps the name that a library was opened under. The number of a descriptor may be that
+// of another file by now, which backtraces of TVM and PyTorch would read for the library's: its
+// name becomes that of no file.
+void ForgetDescriptor(void* library) {
+  link_map* map = nullptr;
+  if (dlinfo(library, RTLD_DI_LINKMAP, static_cast<void*>(&map)) == 0 &&
+      std::string_view(map->l_name).starts_with("/proc/self/fd/")) {
+    map->l_name[0] = '?';
+  }
+}
+
 std::shared_ptr<void> Open(const std::string& path) {
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
     throw std::runtime_error("cannot open the kernel library " + path + ": " + LoaderError());
   }
   std::shared_ptr<void> owner(library, Unload{});
+  ForgetDescriptor(library);
   for (const char* variable : kUnserved) {
     if (dlsym(library, variable) != nullptr) {
       throw std::runtime_error("the kernel library " + path + " needs " + (variable + 2) +

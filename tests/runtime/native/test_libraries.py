@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import re
@@ -50,6 +51,23 @@ def test_a_library_survives_what_happens_to_its_file(entry: Path) -> None:
     entry.unlink()
     check(plan)
     check(doubling(entry))
+
+
+class _Loaded(ctypes.Structure):
+    """The beginning of dl_iterate_phdr's dl_phdr_info."""
+
+    _fields_ = (("address", ctypes.c_size_t), ("name", ctypes.c_char_p))
+
+
+def test_no_library_has_the_name_of_a_descriptor(entry: Path) -> None:
+    """Backtraces, such as those of TVM's errors, read the files of all loaded libraries; a descriptor may be another file by then."""
+    plan = doubling(entry)
+    check(plan)
+    names: list[bytes] = []
+    visit = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Loaded), ctypes.c_size_t, ctypes.c_void_p)
+    ctypes.CDLL(None).dl_iterate_phdr(visit(lambda info, *_: names.append(info.contents.name) or 0), None)
+    assert any(name.startswith(b"?proc/self/fd/") for name in names)
+    assert not any(name.startswith(b"/proc/self/fd/") for name in names)
 
 
 @pytest.mark.parametrize("harm", ["bit", "truncated", "other entry", "link", "writable for all", "pipe"])
