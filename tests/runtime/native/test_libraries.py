@@ -128,7 +128,7 @@ def test_libraries_are_unloaded_with_their_last_plan(kernels: str, tmp_path: Pat
     check(second)
     del second
     gc.collect()
-    assert _libraries_in_memory() == before
+    assert _libraries_in_memory() <= before  # others may have been unloaded meanwhile
     assert str(entry) not in libraries._open
     check(doubling(entry))
 
