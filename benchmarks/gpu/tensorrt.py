@@ -21,7 +21,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import torch_hybrid_backend
 from benchmarks.gpu import device as on
 from torch_hybrid_backend.bench.worker import State
-from torch_hybrid_backend.builds.failures import KIND as FAILED
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.engine import CompiledRegion, PendingRegion
@@ -33,6 +32,7 @@ from torch_hybrid_backend.engines.tensorrt.installed import installation
 from torch_hybrid_backend.errors import CompileError
 from torch_hybrid_backend.partition.regions import partition_graph
 from torch_hybrid_backend.services import Services
+from torch_hybrid_backend.storage.store import FAILURES
 
 PART = "tensorrt"
 # The engines of each peer of ours; eager takes what none of them does.
@@ -81,7 +81,7 @@ class BuildCount:
         return len(self._entries() - self._before)
 
     def _entries(self) -> set[tuple[str, str]]:
-        return {(kind, key) for kind in ("tensorrt", FAILED) for key in self._store.keys(kind)}
+        return {(kind, key) for kind in ("tensorrt", FAILURES) for key in self._store.keys(kind)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -645,6 +645,15 @@ class _Adds(nn.Module):
         return x + y
 
 
+class _Sums(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(2, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.cache.add_(x)
+
+
 def test_what_shares_memory_with_what_a_call_changes_is_refused(tmp_path: Path) -> None:
     """Eager reads the changed values there, a plan those from before the call."""
     loaded = exported(_Adds(), (torch.zeros(3), torch.zeros(3)), tmp_path)[1]
@@ -653,6 +662,10 @@ def test_what_shares_memory_with_what_a_call_changes_is_refused(tmp_path: Path) 
         loaded(memory[:3], memory[2:5])
     assert torch.equal(loaded(memory[:3], memory[3:]), torch.ones(3))
     assert torch.equal(memory, torch.tensor([1.0, 1, 1, 0, 0, 0]))
+    _, cached = exported(_Sums(), (torch.ones(2, 4),), tmp_path)
+    cache = cached(torch.ones(2, 4))
+    with pytest.raises(ArgumentError, match="x shares memory with a state, which the call changes"):
+        cached(cache)
 
 
 class _Draws(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torch_hybrid_backend.builds.failures import KIND, REMEMBERED_S, Failures
+from torch_hybrid_backend.builds.failures import FAILURES, REMEMBERED_S, Failures
 from torch_hybrid_backend.errors import AccuracyError, CompileError, CompilerCrashError, DeadlineError
 from torch_hybrid_backend.storage.store import Store
 
@@ -76,14 +76,14 @@ def test_damaged_failures_count_as_none(tmp_path: Path) -> None:
     store = Store(tmp_path)
     failures = Failures(store)
     failures.put("engines", "a", CompileError("it failed"))
-    (entry,) = store.keys(KIND)
+    (entry,) = store.keys(FAILURES)
     for damaged in (
         b"",
         b"[]",
         b'{"kind": "engines"}',
         b'{"kind": "engines", "key": "a", "at": "x", "error": "", "message": "", "limit_s": 60}',
     ):
-        store.remove(KIND, entry)
-        store.put(KIND, entry, damaged)
+        store.remove(FAILURES, entry)
+        store.put(FAILURES, entry, damaged)
         assert failures.all() == []
         assert failures.get("engines", "a") is None

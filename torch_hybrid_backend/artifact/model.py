@@ -285,7 +285,9 @@ class LoadedEntry:
         self._sources = [
             (number, None) if kind == "input" else (0, self._fixed[kind, number]) for kind, number in entry.sources
         ]
-        self._changed = dict.fromkeys(update.target for update in entry.updates)
+        targets = dict.fromkeys(update.target for update in entry.updates)
+        self._changed_inputs = [number for kind, number in targets if kind == "input"]
+        self._changed_states = [_span(self._fixed[origin]) for origin in targets if origin[0] == "state"]
         self._lock: Any = lock if any(kind == "state" for kind, _ in origins) else nullcontext()
         self._needs_no_grad = entry.functions is not None or bool(entry.updates)
 
@@ -322,7 +324,7 @@ class LoadedEntry:
                     self._refuse(form, value)
             elif type(value) is not type(form.value) or value != form.value:
                 self._refuse(form, value)
-        if self._changed:
+        if self._changed_inputs or self._changed_states:
             self._check_apart(leaves)
         inputs = [leaves[number] if tensor is None else tensor for number, tensor in self._sources]
         with self._lock:
@@ -350,11 +352,11 @@ class LoadedEntry:
         """Raises ArgumentError where an argument shares memory with another one, or with a state, that the call changes: a plan reads all
         inputs as they were before the call."""
         spans = [(number, _span(leaf)) for number, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        for kind, changed in self._changed:
-            start, end = _span(leaves[changed] if kind == "input" else self._fixed[kind, changed])
+        changed = [(number, _span(leaves[number])) for number in self._changed_inputs]
+        for source, (start, end) in [*changed, *((None, span) for span in self._changed_states)]:
             for number, (first, last) in spans:
-                if first < end and start < last and (kind, changed) != ("input", number):
-                    what = self.entry.inputs[changed].name if kind == "input" else "a state"
+                if first < end and start < last and number != source:
+                    what = "a state" if source is None else self.entry.inputs[source].name
                     raise ArgumentError(
                         f"{self._path}: {self.entry.inputs[number].name} shares memory with {what}, which the call changes: pass a copy of it"
                     )

@@ -28,7 +28,6 @@ from torch_hybrid_backend.storage.store import FAILURES, Store
 
 _log = logging.getLogger(__name__)
 
-KIND = FAILURES
 REMEMBERED_S = 24 * 3600.0
 # The share of its time for which a processor worked on a build. From this share on, a build that missed its deadline is too slow; below it,
 # other work may have delayed the build.
@@ -71,13 +70,13 @@ class Failures:
         A missed deadline counts only if `limit_s` is not longer than that deadline. A failure that is a day old, or in the future, is
         removed."""
         entry = _entry(kind, key)
-        failure = _parsed(self._store.get(KIND, entry))
+        failure = _parsed(self._store.get(FAILURES, entry))
         if (
             failure is None
             or (failure.kind, failure.key) != (kind, key)
             or not 0 <= self._clock() - failure.at < REMEMBERED_S
         ):
-            self._store.remove(KIND, entry)
+            self._store.remove(FAILURES, entry)
             return None
         return None if failure.error == DeadlineError.__name__ and limit_s > failure.limit_s else failure
 
@@ -97,25 +96,25 @@ class Failures:
             "limit_s": limit_s,
         }
         try:
-            self._store.remove(KIND, _entry(kind, key))
-            self._store.put(KIND, _entry(kind, key), json.dumps(fields).encode(), suffix=".json")
+            self._store.remove(FAILURES, _entry(kind, key))
+            self._store.put(FAILURES, _entry(kind, key), json.dumps(fields).encode(), suffix=".json")
         except failures(CacheError, OSError) as cannot:
             _log.info("a failed build is not remembered: %s", cannot)
 
     def remove(self, kind: str, key: str) -> None:
         """Forget the failure of a build, if there is one."""
-        self._store.remove(KIND, _entry(kind, key))
+        self._store.remove(FAILURES, _entry(kind, key))
 
     def all(self) -> list[Failure]:
         """The remembered failures, the latest first."""
-        kept = (_parsed(self._store.get(KIND, entry)) for entry in self._store.keys(KIND))
+        kept = (_parsed(self._store.get(FAILURES, entry)) for entry in self._store.keys(FAILURES))
         alive = [one for one in kept if one is not None and 0 <= self._clock() - one.at < REMEMBERED_S]
         return sorted(alive, key=lambda failure: -failure.at)
 
     def forget(self) -> None:
         """Forget all failures."""
-        for entry in self._store.keys(KIND):
-            self._store.remove(KIND, entry)
+        for entry in self._store.keys(FAILURES):
+            self._store.remove(FAILURES, entry)
 
 
 def _entry(kind: str, key: str) -> str:
