@@ -2,8 +2,8 @@
 
     python -m benchmarks.serving --models resnet50,bert_base,minilm --out build/serving.json
 
-All engines run in the same Ray Serve application of ours (protocol, batches, thread), with batches filled up to the same fixed size; only
-the call of the model differs. Clients ask one request after the other, in a process of their own, over loopback. Their number grows; an
+All engines run in the same Ray Serve application of ours (protocol, batches, thread), prepared for 1, 2, 4, ... rows up to `--batch`; only the
+call of the model differs. Clients ask one request after the other, in a process of their own, over loopback. Their number grows; an
 engine's figure is the most requests per second at which p99 is within the limit: `--p99-factor` times eager's p99 with one client. "echo"
 is an application of Serve that returns the body; the small model beside it shows what our layer adds.
 """
@@ -15,6 +15,7 @@ import asyncio
 import http.client
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -119,15 +120,19 @@ class _Cluster:
 
         file = folder / "tiny.hybrid"
         export(torch.nn.Linear(8, 8).eval(), (torch.randn(1, 8),), file)
-        results = []
-        for engine, application in (
-            ("echo", serve.deployment(Echo).bind()),
-            ("hybrid", deployment(file, max_batch=1, batch_wait_ms=0)),
-        ):
-            serve.run(application, name="measured", route_prefix="/")
-            results.append({"model": "tiny", "engine": engine, "load": self._curve(file, clients=[1])})
-            serve.delete("measured")
-        return results
+        serve.run(serve.deployment(Echo).bind(), name="echo", route_prefix="/echo")
+        serve.run(deployment(file, max_batch=1, batch_wait_ms=0), name="measured", route_prefix="/")
+        work = {
+            "model": file.stem,
+            "file": str(file),
+            "clients": 1,
+            "seconds": self._arguments.seconds,
+            "prefix": "/echo",
+        }
+        echo, ours = _in_process(work)["turns"]
+        for name in ("echo", "measured"):
+            serve.delete(name)
+        return [{"model": "tiny", "engine": name, "load": [each]} for name, each in (("echo", echo), ("hybrid", ours))]
 
     def measured(self, model: str, engine: str, file: Path) -> dict[str, Any]:
         """The figures of an engine, by the number of clients; `missing` where it cannot run here."""
@@ -172,11 +177,14 @@ def _engine_replica() -> Any:
         async def __init__(self, settings: Any, model: str, engine: str, size: str) -> None:
             await super().__init__(settings)
             if engine != "hybrid":  # else the file itself
-                make = asyncio.get_running_loop().run_in_executor(self._engine, self._peer, model, engine, size)
-                (entry,) = self.model.entries
-                entry.run = await make
+                make = asyncio.get_running_loop().run_in_executor(self._engine, self._peers, model, engine, size)
+                for entry, run in zip(self.model.entries, await make, strict=True):
+                    entry.run = run
 
-        def _peer(self, model: str, engine: str, size: str) -> Any:
+        def _peers(self, model: str, engine: str, size: str) -> list[Any]:
+            return [self._peer(model, engine, size, entry) for entry in self.model.entries]
+
+        def _peer(self, model: str, engine: str, size: str, entry: Any) -> Any:
             """Function that calls a peer with the tensors of a batch. Peers read the memory of the inputs that they were prepared with."""
             from benchmarks.catalogue import MODELS
             from torch_hybrid_backend.bench.calls import Inputs, as_tensors_only
@@ -185,7 +193,6 @@ def _engine_replica() -> Any:
             add_peers_folder()
             (peer,) = (each for each in PEERS if each.name == engine)
             catalogued = MODELS[model]
-            (entry,) = self.model.entries
             built, inputs = catalogued.build(size), Inputs(catalogued.inputs(size, entry.rows[1]))
             if peer.tensors_only:
                 built, inputs = as_tensors_only(built, inputs)
@@ -212,20 +219,25 @@ def _exported(model: str, arguments: argparse.Namespace, folder: Path) -> Path:
 
     catalogued = MODELS[model]
     file = folder / f"{model}.hybrid"
-    export(catalogued.build(arguments.size), catalogued.inputs(arguments.size, arguments.batch), file)
+    rows = [2**power for power in range(arguments.batch.bit_length())]
+    calls = {f"rows_{count}": (catalogued.inputs(arguments.size, count), {}) for count in rows}
+    export(catalogued.build(arguments.size), calls, file)
     return file
 
 
-def _in_process(work: dict[str, Any]) -> dict[str, float]:
+def _in_process(work: dict[str, Any]) -> dict[str, Any]:
     """The figures of clients in a process of their own."""
     command = [sys.executable, "-m", "benchmarks.serving", "--load", json.dumps(work)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, timeout=work["seconds"] + 120)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def _load(model: str, file: str, clients: int, seconds: float) -> dict[str, float]:
-    """Requests per second, and milliseconds at p50 and p99, of so many clients. Raises RuntimeError where an answer is none."""
+def _load(model: str, file: str, clients: int, seconds: float, prefix: str | None = None) -> dict[str, Any]:
+    """Requests per second, and milliseconds at p50 and p99, of so many clients. Raises RuntimeError where an answer is none.
+
+    prefix: of another application that one client asks in turns with the model's; the result is then a pair under "turns", that one's first.
+    """
     from torch_hybrid_backend.serve.metrics import percentiles
     from torch_hybrid_backend.serve.protocol import BINARY_HEADER, bytes_of, datatype_of
     from torch_hybrid_backend.serve.served_model import ServedModel
@@ -245,23 +257,37 @@ def _load(model: str, file: str, clients: int, seconds: float) -> dict[str, floa
     headers = {BINARY_HEADER: str(len(head)), "Content-Type": "application/octet-stream"}
     end = 0.0
 
-    def ask() -> list[float]:
+    def ask(*prefixes: str) -> list[float]:
         times = []
         connection = http.client.HTTPConnection("127.0.0.1", _PORT, timeout=60)
-        while (start := time.perf_counter()) < end:
-            connection.request("POST", f"/v2/models/{model}/infer", body, headers)
-            answer = connection.getresponse()
-            answer.read()
-            if answer.status != 200:
-                raise RuntimeError(f"status {answer.status}")
-            times.append(time.perf_counter() - start)
+        while time.perf_counter() < end:
+            for each in prefixes:
+                start = time.perf_counter()
+                connection.request("POST", f"{each}/v2/models/{model}/infer", body, headers)
+                answer = connection.getresponse()
+                answer.read()
+                if answer.status != 200:
+                    raise RuntimeError(f"status {answer.status}")
+                times.append(time.perf_counter() - start)
         return times
+
+    if prefix is not None:
+        end = time.perf_counter() + 1.0
+        ask(prefix, "")
+        end = time.perf_counter() + seconds
+        times = ask(prefix, "")
+        return {
+            "turns": [
+                {"clients": 1, "per_s": 1 / statistics.mean(each), **percentiles(each)}
+                for each in (times[::2], times[1::2])
+            ]
+        }
 
     with ThreadPoolExecutor(clients) as threads:
         for warm_up in (True, False):
             length = min(1.0, seconds) if warm_up else seconds
             end = time.perf_counter() + length
-            times = [each for its in threads.map(lambda _: ask(), range(clients)) for each in its]
+            times = [each for its in threads.map(lambda _: ask(""), range(clients)) for each in its]
     return {"clients": clients, "per_s": len(times) / seconds, **percentiles(times)}
 
 
