@@ -41,7 +41,7 @@ class Machine:
 
     @property
     def folder(self) -> Path:
-        """What `make runner` has installed."""
+        """Folder that `make runner` has installed to."""
         return ROOT / f"build/runner/hybrid-runner-{__version__}-{self.target}"
 
     @property
