@@ -1,4 +1,4 @@
-"""Fixtures of the concurrency tests: one fresh kernel cache, a fresh Dynamo for every test, threads that report."""
+"""Fixtures of the concurrency tests: placement by estimate, a fresh Dynamo for every test, threads that report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one line that makes the interpreter an engine, and a cache of its own."""
+"""The one line that makes the interpreter an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixtures of tests of reports: a kernel cache of their own, compiled code in place of the faster, a fresh Dynamo."""
+"""Fixtures of tests of reports: compiled code in place of the faster, a fresh Dynamo."""
 
 from __future__ import annotations
 

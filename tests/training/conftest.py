@@ -1,4 +1,4 @@
-"""Fixtures of the training tests: one fresh kernel cache, a fresh Dynamo for every test."""
+"""Fixtures of the training tests: placement by estimate, a fresh Dynamo for every test."""
 
 from __future__ import annotations
 
