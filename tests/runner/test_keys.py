@@ -8,32 +8,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import x25519
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from torch import nn
 
-from tests.artifact.exported_for_tests import exported, with_manifest
+from tests.artifact.exported_for_tests import with_manifest
+from tests.artifact.unsigned_for_tests import content, file
 from tests.runner.runner_in_python import Runner, RunnerError, run
 from torch_hybrid_backend import sign
 from torch_hybrid_backend.artifact import signing
 
+__all__ = ["content", "file"]  # the fixtures
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def content(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    report, _ = exported(nn.Linear(3, 2).eval(), (torch.zeros(1, 3),), tmp_path_factory.mktemp("signed"))
-    return report.path.read_bytes()
-
-
-@pytest.fixture
-def file(content: bytes, tmp_path: Path) -> Path:
-    path = tmp_path / "model.hybrid"
-    path.write_bytes(content)
-    path.chmod(0o644)
-    return path
 
 
 def _rewrite(path: Path, content: bytearray) -> None:
