@@ -37,6 +37,18 @@ def test_one_of_the_keys_must_have_signed(file: Path) -> None:
         load(file, keys=[])
 
 
+def test_an_unsigned_file_is_not_read(file: Path) -> None:
+    """The signature is verified before anything behind the manifest."""
+    stranger = sign(file, Ed25519PrivateKey.generate())
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ArtifactError, match="signed by 1 other keys"):
+        load(file, keys=[Ed25519PrivateKey.generate().public_key()])
+    with pytest.raises(ArtifactError, match="checksum of its segment"):
+        load(file, keys=[stranger])
+
+
 def test_keys_in_files(file: Path, tmp_path: Path) -> None:
     """PEM, as openssl writes it."""
     key = Ed25519PrivateKey.generate()

@@ -79,6 +79,18 @@ def test_a_changed_manifest(runner: Runner, file: Path) -> None:
         runner.open(file, keys=[public])
 
 
+def test_an_unsigned_file_is_not_read(runner: Runner, file: Path) -> None:
+    """The signature is verified before anything behind the manifest."""
+    stranger = sign(file, Ed25519PrivateKey.generate())
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(RunnerError, match="signed by 1 other keys"):
+        runner.open(file, keys=[Ed25519PrivateKey.generate().public_key().public_bytes_raw()])
+    with pytest.raises(RunnerError, match="checksum of its segment"):
+        runner.open(file, keys=[stranger])
+
+
 def test_keys_in_files(runner: Runner, installed: Path, file: Path, tmp_path: Path) -> None:
     """PEM, as openssl writes it, of Ed25519 alone; `hybrid-run --key` reads the same files."""
     key = Ed25519PrivateKey.generate()
