@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -206,6 +206,7 @@ class HybridGraph:
             failed = error
         except failures(RuntimeError) as error:
             self._raise_named(error)
+            raise
         if is_out_of_memory(failed):
             return self._in_eager(state.assignment, inputs, failed)
         with self._lock:
@@ -234,6 +235,7 @@ class HybridGraph:
                 if agreement is not None:
                     agreement.refuse(f"rank {agreement.rank} raised {type(error).__name__} in its first call")
                 self._raise_named(error)
+                raise
             if agreement is not None:
                 assignment = self._settled(assignment, agreement)
             executable = build_executable(assignment, inputs, self._config)
@@ -267,13 +269,12 @@ class HybridGraph:
         tell_of_eager(agreement.why_not, strict=self._config.strict)
         return assignment.in_eager(Refused(Reason.RANKS_DISAGREE, agreement.why_not))
 
-    def _raise_named(self, error: BaseException) -> NoReturn:
-        """Raise the error of a call; if other ranks are at fault, one that names them."""
+    def _raise_named(self, error: BaseException) -> None:
+        """Raise an error that names the ranks that are at fault for a call's error, if other ranks are."""
         them = peers() if self._members and self._config.ranks_agree else None
         named = error if them is None else them.named(error, self._members)
-        if named is error:
-            raise error
-        raise named from error
+        if named is not error:
+            raise named from error
 
     def _calling(self, *, is_ready: bool) -> AbstractContextManager[None]:
         """Count a call with collectives, so that other ranks know which call this one is in."""

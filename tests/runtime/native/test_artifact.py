@@ -252,7 +252,7 @@ def test_calls_of_kernels_are_checked(kernels: list[Any], said: str, path: Path)
 
 
 def test_signatures_come_first(path: Path) -> None:
-    """What `verify` refuses is not read: here its coded weights are damaged, and its manifest is none."""
+    """Nothing is read of a file that `verify` refuses: here its coded weights are damaged, or its manifest is none."""
 
     def verify(manifest: bytes, signatures: Sequence[tuple[bytes, bytes]]) -> None:
         assert signatures == [(bytes(range(32)), bytes(range(32, 96)))]
