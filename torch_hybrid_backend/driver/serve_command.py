@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from torch_hybrid_backend.errors import ArgumentError, HybridError, failures
+from torch_hybrid_backend.machine import most_threads
 from torch_hybrid_backend.serve import check_installed, deployment
 from torch_hybrid_backend.serve.rpc import ADDER
-from torch_hybrid_backend.serve.settings import check_count
+from torch_hybrid_backend.serve.settings import check_threads
 
 APPLICATION = "hybrid"
 
@@ -86,7 +87,13 @@ def serve(parsed: argparse.Namespace, out: TextIO) -> int:
     """Run `hybrid serve`."""
     check_installed()
     replicas = _replicas(parsed.replicas)
-    check_count(parsed.threads, "--threads")
+    most = replicas["max_replicas"] if isinstance(replicas, Mapping) else replicas
+    check_threads(parsed.threads, "--threads")
+    if parsed.address is None and most * parsed.threads > most_threads():
+        raise ArgumentError(
+            f"--replicas {parsed.replicas} with --threads {parsed.threads} needs {most * parsed.threads} threads; this machine has at most "
+            f"{most_threads()} (256 or 4 times the processors): ask for less, or join a Ray cluster with --address"
+        )
     for name, least in (("port", 1), ("grpc_port", 1), ("metrics_port", 0)):
         if (value := getattr(parsed, name)) is not None and not least <= value <= 65535:
             raise ArgumentError(f"--{name.replace('_', '-')} is {value}; it must be a number from {least} to 65535")
@@ -107,7 +114,6 @@ def serve(parsed: argparse.Namespace, out: TextIO) -> int:
         tokenizer=parsed.tokenizer,
         model=parsed.name,
     )
-    most = replicas["max_replicas"] if isinstance(replicas, Mapping) else replicas
     if parsed.address is not None:
         try:
             ray.init(parsed.address, log_to_driver=False)
