@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import socket
 import time
 import warnings
@@ -18,12 +17,11 @@ from torch import nn
 
 from tests.artifact.exported_for_tests import FAST
 from torch_hybrid_backend.driver.export import export
+from torch_hybrid_backend.driver.serve_command import set_safe_defaults
 from torch_hybrid_backend.serve.rpc import ADDER
 
 # Ray reads them once, when it is imported by the first test that does.
-os.environ.setdefault("RAY_AUTH_MODE", "token")
-os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+set_safe_defaults(os.environ, is_new=True)
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,6 @@ from tests.serve.load_for_tests import Load, pids
 from torch_hybrid_backend.driver.export import export
 from torch_hybrid_backend.serve import deployment
 
-serve = pytest.importorskip("ray.serve", reason="needs the extra serve")
 pytestmark = pytest.mark.full
 _SECONDS = 60
 _RECOVERED_S = 5

@@ -18,7 +18,6 @@ from tests.serve.load_for_tests import Load
 from torch_hybrid_backend import sign
 from torch_hybrid_backend.serve import deployment
 
-serve = pytest.importorskip("ray.serve", reason="needs the extra serve")
 pytestmark = pytest.mark.full
 
 _FORMAT_AT = 8  # of the header
@@ -107,6 +106,8 @@ def _run(cluster: Cluster, folder: Path, name: str) -> str:
 
 
 def _message(application: str) -> tuple[str, str]:
+    from ray import serve
+
     told = serve.status().applications[application].deployments["model"]
     return told.status, told.message
 

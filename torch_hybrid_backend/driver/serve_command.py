@@ -171,6 +171,8 @@ def set_safe_defaults(environment: MutableMapping[str, str], is_new: bool) -> No
     """Choose what is safe where the user chose nothing. Ray reads these settings from the environment alone, when it is imported."""
     environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     environment.setdefault("RAY_AUTH_MODE", "token")
+    # Seconds until Serve notices that its proxy has died; 10 by default. There is no other one to answer meanwhile.
+    environment.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "1")
     has_token = "RAY_AUTH_TOKEN" in environment or "RAY_AUTH_TOKEN_PATH" in environment
     if is_new and not has_token and not (Path.home() / ".ray" / "auth_token").exists():
         environment["RAY_AUTH_TOKEN"] = secrets.token_hex(32)

@@ -228,6 +228,8 @@ def deployment(
         "max_constructor_retry_count": 1,
         "ray_actor_options": {"num_cpus": settings.threads},
         "graceful_shutdown_timeout_s": 20,
+        # Serve notices by it that a replica has died. Sample calls are made less often (ServedModel.check).
+        "health_check_period_s": 1,
         **given,
     }
     made: Any = serve.deployment(Replica, **options)
