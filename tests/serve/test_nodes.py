@@ -23,22 +23,21 @@ _NODE = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 100 *
 # A part of the names of processes -> the most requests that may fail when one is killed: those that are in the replica, and in the proxy of a
 # node. None: all proxies are killed, and connections are refused until there is another.
 _PARTS = {"SERVE_REPLICA": _CLIENTS, "SERVE_PROXY": None, "SERVE_CONTROLLER": 0, "raylet": 2 * _CLIENTS}
-# Seconds until another process answers. 5 on a machine that has nothing else to do, and a raylet's node is first started again.
+# Seconds until another process answers at the latest. A replica takes five on a machine that has nothing else to do.
 _REPLACED_S = 60
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """Answers from the kill on, and the seconds until as many processes as before answered."""
+    """Answers from the kill on."""
 
     answers: Counter[str]
     errors: int
-    replaced_s: float
 
 
 @pytest.fixture(scope="module")
 def outcomes(models: Path) -> dict[str, _Outcome]:
-    """The outcome of each kill. Of a process of its own: one process joins one cluster."""
+    """The outcome of each kill, from a process of its own: a process joins one cluster."""
     pytest.importorskip("ray", reason="needs the extra serve")
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         return process.submit(_kill_each, models / "dynamic.hybrid").result(timeout=900)
@@ -54,7 +53,6 @@ def test_a_process_is_killed(outcomes: dict[str, _Outcome], part: str) -> None:
     assert not outcome.answers["wrong"], outcome
     assert not outcome.answers["hung"], outcome
     assert most_errors is None or outcome.errors <= most_errors, outcome
-    assert outcome.replaced_s < _REPLACED_S, outcome
 
 
 def _kill_each(file: Path) -> dict[str, _Outcome]:
@@ -81,19 +79,18 @@ def _kill_each(file: Path) -> dict[str, _Outcome]:
             with Load(f"127.0.0.1:{port}/app", [small_network()], _CLIENTS).running() as load:
                 load.wait_for(50)
                 before = load.answers.copy(), load.errors
-                start = time.monotonic()
                 for pid in killed:
                     os.kill(pid, signal.SIGKILL)
                 if part == "raylet":
                     load.wait_for(50)
                     nodes.remove_node(worker, allow_graceful=False)
                     worker = nodes.add_node(**_NODE)
+                deadline = time.monotonic() + _REPLACED_S
                 while len(set(pids(awaited)) - set(killed)) < count:
-                    assert time.monotonic() - start < 2 * _REPLACED_S, (part, count, pids(awaited))
+                    assert time.monotonic() < deadline, (part, count, pids(awaited))
                     time.sleep(0.1)
-                replaced_s = time.monotonic() - start
                 load.wait_for(200)
-            outcomes[part] = _Outcome(load.answers - before[0], load.errors - before[1], replaced_s)
+            outcomes[part] = _Outcome(load.answers - before[0], load.errors - before[1])
         return outcomes
     finally:
         serve.shutdown()
