@@ -19,7 +19,7 @@ from torch_hybrid_backend.serve import deployment
 
 pytestmark = pytest.mark.full
 _SECONDS = 60
-_RECOVERED_S = 5
+_RECOVERED_S = 30
 _CLIENTS = 24
 
 
@@ -67,9 +67,9 @@ def test_three_times_the_capacity(cluster: Cluster, tmp_path: Path) -> None:
     assert set(load.retry_after) == {"1"}, load.retry_after
     grown = [_resident_mib(pid) - mib for pid, mib in zip(processes, resident, strict=True)]
     assert max(grown) < 32, grown
-    time.sleep(_RECOVERED_S)
-    after = seconds()
-    assert after < 3 * before, (before, after)
+    deadline = time.monotonic() + _RECOVERED_S
+    while seconds() > 3 * before:
+        assert time.monotonic() < deadline, before
     assert processes == [*pids("SERVE_REPLICA::loaded#"), *pids("SERVE_PROXY")]
     cluster.delete("loaded")
 
