@@ -77,7 +77,7 @@ ALLOWED: dict[str, set[str]] = {
         "signatures",
         "sizes",
     },
-    "serve": {"_version", "artifact", "errors"},
+    "serve": {"_version", "artifact", "errors", "machine"},
     "compression": {"arguments", "errors", "runtime"},
     "capture": {"core", "sizes", "graph", *_UTILITIES},
     "graph": {"core", "sizes", "errors"},
