@@ -18,9 +18,10 @@ from torch_hybrid_backend.progress import Progress
 from torch_hybrid_backend.tuning.cluster import tune_on_cluster
 from torch_hybrid_backend.tuning.local import Request
 
-address, factory, cache, budget = sys.argv[1:]
+address, factory, cache, budget, *wanted = sys.argv[1:]
 config = Config(cache_dir=Path(cache), progress=False)
-summary = tune_on_cluster(address, Request(factory, os.getcwd(), config, float(budget)), Progress("tuning", shown=False))
+request = Request(factory, os.getcwd(), config, float(budget))
+summary = tune_on_cluster(address, request, Progress("tuning", shown=False), *wanted)
 state = dataclasses.asdict(summary.state)
 entries = open_services(config).timings.entries("variants")
 shown = {**state, "entries": entries, "notes": summary.notes, "settled": summary.is_settled, "hosts": summary.hosts}
@@ -28,9 +29,11 @@ print(json.dumps({**shown, "text": str(summary)}))
 """
 
 
-def tuning(address: str, cache: Path, budget_s: float = 1e9, factory: str = FACTORY) -> subprocess.Popen[str]:
+def tuning(
+    address: str, cache: Path, budget_s: float = 1e9, factory: str = FACTORY, *wanted: str
+) -> subprocess.Popen[str]:
     """A process that tunes, and writes JSON last."""
-    command = [sys.executable, "-c", _TUNE, address, factory, str(cache), str(budget_s)]
+    command = [sys.executable, "-c", _TUNE, address, factory, str(cache), str(budget_s), *wanted]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

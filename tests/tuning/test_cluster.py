@@ -21,8 +21,11 @@ import pytest
 from tests.serve.conftest import free_port
 from tests.tuning.cluster_for_tests import FACTORY, processes, tuning
 from tests.tuning.test_local import later, tuned
+from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.errors import ArgumentError
+from torch_hybrid_backend.progress import Progress
 from torch_hybrid_backend.tuning import cluster as cluster_module
+from torch_hybrid_backend.tuning.local import Request
 
 pytest.importorskip("ray", reason="needs the extra tune")
 pytest.importorskip("tvm")
@@ -36,21 +39,28 @@ lock.HostLock.__init__.__defaults__ = (lock._NAME + ".another",)
 """
 
 
-class _Nodes:
-    """A cluster; `cache`: that of its nodes."""
+# The same of a node without the package.
+_NO_PACKAGE = """
+import sys
+sys.modules["torch_hybrid_backend"] = None
+"""
 
-    def __init__(self, folder: Path, *, has_two_hosts: bool) -> None:
+
+class _Nodes:
+    """A cluster; `cache`: that of its nodes. `second`: what Python runs when it starts on the second node."""
+
+    def __init__(self, folder: Path, second: str) -> None:
         from ray.cluster_utils import Cluster
 
         self.cache = folder / "nodes"
         elsewhere = folder / "elsewhere"
         elsewhere.mkdir()
-        (elsewhere / "sitecustomize.py").write_text(_ANOTHER_HOST)
+        (elsewhere / "sitecustomize.py").write_text(second)
         environment = {"HYBRID_CACHE_DIR": str(self.cache), "PYTHONPATH": str(_ROOT)}
         self._cluster = Cluster()
         given = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 100 * 2**20}
         self._cluster.add_node(**given, gcs_server_port=free_port(), env_vars=environment)
-        if has_two_hosts:
+        if second:
             environment = {**environment, "PYTHONPATH": f"{elsewhere}:{_ROOT}"}
         self._cluster.add_node(**given, env_vars=environment)
         self.address = self._cluster.address
@@ -71,8 +81,8 @@ def token() -> None:
 def nodes(tmp_path: Path) -> Iterator[Callable[..., _Nodes]]:
     made: list[_Nodes] = []
 
-    def make(*, has_two_hosts: bool = False) -> _Nodes:
-        made.append(_Nodes(tmp_path, has_two_hosts=has_two_hosts))
+    def make(second: str = "") -> _Nodes:
+        made.append(_Nodes(tmp_path, second))
         return made[-1]
 
     yield make
@@ -94,6 +104,13 @@ def _killed(title: str, nodes: _Nodes, process: subprocess.Popen[str]) -> int:
         time.sleep(0.01)
     os.kill(found[0], signal.SIGKILL)
     return found[0]
+
+
+def _assert_equal(found: dict[str, dict[str, float]], expected: dict[str, dict[str, float]]) -> None:
+    """Times of two processes meet by a ratio, which rounds."""
+    assert found.keys() == expected.keys()
+    for key, times in expected.items():
+        assert found[key] == pytest.approx(times)
 
 
 def test_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,9 +142,13 @@ def test_two_runs_on_two_nodes_of_one_host(nodes: Callable[..., _Nodes], tmp_pat
 
 
 @pytest.mark.full
+@pytest.mark.fault(
+    "a process of `hybrid tune --ray` is killed",
+    "another goes on: one round of timings is repeated, or one kernel compiled again; the summary says so",
+)
 def test_two_hosts_share_the_work_and_one_process_is_killed(nodes: Callable[..., _Nodes], tmp_path: Path) -> None:
     """Both time. Another process goes on where the killed one was, and what is found is the same."""
-    there = nodes(has_two_hosts=True)
+    there = nodes(_ANOTHER_HOST)
     run = tuning(there.address, tmp_path / "driver")
     _killed("TimingWorker.tune", there, run)
     found = _result(run)
@@ -139,9 +160,7 @@ def test_two_hosts_share_the_work_and_one_process_is_killed(nodes: Callable[...,
         own = sorted((i["began"], i["ended"]) for i in found["intervals"] if i["host"] == host)
         assert all(before[1] <= after[0] for before, after in itertools.pairwise(own))
     alone = tuned(tmp_path / "alone")
-    assert found["entries"].keys() == alone["entries"].keys()
-    for key, times in alone["entries"].items():
-        assert found["entries"][key] == pytest.approx(times)
+    _assert_equal(found["entries"], alone["entries"])
     assert not later(tmp_path / "driver")["new"]
 
 
@@ -158,7 +177,7 @@ def test_a_process_that_compiles_is_killed_and_the_rest_is_resumed(
     second = _result(tuning(there.address, tmp_path / "driver"))
     assert second["left"] == 0
     alone = tuned(tmp_path / "alone")
-    assert second["entries"] == alone["entries"]
+    _assert_equal(second["entries"], alone["entries"])
     for key, times in first["entries"].items():
         assert times.items() <= second["entries"][key].items()
     assert not later(tmp_path / "driver")["new"]
@@ -179,3 +198,21 @@ def test_factories_with_faults(nodes: Callable[..., _Nodes], tmp_path: Path, giv
     _, error = run.communicate(timeout=300)
     assert run.returncode == 1
     assert said in error.splitlines()[-1]
+
+
+@pytest.mark.full
+def test_no_machine_of_the_fingerprint(nodes: Callable[..., _Nodes], tmp_path: Path) -> None:
+    """The error lists the fingerprints that are there, and the nodes that are left out, with the reason."""
+    run = tuning(nodes(_NO_PACKAGE).address, tmp_path / "driver", 1e9, FACTORY, "no such processor")
+    _, error = run.communicate(timeout=300)
+    assert run.returncode == 1
+    said = error.splitlines()[-1]
+    assert "no node has the fingerprint 'no such processor'; --fingerprint takes one of those that are there" in said
+    assert "|threads " in said
+    assert "is left out: the package cannot be imported there" in said
+
+
+def test_addresses_of_ray_client_are_refused() -> None:
+    """The driver must be on a node: it keeps what it is told at once."""
+    with pytest.raises(ArgumentError, match="run the command on a node of the cluster"):
+        cluster_module.tune_on_cluster("ray://127.0.0.1:10001", Request("a:b", ".", Config()), Progress("tuning"))

@@ -33,7 +33,7 @@ def add_parser(commands: Any) -> None:
     tune.add_argument(
         "--ray",
         metavar="ADDRESS",
-        help="tune on the Ray cluster at this address: host:port, auto for one that runs here, or local for a new one",
+        help="tune on the Ray cluster that this machine is a node of: its address host:port, or auto; or local for a new one",
     )
     tune.add_argument(
         "--fingerprint",

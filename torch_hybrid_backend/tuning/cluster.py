@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from torch_hybrid_backend.codegen.engine import TIMINGS
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.device import CPU
 from torch_hybrid_backend.driver.session import open_services
-from torch_hybrid_backend.errors import ArgumentError, CacheError, HybridError, failures
+from torch_hybrid_backend.errors import ArgumentError, CacheError, HybridError, failures, ignored
 from torch_hybrid_backend.factory import Factory
 from torch_hybrid_backend.machine import fingerprint
 from torch_hybrid_backend.progress import Progress
@@ -61,6 +61,8 @@ def tune_on_cluster(
     factory raises as HybridError.
     """
     check_installed()
+    if "://" in address:
+        raise ArgumentError(f"--ray is {address}; run the command on a node of the cluster, with host:port or auto")
     ray: Any = importlib.import_module("ray")
     start = time.monotonic()
     if wanted is None:
@@ -170,6 +172,8 @@ class TimingWorker:
         self, name: str, request: Request, claims: Any, threads: int, compiling: Sequence[str], is_elsewhere: bool
     ) -> None:
         """`compiling`: nodes that compile for it. `is_elsewhere`: these are of other hosts."""
+        with ignored(OSError):  # Ray's processes give way to others; this takes a right that not all users have
+            os.setpriority(os.PRIO_PROCESS, 0, 0)
         torch.set_num_threads(threads)
         own = Config.from_env(os.environ)
         kept_here = {
@@ -195,16 +199,10 @@ class TimingWorker:
 
     def _made(self) -> TunedModel:
         if self._model is None:
-            factory = replace_folder(self._request)
-            self._model = TunedModel(factory, self._request.config)
+            if Path(self._request.folder).is_dir():  # there is one here as well
+                os.chdir(self._request.folder)
+            self._model = TunedModel(Factory(self._request.target), self._request.config)
         return self._model
-
-
-def replace_folder(request: Request) -> Factory:
-    """The factory of a request in this process, which begins to work in the request's folder if there is one here."""
-    if Path(request.folder).is_dir():
-        os.chdir(request.folder)
-    return Factory(request.target)
 
 
 @dataclass(slots=True)
@@ -218,7 +216,6 @@ class _Host:
     ref: Any = None
     losses: int = 0
     tried: int = -1  # by all, when the latest pass began
-    notes: list[str] = field(default_factory=list)
 
 
 class _Run:
@@ -253,7 +250,9 @@ class _Run:
                 is_stopped = True
                 progress.say("stopping: rounds under way are finished; Ctrl-C again ends at once")
                 self._claims.stop.remote()
-        is_settled = not is_stopped and self._settle(progress)
+        entries: Mapping[str, Entry] = self._from_claims(self._claims.entries.remote())
+        self._keep(entries)
+        is_settled = not is_stopped and self._settle(entries, progress)
         hosts = len({interval.host for interval in state.intervals})
         cache = self._services.store.root
         return Summary(state, hosts, time.monotonic() - self._start, cache, is_settled, tuple(self._notes))
@@ -269,8 +268,7 @@ class _Run:
             running[ref].ref = None
             self._ended(running[ref], ref)
         state: State = self._from_claims(self._claims.state.remote())
-        for key, entry in state.entries.items():
-            self._services.timings.put_entry(TIMINGS, key, entry.times, is_disturbed=entry.is_disturbed)
+        self._keep(state.entries)
         gain = f"{1 - state.now_us / state.before_us:.1%} less" if state.before_us else ""
         progress.reach(state.tried, state.tried + state.left, gain)
         if any(each.ref is not None for each in self._hosts.values()):
@@ -289,6 +287,10 @@ class _Run:
             if again:
                 return None
         return state
+
+    def _keep(self, entries: Mapping[str, Entry]) -> None:
+        for key, entry in entries.items():
+            self._services.timings.put_entry(TIMINGS, key, entry.times, is_disturbed=entry.is_disturbed)
 
     def _begin(self, each: _Host) -> None:
         """Start a process on a host, on each of its nodes in turn."""
@@ -333,10 +335,9 @@ class _Run:
                     f"{each.worker} is left out, as {_LOSSES} of its processes have ended one after the other"
                 )
 
-    def _settle(self, progress: Progress) -> bool:
+    def _settle(self, entries: Mapping[str, Entry], progress: Progress) -> bool:
         """Have a host make the first call with the fastest kernels, and keep what it returns. True if that worked."""
         progress.at("the first call with the fastest kernels")
-        entries = self._from_claims(self._claims.entries.remote())
         for each in self._hosts.values():
             if each.actor is None:
                 continue
