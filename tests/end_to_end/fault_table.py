@@ -18,6 +18,7 @@ OF_FILES = (
     "runner.test_operators",
     "runner.test_runner",
     "storage.test_shared",
+    "tuning.test_cluster",
 )
 MODULES = (
     *(f"end_to_end.{name}" for name in _FIRST),

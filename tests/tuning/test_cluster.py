@@ -27,8 +27,6 @@ from torch_hybrid_backend.progress import Progress
 from torch_hybrid_backend.tuning import cluster as cluster_module
 from torch_hybrid_backend.tuning.local import Request
 
-pytest.importorskip("ray", reason="needs the extra tune")
-pytest.importorskip("tvm")
 _ROOT = Path(__file__).parents[2]
 
 # Python runs it when it starts: a process believes that it is on another host.
@@ -79,6 +77,8 @@ def token() -> None:
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[Callable[..., _Nodes]]:
+    pytest.importorskip("ray", reason="needs the extra tune")
+    pytest.importorskip("tvm")
     made: list[_Nodes] = []
 
     def make(second: str = "") -> _Nodes:

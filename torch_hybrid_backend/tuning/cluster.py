@@ -290,7 +290,8 @@ class _Run:
 
     def _keep(self, entries: Mapping[str, Entry]) -> None:
         for key, entry in entries.items():
-            self._services.timings.put_entry(TIMINGS, key, entry.times, is_disturbed=entry.is_disturbed)
+            if entry.times:
+                self._services.timings.put_entry(TIMINGS, key, entry.times, is_disturbed=entry.is_disturbed)
 
     def _begin(self, each: _Host) -> None:
         """Start a process on a host, on each of its nodes in turn."""
@@ -350,6 +351,9 @@ class _Run:
                 continue
             try:
                 for content in found:
+                    entry = entries.get(content.key) if content.kind == TIMINGS else None
+                    if entry is not None and entry.times and entry.is_disturbed:
+                        continue  # it stays with all that was found out
                     self._services.store.remove(content.kind, content.key)
                     self._services.store.put(content.kind, content.key, content.data, content.suffix)
             except CacheError as error:

@@ -127,17 +127,17 @@ class TunedModel:
             self._call("tune")
 
     def settle(self, tuner: SharedTuner, timings: TimingCache, entries: Mapping[str, Entry]) -> list[Content]:
-        """Call the model once with the fastest variants that are known, and return all else that a later process needs for the same: kernels,
-        traced graphs, times of engines, which are taken anew."""
+        """Call the model once with the fastest variants that are known, and return all that a later process needs for the same: kernels, traced
+        graphs, times of engines, which are taken anew, and times of kernels, among them those that have no entry yet."""
         kept = timings.entries(TIMINGS)
         for key, entry in entries.items():
             # Disturbed times do not count yet, and were counted where they were taken.
-            if not entry.is_disturbed and kept.get(key) != entry.times:
+            if entry.times and not entry.is_disturbed and kept.get(key) != entry.times:
                 timings.put_entry(TIMINGS, key, entry.times)
         found: dict[tuple[str, str], Content] = {}
         with tuner.alone(), tuned_by(tuner), returning_only(TIMINGS), collecting(found):
             self._call("measure")
-        return [content for content in found.values() if content.is_portable and content.kind != TIMINGS]
+        return [content for content in found.values() if content.is_portable]
 
     def _call(self, placement: str) -> None:
         # Dynamo tells compilations apart by their backend: a new partial is a new compilation.
