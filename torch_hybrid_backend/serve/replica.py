@@ -71,7 +71,7 @@ class Replica:
             _LOG.error("%s is still served: %s", self.model.path, error)
 
     async def check_health(self) -> None:
-        """Make the sample calls of the file, in the thread of the requests. Raises ArtifactError where their results changed.
+        """Make a sample call of the file, in the thread of the requests. Raises ArtifactError where its results changed.
 
         Amid a generation nothing is checked, as the calls would write to its cache.
         """
