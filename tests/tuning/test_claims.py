@@ -49,6 +49,14 @@ def test_times_of_two_machines_are_compared_through_a_variant_that_both_timed() 
     assert state.is_disturbed
 
 
+def test_times_of_operators_alone_are_no_gain() -> None:
+    """They are kept with the others, and convert nothing."""
+    claims = Claims({})
+    claims.claim("one", [_wanted(times={"": 10.0, "onednn alone": 3.0})])
+    state = claims.state()
+    assert (state.faster, state.now_us) == (0, 10.0)
+
+
 def test_infinite_times_are_kept_as_they_are() -> None:
     """They say that a variant cannot run, and compare nothing."""
     claims = Claims({})

@@ -21,6 +21,7 @@ import pytest
 from tests.serve.conftest import free_port
 from tests.tuning.cluster_for_tests import FACTORY, processes, tuning
 from tests.tuning.test_local import later, tuned
+from torch_hybrid_backend.codegen.search import ALONE
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.errors import ArgumentError
 from torch_hybrid_backend.progress import Progress
@@ -107,10 +108,14 @@ def _killed(title: str, nodes: _Nodes, process: subprocess.Popen[str]) -> int:
 
 
 def _assert_equal(found: dict[str, dict[str, float]], expected: dict[str, dict[str, float]]) -> None:
-    """Times of two processes meet by a ratio, which rounds."""
+    """Times of two processes meet by a ratio, which rounds. Those of operators alone are no variants': first calls take them, as they are."""
+
+    def of_variants(times: dict[str, float]) -> dict[str, float]:
+        return {name: us for name, us in times.items() if not name.endswith(ALONE)}
+
     assert found.keys() == expected.keys()
     for key, times in expected.items():
-        assert found[key] == pytest.approx(times)
+        assert of_variants(found[key]) == pytest.approx(of_variants(times))
 
 
 def test_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

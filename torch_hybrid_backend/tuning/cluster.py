@@ -246,13 +246,17 @@ class _Run:
                     break
             except KeyboardInterrupt:
                 if is_stopped:
-                    raise
+                    state = self._state()
+                    break
                 is_stopped = True
                 progress.say("stopping: rounds under way are finished; Ctrl-C again ends at once")
                 self._claims.stop.remote()
         entries: Mapping[str, Entry] = self._from_claims(self._claims.entries.remote())
         self._keep(entries)
-        is_settled = not is_stopped and self._settle(entries, progress)
+        try:
+            is_settled = not is_stopped and self._settle(entries, progress)
+        except KeyboardInterrupt:
+            is_settled = False
         hosts = len({interval.host for interval in state.intervals})
         cache = self._services.store.root
         return Summary(state, hosts, time.monotonic() - self._start, cache, is_settled, tuple(self._notes))
@@ -267,8 +271,7 @@ class _Run:
         for ref in ready:
             running[ref].ref = None
             self._ended(running[ref], ref)
-        state: State = self._from_claims(self._claims.state.remote())
-        self._keep(state.entries)
+        state = self._state()
         gain = f"{1 - state.now_us / state.before_us:.1%} less" if state.before_us else ""
         progress.reach(state.tried, state.tried + state.left, gain)
         if any(each.ref is not None for each in self._hosts.values()):
@@ -286,6 +289,12 @@ class _Run:
                 each.ref = each.actor.tune.remote()
             if again:
                 return None
+        return state
+
+    def _state(self) -> State:
+        """How far tuning is; what is new is kept."""
+        state: State = self._from_claims(self._claims.state.remote())
+        self._keep(state.entries)
         return state
 
     def _keep(self, entries: Mapping[str, Entry]) -> None:
@@ -317,11 +326,12 @@ class _Run:
         try:
             self._ray.get(ref)
         except self._ray.exceptions.RayTaskError as error:
+            self._state()  # raises where that is what the process had lost
             cause = error.cause if isinstance(error.cause, BaseException) else error
             why = str(cause) if isinstance(cause, HybridError) else f"{type(cause).__name__}: {cause}"
             raise HybridError(f"{self._request.target} cannot be tuned on {each.worker}: {why}") from error
         except self._ray.exceptions.RayError as error:
-            state: State = self._from_claims(self._claims.state.remote())
+            state = self._state()
             each.losses = 1 if state.tried > each.tried else each.losses + 1
             each.tried = state.tried
             self._from_claims(self._claims.drop.remote(each.worker))
