@@ -10,7 +10,7 @@
 #   make docs    renew the generated tables of the README and of docs/, and the tables and pictures beside recorded results
 #   make docs-site   the documentation as a site, in build/site: open build/site/index.html
 #   make wheel   dist/*.whl, for any Python from 3.11 on and glibc from 2.28 on; the image of the Dockerfile takes it
-#   make runner  the runner for another processor or an older glibc, in build/runner (TARGET=aarch64-linux-gnu.2.28); make runner-dist: as dist/*.tar.gz
+#   make runner  the runner for another processor, in build/runner (TARGET=aarch64-linux-gnu.2.28); make runner-dist: as dist/*.tar.gz
 #   make clean   remove what was built; make distclean removes .venv as well
 
 PYTHON ?= python3
@@ -185,7 +185,7 @@ $(CROSS): constraints.txt | $(VENV)/bin/python
 	mv $@.new $@
 
 # The runner for TARGET: a processor and the oldest glibc that it may run on. It brings a C++ runtime library of its own.
-RUNNER_TARGETS := aarch64-linux-gnu.2.28 x86_64-linux-gnu.2.17
+RUNNER_TARGETS := aarch64-linux-gnu.2.28
 TARGET ?= $(firstword $(RUNNER_TARGETS))
 RUNNER := hybrid-runner-$(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' torch_hybrid_backend/_version.py)-$(TARGET)
 runner: $(CROSS)
