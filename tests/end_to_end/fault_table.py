@@ -21,6 +21,7 @@ OF_FILES = (
     "serve.test_nodes",
     "serve.test_overload",
     "storage.test_shared",
+    "tuning.test_cluster",
 )
 MODULES = (
     *(f"end_to_end.{name}" for name in _FIRST),
