@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from torch_hybrid_backend.errors import ArgumentError, HybridError, failures
+from torch_hybrid_backend.machine import most_threads
 from torch_hybrid_backend.serve import check_installed, deployment
 from torch_hybrid_backend.serve.rpc import ADDER
-from torch_hybrid_backend.serve.settings import check_count
+from torch_hybrid_backend.serve.settings import check_threads
 
 APPLICATION = "hybrid"
 _LEAST_STORE_BYTES = 75 * 2**20  # Ray refuses less
@@ -88,7 +89,13 @@ def serve(parsed: argparse.Namespace, out: TextIO) -> int:
     """Run `hybrid serve`."""
     check_installed()
     replicas = _replicas(parsed.replicas)
-    check_count(parsed.threads, "--threads")
+    most = replicas["max_replicas"] if isinstance(replicas, Mapping) else replicas
+    check_threads(parsed.threads, "--threads")
+    if parsed.address is None and most * parsed.threads > most_threads():
+        raise ArgumentError(
+            f"--replicas {parsed.replicas} with --threads {parsed.threads} needs {most * parsed.threads} threads; this machine has at most "
+            f"{most_threads()} (256 or 4 times the processors): ask for less, or join a Ray cluster with --address"
+        )
     for name, least in (("port", 1), ("grpc_port", 1), ("metrics_port", 0)):
         if (value := getattr(parsed, name)) is not None and not least <= value <= 65535:
             raise ArgumentError(f"--{name.replace('_', '-')} is {value}; it must be a number from {least} to 65535")
@@ -109,7 +116,6 @@ def serve(parsed: argparse.Namespace, out: TextIO) -> int:
         tokenizer=parsed.tokenizer,
         model=parsed.name,
     )
-    most = replicas["max_replicas"] if isinstance(replicas, Mapping) else replicas
     if parsed.address is not None:
         try:
             ray.init(parsed.address, log_to_driver=False)
@@ -170,6 +176,8 @@ def set_safe_defaults(environment: MutableMapping[str, str], is_new: bool, on_lo
     """
     environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     environment.setdefault("RAY_AUTH_MODE", "token")
+    # Seconds until Serve notices that its proxy has died; 10 by default. There is no other one to answer meanwhile.
+    environment.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "1")
     if not is_new:
         return
     if on_loopback:
