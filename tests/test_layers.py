@@ -77,7 +77,23 @@ ALLOWED: dict[str, set[str]] = {
         "signatures",
         "sizes",
     },
-    "serve": {"_version", "artifact", "errors"},
+    "serve": {"_version", "artifact", "errors", "machine"},
+    "tuning": {
+        "_version",
+        "backend",
+        "cancellation",
+        "codegen",
+        "config",
+        "core",
+        "driver",
+        "errors",
+        "factory",
+        "machine",
+        "measuring",
+        "progress",
+        "services",
+        "storage",
+    },
     "compression": {"arguments", "errors", "runtime"},
     "capture": {"core", "sizes", "graph", *_UTILITIES},
     "graph": {"core", "sizes", "errors"},
@@ -210,7 +226,7 @@ def _reads_environment(path: Path) -> bool:
 def test_only_config_and_wiring_read_the_environment() -> None:
     """Settings are read once and passed down: no room looks at os.environ itself. What measures for the command line is no part of a
     compilation, and records it."""
-    rooms = [path for path in MODULES if room_of(path) not in WIRING | {"bench", "config"}]
+    rooms = [path for path in MODULES if room_of(path) not in WIRING | {"bench", "config", "tuning"}]
     assert not [_named(path) for path in rooms if _reads_environment(path)]
 
 
@@ -387,9 +403,9 @@ def test_what_engines_share_knows_none_of_them(room: str) -> None:
 
 
 def test_codegen_serves_engines_alone() -> None:
-    """Nor does the wiring know it: an engine that generates kernels is an engine like any other."""
+    """Nor does the wiring know it: an engine that generates kernels is an engine like any other. Tuning shares out variants of kernels."""
     users = {room_of(path) for path in MODULES if any(parts[0] == "codegen" for parts in imports_of(path))}
-    assert users == {"codegen", "engines"}
+    assert users == {"codegen", "engines", "tuning"}
 
 
 def test_library_code_does_not_print() -> None:
