@@ -29,7 +29,7 @@ def test_instruction_sets_without_extensions(features: tuple[str, ...], isa: obj
 
 
 def test_cpuid_is_asked_for_every_extension() -> None:
-    """What files can demand of a processor is what the C++ side confirms by CPUID."""
+    """Features that files can demand of a processor are those that the C++ side confirms by CPUID."""
     source = Path(__file__).parents[3] / "csrc/src/processor.cc"
     confirmed = re.findall(r'^    \{"(\w+)", ', source.read_text(), re.MULTILINE)
     assert sorted(confirmed) == sorted(X86_FEATURES.values())
