@@ -62,11 +62,12 @@ class LoadedModel:
 
     def __init__(self, path: Path, *, keys: Sequence[Any] | None, share: bool) -> None:
         self._path = path
-        self._artifact = Artifact(path, share=share, threads=torch.get_num_threads())
+        verify = None
         if keys is not None:
             from torch_hybrid_backend.artifact.signing import check_signed
 
-            check_signed(path, self._artifact.manifest.encode(), self._artifact.signatures, keys)
+            verify = functools.partial(check_signed, path, keys)
+        self._artifact = Artifact(path, share=share, threads=torch.get_num_threads(), verify=verify)
         self._manifest = Manifest.from_json(self._artifact.manifest)
         self._check_torch()
         memory = _Memory(self._artifact, self._manifest)

@@ -158,7 +158,8 @@ class ServedModel:
         self.model = load(path, keys=keys)
         self.version = self.model.digest[:12]
         self.generates = self.model.manifest.generation is not None
-        self._checked = itertools.cycle(sample.entry for sample in self.model.manifest.samples)
+        self._checks = itertools.cycle(sample.entry for sample in self.model.manifest.samples)
+        self._next_entry = next(self._checks, None)
         self._next_check = 0.0
         samples = {sample.entry: sample.tolerance for sample in self.model.manifest.samples}
         served = [
@@ -206,15 +207,16 @@ class ServedModel:
         return self.model.explain().to_html()
 
     def check(self) -> None:
-        """Make a sample call that is in the file, of the next entry each time. Raises ArtifactError where its results are others than there.
+        """Make a sample call that is in the file, of the next entry each time. Raises ArtifactError where its results are others than there,
+        and repeats that call the next time: Serve replaces a replica after several failures in a row.
 
         Requests wait meanwhile: nothing is done until a hundred times as long has passed as the last sample call took.
         """
         start = time.monotonic()
         if start < self._next_check:
             return
-        entry = next(self._checked, None)
-        self.model.check(entry)
+        self.model.check(self._next_entry)
+        self._next_entry = next(self._checks, None)
         now = time.monotonic()
         self._next_check = now + _PAUSE * (now - start)
 
