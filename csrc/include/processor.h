@@ -21,8 +21,8 @@ struct Processor {
 // This machine. Read once, by the first call.
 const Processor& ThisProcessor();
 
-// The features of the first processor in a text of the form of /proc/cpuinfo: the words behind
-// "flags" (x86) or "Features" (Arm). Reads no further: the text is long where processors are many.
+// The features of the first x86 processor in a text of the form of /proc/cpuinfo: the words behind
+// "flags". Reads no further: the text is long where processors are many.
 std::set<std::string> FeaturesIn(std::istream& cpuinfo);
 
 // EAX, EBX, ECX and EDX as the instruction CPUID gives them for a leaf and a subleaf; zeros for a

@@ -1,4 +1,5 @@
-// SHA-256 (FIPS 180-4), by the processor's own instructions where x86-64 has them.
+// SHA-256 (FIPS 180-4), by the processor's own instructions where x86-64 and
+// AArch64 have them.
 //
 // Use: Sha256Of for bytes that lie in one piece; Sha256, Update by Update, for those that come in
 // several.

@@ -1,8 +1,10 @@
 #include "artifact.h"
 
 #include <fcntl.h>
+#include <linux/memfd.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -20,6 +22,7 @@
 #include <utility>
 
 #include "coded_segment.h"
+#include "elf_header.h"
 #include "tile_permission.h"
 
 namespace torch_hybrid_backend {
@@ -390,7 +393,10 @@ std::string Artifact::LibraryPath() const {
     // What is run is what is compared here: the mapped file could have changed since.
     const std::vector<uint8_t> library(mapped.begin(), mapped.end());
     if (Sha256Of(library) != segment.digest) RefuseDamaged("its library has changed");
-    File file(memfd_create("hybrid", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+    CheckIsForThisProcess(library);
+    // glibc has a function for it from 2.27 on.
+    File file(
+        static_cast<int>(syscall(SYS_memfd_create, "hybrid", MFD_CLOEXEC | MFD_ALLOW_SEALING)));
     if (file.get() < 0) Refuse("its library cannot be copied to memory: " + SystemError());
     WriteFrom(file.get(), library);
     // Where the system knows no seals, only this process could write to it.

@@ -1,5 +1,6 @@
 #include "processor.h"
 
+#include <sys/auxv.h>
 #include <sys/utsname.h>
 
 #if defined(__x86_64__)
@@ -9,6 +10,8 @@
 #include <cctype>
 #include <fstream>
 #include <sstream>
+
+#include "hwcap.h"
 
 namespace torch_hybrid_backend {
 namespace {
@@ -72,7 +75,7 @@ std::set<std::string> FeaturesIn(std::istream& cpuinfo) {
     const size_t colon = line.find(':');
     if (colon == line.npos) continue;
     const std::string name = line.substr(0, line.find_first_of(" \t:"));
-    if (name != "flags" && name != "Features") continue;
+    if (name != "flags") continue;
     std::istringstream words(line.substr(colon + 1));
     std::set<std::string> features;
     for (std::string word; words >> word;) features.insert(word);
@@ -102,8 +105,12 @@ const Processor& ThisProcessor() {
       }
       made->name = names.machine;
     }
+#if defined(__aarch64__)
+    made->features = FeaturesOfHwcap(getauxval(AT_HWCAP), getauxval(AT_HWCAP2));
+#else
     std::ifstream file("/proc/cpuinfo");
     made->features = FeaturesIn(file);
+#endif
 #if defined(__x86_64__)
     ConfirmX86(made->features, ThisCpuid);
 #endif

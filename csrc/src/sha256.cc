@@ -7,6 +7,10 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
 #endif
 
 namespace torch_hybrid_backend {
@@ -137,6 +141,46 @@ WITH_SHA256_INSTRUCTIONS void Sha256::CompressByInstructions(State& state, const
   _mm_storeu_si128(reinterpret_cast<__m128i*>(first.data()), abef);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(second.data()), cdgh);
   state = {first[3], first[2], second[3], second[2], first[1], first[0], second[1], second[0]};
+}
+
+#undef WITH_SHA256_INSTRUCTIONS
+
+#elif defined(__aarch64__)
+
+bool HasSha256Instructions() { return (getauxval(AT_HWCAP) & HWCAP_SHA2) != 0; }
+
+// The instructions keep the state in two registers, A to D and E to H, and do four rounds each.
+#if defined(__clang__)
+#define WITH_SHA256_INSTRUCTIONS [[gnu::target("sha2")]]
+#else
+#define WITH_SHA256_INSTRUCTIONS [[gnu::target("+crypto")]]
+#endif
+
+WITH_SHA256_INSTRUCTIONS void Sha256::CompressByInstructions(State& state, const uint8_t* blocks,
+                                                             size_t count) {
+  uint32x4_t abcd = vld1q_u32(state.data());
+  uint32x4_t efgh = vld1q_u32(state.data() + 4);
+  for (; count > 0; --count, blocks += kBlockBytes) {
+    const uint32x4_t abcd_before = abcd, efgh_before = efgh;
+    std::array<uint32x4_t, 4> words;
+    for (size_t i = 0; i < words.size(); ++i) {
+      words[i] = vreinterpretq_u32_u8(vrev32q_u8(vld1q_u8(blocks + 16 * i)));
+    }
+    for (size_t group = 0; group < kRounds.size() / 4; ++group) {
+      uint32x4_t& now = words[group % 4];
+      const uint32x4_t sums = vaddq_u32(now, vld1q_u32(kRounds.data() + 4 * group));
+      const uint32x4_t abcd_then = abcd;
+      abcd = vsha256hq_u32(abcd, efgh, sums);
+      efgh = vsha256h2q_u32(efgh, abcd_then, sums);
+      // The words of the group that is four further.
+      now = vsha256su1q_u32(vsha256su0q_u32(now, words[(group + 1) % 4]), words[(group + 2) % 4],
+                            words[(group + 3) % 4]);
+    }
+    abcd = vaddq_u32(abcd, abcd_before);
+    efgh = vaddq_u32(efgh, efgh_before);
+  }
+  vst1q_u32(state.data(), abcd);
+  vst1q_u32(state.data() + 4, efgh);
 }
 
 #undef WITH_SHA256_INSTRUCTIONS

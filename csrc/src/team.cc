@@ -20,6 +20,8 @@ class Spin {
     if (++turns_ < kTurns) {
 #if defined(__x86_64__)
       __builtin_ia32_pause();
+#elif defined(__aarch64__)
+      asm volatile("isb");  // `yield` returns at once
 #endif
     } else {
       std::this_thread::yield();

@@ -16,6 +16,7 @@ OF_FILES = (
     "artifact.test_signing",
     "runner.test_keys",
     "runner.test_operators",
+    "runner.test_other_processors",
     "runner.test_runner",
     "serve.test_rollouts",
     "serve.test_nodes",

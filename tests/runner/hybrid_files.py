@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,8 @@ class HybridFile:
     """A file while it is put together; `write` writes it."""
 
     library: bytes
+    processor: str = platform.machine()  # that the library is said to be for
+    features: tuple[str, ...] = ()
     segments: list[tuple[str, str, bytes]] = field(default_factory=list)  # kind, name, content
     constants: list[dict[str, Any]] = field(default_factory=list)
     states: list[dict[str, Any]] = field(default_factory=list)
@@ -59,7 +62,7 @@ class HybridFile:
             "package": "0",
             "torch": "0",
             "model": "hand-made",
-            "targets": [target("library.0")],
+            "targets": [{**target("library.0", *self.features), "processor": self.processor}],
             "constants": self.constants,
             "states": self.states,
             "entries": self.entries,

@@ -209,11 +209,15 @@ def test_libraries_of_files_are_told_apart(kernels: str, tmp_path: Path) -> None
     assert len(set(mapped)) == 8
 
 
-def test_a_library_that_is_none_is_named(path: Path) -> None:
-    """The loader's message comes with the file's path and the segment's name."""
-    artifact = Artifact(written(path, with_kernels(b"no library")))
-    with pytest.raises(ArtifactError, match=rf'^{re.escape(str(path))}: cannot open the kernel library "library"'):
-        Plan.of_artifact(artifact, "plan.forward")
+def test_a_library_that_is_none_is_named(kernels: str, path: Path) -> None:
+    """The loader's message comes with the file's path and the segment's name, unless the header tells."""
+    for library, said in [
+        (b"no library", "its library is no ELF library"),
+        (Path(kernels).read_bytes()[:200], 'cannot open the kernel library "library"'),
+    ]:
+        artifact = Artifact(written(path, with_kernels(library)))
+        with pytest.raises(ArtifactError, match=rf"^{re.escape(str(path))}: {said}"):
+            Plan.of_artifact(artifact, "plan.forward")
     with pytest.raises(ArtifactError, match=r"segment .weights.0. is no plan"):
         Plan.of_artifact(artifact, "weights.0")
 

@@ -1,0 +1,212 @@
+"""The runner that `make runner TARGET=...` builds, on processors that QEMU emulates."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.runner.hybrid_files import HybridFile, kernel, named, plan, value
+from tests.runner.hybrid_files import tensor as form
+from tests.runner.runner_in_python import run
+from torch_hybrid_backend import __version__
+
+ROOT = Path(__file__).resolve().parents[2]
+CROSS = ROOT / ".venv/cross"
+ZIG = CROSS / "ziglang/zig"
+# What `make runner` has compiled of the C++ runtime library is there.
+SETTINGS = ("env", f"ZIG_GLOBAL_CACHE_DIR={CROSS}/cache", f"ZIG_LOCAL_CACHE_DIR={CROSS}/cache")
+ARM_ROOT = Path("/usr/aarch64-linux-gnu")  # glibc and libgomp, as Debian has them for cross compilation
+MOST_BYTES = 2 << 20
+
+pytestmark = pytest.mark.full
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A target of `make runner`, and the command that runs its programs. `glibc`: the newest that they may need."""
+
+    target: str
+    emulator: tuple[str, ...]
+    glibc: tuple[int, int]
+
+    @property
+    def folder(self) -> Path:
+        """Folder that `make runner` has installed to."""
+        return ROOT / f"build/runner/hybrid-runner-{__version__}-{self.target}"
+
+    @property
+    def processor(self) -> str:
+        return self.target.partition("-")[0]
+
+    def runs(self, *command: object, emulator: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+        """Run a program of this machine; `emulator`: more arguments of the emulator."""
+        whole = [*self.emulator, *emulator, *map(str, command)]
+        return subprocess.run(whole, capture_output=True, text=True, timeout=500, check=False)
+
+
+ARM = Machine(
+    "aarch64-linux-gnu.2.28", ("qemu-aarch64", "-L", str(ARM_ROOT), "-E", f"LD_LIBRARY_PATH={ARM_ROOT}/lib"), (2, 28)
+)
+OLD_X86 = Machine("x86_64-linux-gnu.2.17", ("qemu-x86_64", "-cpu", "Nehalem"), (2, 17))
+
+
+@pytest.fixture(scope="module", params=[ARM, OLD_X86], ids=lambda machine: machine.target)
+def machine(request: pytest.FixtureRequest) -> Machine:
+    return _needed(request.param)
+
+
+@pytest.fixture(scope="module")
+def arm() -> Machine:
+    return _needed(ARM)
+
+
+def _needed(machine: Machine) -> Machine:
+    """The machine; skips where something to build for it and to emulate it is missing."""
+    if not machine.folder.exists():
+        pytest.skip(f"run `make runner TARGET={machine.target}`, as `make test-full` does")
+    if shutil.which(machine.emulator[0]) is None:
+        pytest.skip(f"needs {machine.emulator[0]}: apt-get install qemu-user")
+    if machine is ARM and not (ARM_ROOT / "lib/libgomp.so.1").exists():
+        pytest.skip("needs glibc and libgomp for arm64: apt-get install libc6-arm64-cross libgomp1-arm64-cross")
+    return machine
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Machine], bytes]:
+    """A library of csrc/tests/host_kernels.cc for a machine."""
+
+    def build(machine: Machine) -> bytes:
+        path = tmp_path_factory.mktemp("kernels") / "kernels.so"
+        source = ROOT / "csrc/tests/host_kernels.cc"
+        options = ("-std=c++20", "-O2", "-fPIC", "-shared", f"-I{ROOT / 'csrc/include'}")
+        run(*SETTINGS, ZIG, "c++", "-target", machine.target, *options, source, "-o", path)
+        return path.read_bytes()
+
+    return build
+
+
+def _file(path: Path, library: bytes, processor: str, *features: str) -> Path:
+    """A file: y = 2 (2 x) + 5 for three elements, with a sample. Its library is said to be for that processor."""
+    file = HybridFile(library, processor=processor, features=features)
+    row = form("float32", 3)
+    values = [value("input", 0, row), value("arena", 0, row), value("arena", 64, row), value("fresh", 0, row)]
+    steps = [kernel("double", 0, 1), kernel("double", 1, 2), kernel("plus", 2, 3, sizes=[5])]
+    file.entry(
+        "forward",
+        plan(values, steps, inputs=1, outputs=[3], arena=128),
+        inputs=[named("x", row)],
+        sources=[["input", 0]],
+        results=[["output", 0]],
+        outputs=[named("y", row)],
+    )
+    constants = [file.constant(np.array(values, np.float32)) for values in ([1, 2, 3], [9, 13, 17])]
+    file.samples.append({"entry": "forward", "tolerance": 1e-6, "inputs": constants[:1], "outputs": constants[1:]})
+    return file.write(path)
+
+
+def test_it_needs_glibc_of_the_target_alone(machine: Machine) -> None:
+    """The C++ runtime library is within it, and only the interface's functions are visible."""
+    for name in ("bin/hybrid-run", "lib/libhybrid_runner.so"):
+        shown = run("readelf", "-W", "-d", "-V", machine.folder / name)
+        needed = set(re.findall(r"NEEDED\).*\[(.*)\]", shown)) - {"libhybrid_runner.so.1"}
+        assert {library.partition(".so")[0] for library in needed} <= {
+            "libc",
+            "libm",
+            "libdl",
+            "libpthread",
+            "ld-linux-x86-64",
+        }
+        versions = [tuple(map(int, found)) for found in re.findall(r"GLIBC_(\d+)\.(\d+)", shown)]
+        assert max(versions) <= machine.glibc
+        assert (machine.folder / name).stat().st_size <= MOST_BYTES
+    symbols = run("readelf", "-W", "--dyn-syms", machine.folder / "lib/libhybrid_runner.so").splitlines()
+    defined = [line.split()[-1] for line in symbols if re.search(r"GLOBAL\s+DEFAULT\s+\d", line)]
+    assert defined
+    assert all(name.startswith("hybrid_") for name in defined), defined
+
+
+def test_the_release_is_complete(machine: Machine) -> None:
+    """Header, class, library, program, guide and licence, and what CMake finds the library by."""
+    files = {path.relative_to(machine.folder).as_posix() for path in machine.folder.rglob("*") if path.is_file()}
+    assert files >= {
+        "bin/hybrid-run",
+        "include/hybrid_runner.h",
+        "include/hybrid_runner.hpp",
+        "lib/libhybrid_runner.so",
+        "lib/cmake/hybrid_runner/hybrid_runner-config.cmake",
+        "share/doc/hybrid-runner/LICENSE",
+        "share/doc/hybrid-runner/runner.md",
+    }
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_file_runs(machine: Machine, threads: int, kernels: Callable[[Machine], bytes], tmp_path: Path) -> None:
+    """Checksums, the sample and a call, on one thread and on OpenMP's."""
+    path = _file(tmp_path / "model.hybrid", kernels(machine), machine.processor)
+    np.save(tmp_path / "x.npy", np.array([1, -2, 0.5], np.float32))
+    files = ("--input", tmp_path / "x.npy", "--output", tmp_path / "y.npy", "--threads", threads)
+    done = machine.runs(machine.folder / "bin/hybrid-run", path, *files)
+    assert done.returncode == 0, done.stderr
+    np.testing.assert_array_equal(np.load(tmp_path / "y.npy"), [9, -3, 7])
+
+
+@pytest.mark.fault(
+    "a file is for another processor", "an error with both processors; nothing of the file is mapped as code"
+)
+def test_foreign_files(arm: Machine, kernels: Callable[[Machine], bytes], tmp_path: Path) -> None:
+    """Processors of other kinds, byte orders and word sizes are refused, also where only the library's own header tells."""
+    own, x86 = kernels(arm), kernels(OLD_X86)
+    big = bytearray(own)
+    big[5] = 2  # EI_DATA: ELFDATA2MSB
+    big[18:20] = big[19:17:-1]  # e_machine
+    small = bytearray(own)
+    small[4] = 1  # EI_CLASS: ELFCLASS32
+    here = "and this process is for aarch64 (little-endian, 64 bits)"
+    for library, processor, said in [
+        (x86, "x86_64", 'this processor (linux on aarch64); "library.0" is for "linux" on "x86_64"'),
+        (own, "aarch64_be", 'this processor (linux on aarch64); "library.0" is for "linux" on "aarch64_be"'),
+        (own, "armv7l", 'this processor (linux on aarch64); "library.0" is for "linux" on "armv7l"'),
+        (x86, "aarch64", f"its library is for the processor x86_64 (little-endian, 64 bits), {here}"),
+        (bytes(big), "aarch64", f"its library is for the processor aarch64 (big-endian, 64 bits), {here}"),
+        (bytes(small), "aarch64", f"its library is for the processor aarch64 (little-endian, 32 bits), {here}"),
+    ]:
+        path = _file(tmp_path / "model.hybrid", library, processor)
+        done = arm.runs(arm.folder / "bin/hybrid-run", path, emulator=("-strace",))
+        assert (done.returncode, said in done.stderr) == (1, True), done.stderr
+        assert "memfd_create" not in done.stderr  # which a library is given to the loader by
+
+
+def test_features_of_arm(arm: Machine, kernels: Callable[[Machine], bytes], tmp_path: Path) -> None:
+    """Features are those of the emulated processor, not of the machine that emulates it."""
+    path = _file(tmp_path / "model.hybrid", kernels(arm), "aarch64", "asimd", "asimddp")
+    refused = arm.runs(arm.folder / "bin/hybrid-run", path, emulator=("-cpu", "cortex-a72"))
+    assert refused.returncode == 1
+    assert '"library.0" needs "asimddp": export' in refused.stderr
+    done = arm.runs(arm.folder / "bin/hybrid-run", path, emulator=("-cpu", "neoverse-n1"))
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_cpp_unit_tests_pass_on_arm(arm: Machine, tmp_path: Path) -> None:
+    """Code for any processor, and AArch64's own, under the undefined-behaviour sanitiser."""
+    variables: dict[str, Any] = {
+        "CXX": f"{ZIG} c++ -target {arm.target}",
+        "RUN": " ".join(arm.emulator),
+        "SANITIZE": "undefined",
+        "OUT": tmp_path,
+        "PYTHON": sys.executable,
+    }
+    command = [*SETTINGS, "make", f"-j{os.cpu_count() or 1}", "-C", str(ROOT / "csrc"), "test"]
+    done = subprocess.run(
+        [*command, *(f"{name}={text}" for name, text in variables.items())], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
