@@ -223,6 +223,17 @@ def lacking_instructions(precision: str, root: Path = Path("/")) -> tuple[str, .
     return () if _multiplies(precision, root) else _instructions(precision)
 
 
+def lacking_among(precision: str, features: Iterable[str]) -> tuple[str, ...]:
+    """The instructions of which `precision` needs one, where a processor with `features`, by Linux's names, has none; else ()."""
+    wanted = _instructions(precision)
+    return () if set(features).intersection(wanted) else wanted
+
+
+def weight_bits_of(features: Iterable[str]) -> int:
+    """Like `default_weight_bits`, of a processor with `features`, by Linux's names."""
+    return 7 if not lacking_among("int8", features) and lacking_among(_WHOLE_BYTES, features) else 8
+
+
 def default_weight_bits(root: Path = Path("/")) -> int:
     """Bits of the quantized weights that the host multiplies fastest: 7 where it has AVX2 and neither VNNI nor AMX, else 8.
 

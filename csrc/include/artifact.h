@@ -32,10 +32,12 @@
 
 namespace torch_hybrid_backend {
 
-// `threads`: how many compare checksums and decode; they end before Open returns.
+// `threads`: how many compare checksums and decode; they end before Open returns. `runs`: the file
+// is refused where it has libraries, and none for this machine; else it has no library here.
 struct ArtifactOptions {
   bool share = true;
   unsigned threads = 1;
+  bool runs = true;
 };
 
 // Ed25519, of the manifest's text, as it lies in the file. Not verified.

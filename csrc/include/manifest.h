@@ -47,10 +47,13 @@ struct Segment {
   uint64_t decoded = 0;
 };
 
-// Machines that the library of that segment is for: those with all the features.
+// Machines that the library of that segment is for: those with all the features, for processes with
+// addresses of that many bits.
 struct LibraryTarget {
   std::string system;
   std::string processor;
+  std::string byte_order;  // "little" or "big"
+  int64_t word_bits;
   std::vector<std::string> features;
   size_t library;
 };

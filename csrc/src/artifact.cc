@@ -208,7 +208,7 @@ void Artifact::Read(const ArtifactOptions& options) {
   CheckSegments(options.threads);
   DecodeSegments(options.threads);
   CheckPlans();
-  target_ = ChooseTarget(manifest_, UsableBy(manifest_));
+  if (options.runs) target_ = ChooseTarget(manifest_, UsableBy(manifest_));
 }
 
 void Artifact::ReadHeader(int file, uint64_t file_bytes) {

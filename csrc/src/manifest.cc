@@ -1,6 +1,7 @@
 #include "manifest.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdlib>
 #include <limits>
@@ -271,8 +272,13 @@ class Reader {
   }
 
   LibraryTarget ReadLibraryTarget(const Json& json) const {
+    // Files of before these members are for x86-64.
+    const Json* const order = json.Find("byte_order");
+    const Json* const bits = json.Find("word_bits");
     LibraryTarget target{json["system"].AsString(),
                          json["processor"].AsString(),
+                         order == nullptr ? "little" : order->AsString(),
+                         bits == nullptr ? 64 : bits->AsInt(),
                          {},
                          SegmentOf(json["library"], SegmentKind::kLibrary)};
     for (const Json& feature : json["features"].AsList()) {
@@ -814,6 +820,10 @@ void CheckEntry(const Manifest& manifest, const Entry& entry, const PlanOutline&
   }
 }
 
+constexpr std::string_view kByteOrder =
+    std::endian::native == std::endian::little ? "little" : "big";
+constexpr int64_t kWordBits = 8 * sizeof(void*);
+
 std::optional<size_t> ChooseTarget(const Manifest& manifest, const Processor& machine) {
   std::string lacking;
   for (size_t i = 0; i < manifest.targets.size(); ++i) {
@@ -821,6 +831,10 @@ std::optional<size_t> ChooseTarget(const Manifest& manifest, const Processor& ma
     std::string why;
     if (target.system != machine.system || target.processor != machine.name) {
       why = " is for " + Quoted(target.system) + " on " + Quoted(target.processor);
+    } else if (target.byte_order != kByteOrder || target.word_bits != kWordBits) {
+      why = " is for " + std::to_string(target.word_bits) + " bits in the byte order " +
+            Quoted(target.byte_order) + ", not " + std::to_string(kWordBits) + " and " +
+            Quoted(kByteOrder);
     } else {
       for (const std::string& feature : target.features) {
         if (!machine.features.contains(feature)) {

@@ -121,9 +121,9 @@ int64_t BindingNew(int64_t plan, int64_t guard, Numbers owned_slots, std::vector
                                       owned_slots, std::move(owned), borrowed_slots, borrowed));
 }
 
-int64_t ArtifactOpen(int64_t path, int64_t size, bool share, int64_t threads) {
-  const ArtifactOptions options{share,
-                                static_cast<unsigned>(std::clamp<int64_t>(threads, 1, 1024))};
+int64_t ArtifactOpen(int64_t path, int64_t size, bool share, int64_t threads, bool runs) {
+  const ArtifactOptions options{share, static_cast<unsigned>(std::clamp<int64_t>(threads, 1, 1024)),
+                                runs};
   return Artifacts().Add(Artifact::Open(TextAt(path, size), options));
 }
 
@@ -279,7 +279,7 @@ STABLE_TORCH_LIBRARY(torch_hybrid_backend, m) {
   m.def(
       "binding_new(int plan, int guard, int[] owned_slots, Tensor[] owned, "
       "int[] borrowed_slots, int[] borrowed) -> int");
-  m.def("artifact_open(int path, int size, bool share, int threads) -> int");
+  m.def("artifact_open(int path, int size, bool share, int threads, bool runs) -> int");
   m.def("artifact_manifest(int artifact) -> int[]");
   m.def("artifact_signatures(int artifact) -> int[]");
   m.def("artifact_segment(int artifact, int name, int size) -> int[]");

@@ -47,6 +47,9 @@ class LibraryTarget:
     processor: str
     features: tuple[str, ...]
     library: str
+    # Of all processors that kernels are made for.
+    byte_order: str = "little"
+    word_bits: int = 64
 
 
 @dataclass(frozen=True, slots=True)

@@ -241,6 +241,9 @@ def test_the_first_library_for_this_machine_is_taken(kernels: str, path: Path) -
     file.manifest["targets"] = [target("other", "new_feature"), other, target("library")]
     artifact = Artifact(written(path, file))
     check(Plan.of_artifact(artifact, "plan.forward"), artifact)
+    wide = {**target("library"), "byte_order": "big", "word_bits": 32}
+    file.manifest["targets"] = [wide]
+    refused(path, file, r'"library" is for 32 bits in the byte order "big", not 64 and "little"')
     file.manifest["targets"] = [target("other", "one", "fpu", "two"), other]
     refused(path, file, r'no library in it is for this processor.*needs "one", .*"two".*"riscv64".*: export the model')
 

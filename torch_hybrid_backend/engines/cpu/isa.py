@@ -53,18 +53,51 @@ X86_FEATURES = {
     "vaes": "vaes",
     "vpclmulqdq": "vpclmulqdq",
 }
-_ARM_FEATURES = ("asimd", "asimddp", "asimdhp", "bf16", "i8mm", "sve", "sve2")
+# Likewise, of AArch64.
+ARM_FEATURES = {"neon": "asimd", "dotprod": "asimddp", "fullfp16": "asimdhp", "bf16": "bf16", "i8mm": "i8mm"}
+# LLVM's names of the features whose vectors have no fixed length.
+SCALABLE = frozenset(("sve", "sve2", "sme", "sme2"))
 # All that kernels may depend on, as Linux names them.
-FEATURES = frozenset((*X86_FEATURES.values(), *_ARM_FEATURES))
+FEATURES = frozenset((*X86_FEATURES.values(), *ARM_FEATURES.values()))
 # A feature that Linux does not name, so that PyTorch is asked -> one that every processor with it has.
 ASKED_OF_PYTORCH = {"amx_fp16": "amx_tile"}
 # LLVM's name of an extension -> of the first processor with it, as which a processor is tuned that LLVM takes for one without.
 FIRST_PROCESSOR = {"amx-tile": "sapphirerapids"}
-_WITH_AVX2 = frozenset(("sse4_1", "sse4_2", "popcnt", "avx", "avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"))
+_WITH_SSE4 = frozenset(("sse4_1", "sse4_2", "popcnt"))
+_WITH_AVX2 = _WITH_SSE4 | {"avx", "avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"}
 _WITH_AVX512 = _WITH_AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-# Levels of the x86-64 psABI, as LLVM names them too.
-LEVELS = {"x86-64-v3": _WITH_AVX2, "x86-64-v4": _WITH_AVX512}
 NEON_FEATURES = frozenset(("asimd",))
+_WITH_DOT_PRODUCTS = NEON_FEATURES | {"asimddp", "asimdhp"}
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """Processors that run one machine code. `name`: as in `uname -m`. `triple`: for Linux. `features`: LLVM's name of each that kernels may
+    use -> Linux's. `baseline`: those that every processor has, by Linux's names. `mcpu`: LLVM's name of a processor with no others.
+    `stand_in`: the target that kernels for another architecture are compiled for beside it, so that they are checked where they are made.
+    """
+
+    name: str
+    triple: str
+    features: Mapping[str, str]
+    baseline: frozenset[str]
+    mcpu: str
+    stand_in: str
+
+
+_X86_64 = Architecture("x86_64", "x86_64-linux-gnu", X86_FEATURES, frozenset(), "x86-64", "x86-64-v3")
+_AARCH64 = Architecture("aarch64", "aarch64-linux-gnu", ARM_FEATURES, NEON_FEATURES, "generic", "armv8-a")
+ARCHITECTURES = {each.name: each for each in (_X86_64, _AARCH64)}
+# Targets by name. x86-64: levels of its psABI. Arm: Technical Reference Manuals of Cortex-A72, Neoverse N1 (Armv8.2) and V1 (Armv8.4).
+TARGETS: Mapping[str, tuple[Architecture, frozenset[str]]] = {
+    "x86-64-v2": (_X86_64, _WITH_SSE4),
+    "x86-64-v3": (_X86_64, _WITH_AVX2),
+    "x86-64-v4": (_X86_64, _WITH_AVX512),
+    "armv8-a": (_AARCH64, NEON_FEATURES),
+    "cortex-a72": (_AARCH64, NEON_FEATURES),
+    "neoverse-n1": (_AARCH64, _WITH_DOT_PRODUCTS),
+    "neoverse-v1": (_AARCH64, _WITH_DOT_PRODUCTS | {"bf16", "i8mm"}),
+}
 # PyTorch's name of what it uses (`torch.backends.cpu.get_cpu_capability()`) -> features that are there at least.
 FEATURES_OF_CAPABILITY = {"AVX2": _WITH_AVX2, "AVX512": _WITH_AVX512, "AVX512_VNNI": _WITH_AVX512}
 

@@ -304,14 +304,16 @@ class Artifact:
     """An opened `.hybrid` file: see csrc/include/artifact.h. Every check of docs/hybrid_format.md has passed but for signatures.
 
     share: other processes that open the file share its memory. False copies it, for files that others may write to. threads: how many
-    compare checksums.
+    compare checksums. runs: refuse a file whose libraries are for other machines; without, its plans cannot be made.
 
     Addresses hold for as long as this object lives, or a plan of it. Raises ArtifactError for a file that cannot be used, with what to do.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, share: bool = True, threads: int = 1) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, share: bool = True, threads: int = 1, runs: bool = True
+    ) -> None:
         self._ops = ops = _ops()
-        self.handle: int = _opening(ops.artifact_open, os.fspath(path), share, threads)
+        self.handle: int = _opening(ops.artifact_open, os.fspath(path), share, threads, runs)
         weakref.finalize(self, ops.free_artifact, self.handle).atexit = False
 
     @functools.cached_property
