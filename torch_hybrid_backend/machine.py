@@ -204,6 +204,7 @@ _MULTIPLIES: Mapping[str, tuple[str, ...]] = {
     "avx2": ("int8",),
     "avx_vnni": (_WHOLE_BYTES,),
     "avx512_vnni": (_WHOLE_BYTES,),
+    "asimddp": (_WHOLE_BYTES, "int8"),
     "avx512_bf16": ("bf16",),
     "amx_bf16": ("bf16", "fp16"),
     "amx_fp16": ("fp16",),

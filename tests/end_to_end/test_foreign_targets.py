@@ -41,7 +41,7 @@ _ELF, _AARCH64 = b"\x7fELF\x02\x01", 183
     "ArtifactError that names both processors; nothing of the file has run; `hybrid inspect` shows it",
 )
 def test_a_file_for_arm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It holds AArch64's machine code, says whose, and is refused here before any of it is mapped; what only reads it does."""
+    """The file holds AArch64's machine code, says whose, and is refused here before any of it is mapped; `inspect` reads it."""
     (tmp_path / "model.py").write_text(_MODEL)
     path, out = tmp_path / "model.hybrid", io.StringIO()
     assert main(["export", f"{tmp_path}/model.py:make", "-o", str(path), "--target", "neoverse-n1"], out=out) == 0
@@ -98,7 +98,7 @@ def test_kernels_for_arm_are_not_run_in_calls(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_precision_that_the_target_has_no_instructions_for(caplog: pytest.LogCaptureFixture) -> None:
-    """It is the target that is asked, not this machine: with bfloat16 here, kernels of a level without compute as written."""
+    """The target is asked, not this machine: with bfloat16 here, kernels of a level without it compute as written."""
     compiled = torch.compile(
         nn.Linear(8, 8).eval(), backend="hybrid", options={"target": "x86-64-v3", "precision": "bf16"}
     )

@@ -37,7 +37,7 @@ from torch_hybrid_backend.loops.sdpa_matching import match_sdpa
 from torch_hybrid_backend.machine import may_use_tiles
 from torch_hybrid_backend.sizes.size import Dim, as_size
 
-# The architecture whose kernels other machines make too: they use no instruction that LLVM does not make of arithmetic.
+# The architecture whose kernels other machines make too: of its instructions `tir/arm.py` has forms that run anywhere.
 _ALSO_ELSEWHERE = "aarch64"
 
 

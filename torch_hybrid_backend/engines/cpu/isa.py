@@ -2,7 +2,7 @@
 
 Names of instruction set extensions stand here, and in `machine.py`, which tells what the operating system and PyTorch let a process use.
 Everything else asks a property of `Target.isa`. A way of computing that an instruction set has no property for is refused by that property, and
-another kernel takes its place. `tir/x86.py` emits the instructions. Nothing here imports TVM or torch.
+another kernel takes its place. `tir/x86.py` and `tir/arm.py` emit the instructions. Nothing here imports TVM or torch.
 
 Sources: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapters 14 to 18; Arm Architecture Reference Manual for
 A-profile, B1.2 (32 registers of 128 bits).
@@ -124,13 +124,15 @@ class Isa:
     rounds_to_bfloat16: bool = False
     # Pixels at an image's border are loaded under a mask of bytes (`x86.dot_taps`).
     multiplies_taps: bool = False
+    # Registers of a matrix product's tile for scalars that are loaded ahead; where an instruction reads them from memory there are none.
+    loaded_ahead: int = 0
     # Constant (N, K) and (K, N) weights are read where they lie (`tile_sizes.py`): measured with 8 and 16 lanes.
     reads_unpacked: bool = False
     copies_panels: bool = False
 
 
 SSE = Isa(lanes=4, registers=16)
-NEON = Isa(lanes=4, registers=32)
+NEON = Isa(lanes=4, registers=32, loaded_ahead=4)
 AVX2 = Isa(
     lanes=8,
     registers=16,
@@ -142,6 +144,9 @@ AVX2 = Isa(
 )
 AVX512 = replace(AVX2, lanes=16, registers=32)
 
+# Those of AArch64.
+ARM_DOT_PRODUCTS = frozenset(("sdot", "udot", "usdot"))
+
 _ANY = (SSE.lanes, AVX2.lanes, AVX512.lanes)
 # A feature, the vectors that it is for (in lanes), and what it adds to an instruction set's fields.
 _EXTENSIONS: tuple[tuple[str, tuple[int, ...], Mapping[str, Any]], ...] = (
@@ -152,6 +157,8 @@ _EXTENSIONS: tuple[tuple[str, tuple[int, ...], Mapping[str, Any]], ...] = (
     # These have vectors of 16 lanes whatever else a kernel uses: beside tiles.
     ("avx512_bf16", _ANY, {"rounds_to_bfloat16": True}),
     ("avx512bw", _ANY, {"looks_up_bfloat16": True}),
+    ("asimddp", (NEON.lanes,), {"dot_products": {"sdot", "udot"}}),
+    ("i8mm", (NEON.lanes,), {"dot_products": {"usdot"}}),
 )
 # A feature -> the dtype that it multiplies on tiles; all need `_TILES`.
 _TILES, _TILE_DTYPES = "amx_tile", {"amx_bf16": "bfloat16", "amx_fp16": "float16", "amx_int8": "int8"}
@@ -167,9 +174,8 @@ def widest_lanes(features: tuple[str, ...]) -> int:
 @functools.cache
 def isa_of(features: tuple[str, ...], lanes: int) -> Isa:
     """The instruction set of a processor with `features`, as Linux names them, where kernels use vectors of `lanes` float32."""
-    if set(features) >= NEON_FEATURES:
-        return replace(NEON, lanes=lanes)
-    isa = {AVX512.lanes: AVX512, AVX2.lanes: AVX2}.get(lanes, SSE)
+    is_arm = set(features) >= NEON_FEATURES
+    isa = replace(NEON, lanes=lanes) if is_arm else {AVX512.lanes: AVX512, AVX2.lanes: AVX2}.get(lanes, SSE)
     for feature, widths, added in _EXTENSIONS:
         if feature in features and lanes in widths:
             changes = {
