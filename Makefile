@@ -53,7 +53,9 @@ demo: $(VENV)/.built
 	$(PY) -m benchmarks.demo $(ARGS)
 
 # A file's tests stay in one process: they share what they compile. Some time themselves against a deadline: no more processes than processors.
+# Bytecode is kept, whatever the environment says: tests start hundreds of processes that import the package.
 WORKERS ?= 2
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.built $(VENV)/torchao
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 

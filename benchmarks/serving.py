@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import http.client
+import importlib
 import json
 import os
 import statistics
@@ -27,7 +28,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 ENGINES = ("eager", "openvino", "onnxruntime", "hybrid")
-_PORT = 8765
+PORT = 8765
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,12 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     record: dict[str, Any] = {"machine": machine.describe(), "revision": machine.revision(), "results": []}
-    with tempfile.TemporaryDirectory() as folder, _Cluster(arguments) as cluster:
-        record["results"] += cluster.layers(Path(folder))
+    with tempfile.TemporaryDirectory() as folder, Cluster(arguments.threads) as _:
+        record["results"] += _layers(Path(folder), arguments.seconds)
         for model in arguments.models.split(","):
-            file = _exported(model, arguments, Path(folder))
+            file = exported(model, arguments.size, arguments.batch, Path(folder))
             for engine in arguments.engines.split(","):
-                record["results"].append(cluster.measured(model, engine, file))
+                record["results"].append(_measured(model, engine, file, arguments))
                 arguments.out.write_text(json.dumps(record, indent=2) + "\n")
     print(report(record, arguments.p99_factor))
     return 0
@@ -81,21 +82,21 @@ def report(record: dict[str, Any], p99_factor: float) -> str:
     return "\n".join(lines)
 
 
-class _Cluster:
-    """Ray Serve on loopback, with one application at a time."""
+class Cluster:
+    """Ray Serve on loopback, for two replicas of so many threads."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self._arguments = arguments
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
 
-    def __enter__(self) -> _Cluster:
+    def __enter__(self) -> Cluster:
         from torch_hybrid_backend.driver.serve_command import set_safe_defaults
 
         set_safe_defaults(os.environ, is_new=True)
         import ray
         from ray import serve
 
-        ray.init("local", num_cpus=2 * self._arguments.threads + 1, include_dashboard=False, log_to_driver=False)
-        serve.start(http_options={"host": "127.0.0.1", "port": _PORT})
+        ray.init("local", num_cpus=2 * self._threads + 1, include_dashboard=False, log_to_driver=False)
+        serve.start(http_options={"host": "127.0.0.1", "port": PORT})
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -105,66 +106,72 @@ class _Cluster:
         serve.shutdown()
         ray.shutdown()
 
-    def layers(self, folder: Path) -> list[dict[str, Any]]:
-        """A bare echo, and our server with a model that does nearly nothing, asked with the same body."""
-        import torch
-        from ray import serve
 
-        from torch_hybrid_backend.driver.export import export
-        from torch_hybrid_backend.serve import deployment
+def _layers(folder: Path, seconds: float) -> list[dict[str, Any]]:
+    """A bare echo, and our server with a model that does nearly nothing, asked with the same body."""
+    import torch
+    from ray import serve
 
-        class Echo:
-            async def __call__(self, request: Any) -> bytes:
-                body: bytes = await request.body()
-                return body
+    from torch_hybrid_backend.driver.export import export
+    from torch_hybrid_backend.serve import deployment
 
-        file = folder / "tiny.hybrid"
-        export(torch.nn.Linear(8, 8).eval(), (torch.randn(1, 8),), file)
-        serve.run(serve.deployment(Echo).bind(), name="echo", route_prefix="/echo")
-        serve.run(deployment(file, max_batch=1, batch_wait_ms=0), name="measured", route_prefix="/")
-        work = {
-            "model": file.stem,
-            "file": str(file),
-            "clients": 1,
-            "seconds": self._arguments.seconds,
-            "prefix": "/echo",
-        }
-        echo, ours = _in_process(work)["turns"]
-        for name in ("echo", "measured"):
-            serve.delete(name)
-        return [{"model": "tiny", "engine": name, "load": [each]} for name, each in (("echo", echo), ("hybrid", ours))]
+    file = folder / "tiny.hybrid"
+    export(torch.nn.Linear(8, 8).eval(), (torch.randn(1, 8),), file)
+    serve.run(echo(), name="echo", route_prefix="/echo")
+    serve.run(deployment(file, max_batch=1, batch_wait_ms=0), name="measured", route_prefix="/")
+    work = {
+        "model": file.stem,
+        "file": str(file),
+        "clients": 1,
+        "seconds": seconds,
+        "prefix": "/echo",
+    }
+    bare, ours = _in_process(work)["turns"]
+    for name in ("echo", "measured"):
+        serve.delete(name)
+    return [{"model": "tiny", "engine": name, "load": [each]} for name, each in (("echo", bare), ("hybrid", ours))]
 
-    def measured(self, model: str, engine: str, file: Path) -> dict[str, Any]:
-        """The figures of an engine, by the number of clients; `missing` where it cannot run here."""
-        from ray import serve
 
-        from torch_hybrid_backend.bench.peers import PEERS
-        from torch_hybrid_backend.serve.settings import Settings
+def echo() -> Any:
+    """An application that returns the body. It imports torch, which takes 120 MiB of private memory by itself."""
+    from ray import serve
 
-        arguments = self._arguments
-        (peer,) = (each for each in PEERS if each.name == engine)
-        if why := peer.missing():
-            return {"model": model, "engine": engine, "missing": why}
-        settings = Settings.of(
-            file, model=None, keys=None, tokenizer=None, threads=arguments.threads, max_batch=arguments.batch
-        )
-        options: Any = {
-            "max_ongoing_requests": 2 * arguments.batch,
-            "ray_actor_options": {"num_cpus": arguments.threads},
-        }
-        swapped: Any = serve.deployment(_engine_replica(), name="model", **options)
-        serve.run(swapped.bind(settings, model, engine, arguments.size), name="measured", route_prefix="/")
-        counts = [int(each) for each in arguments.clients.split(",")]
-        try:
-            return {"model": model, "engine": engine, "load": self._curve(file, counts)}
-        finally:
-            serve.delete("measured")
+    class Echo:
+        def __init__(self) -> None:
+            importlib.import_module("torch")
 
-    def _curve(self, file: Path, clients: Sequence[int]) -> list[dict[str, float]]:
-        return [
-            _in_process({"model": file.stem, "file": str(file), "clients": count, "seconds": self._arguments.seconds})
-            for count in clients
-        ]
+        async def __call__(self, request: Any) -> bytes:
+            body: bytes = await request.body()
+            return body
+
+    return serve.deployment(Echo).bind()
+
+
+def _measured(model: str, engine: str, file: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The figures of an engine, by the number of clients; `missing` where it cannot run here."""
+    from ray import serve
+
+    from torch_hybrid_backend.bench.peers import PEERS
+    from torch_hybrid_backend.serve.settings import Settings
+
+    (peer,) = (each for each in PEERS if each.name == engine)
+    if why := peer.missing():
+        return {"model": model, "engine": engine, "missing": why}
+    settings = Settings.of(
+        file, model=None, keys=None, tokenizer=None, threads=arguments.threads, max_batch=arguments.batch
+    )
+    options: Any = {
+        "max_ongoing_requests": 2 * arguments.batch,
+        "ray_actor_options": {"num_cpus": arguments.threads},
+    }
+    swapped: Any = serve.deployment(_engine_replica(), name="model", **options)
+    serve.run(swapped.bind(settings, model, engine, arguments.size), name="measured", route_prefix="/")
+    counts = [int(each) for each in arguments.clients.split(",")]
+    work = {"model": file.stem, "file": str(file), "seconds": arguments.seconds}
+    try:
+        return {"model": model, "engine": engine, "load": [_in_process({**work, "clients": count}) for count in counts]}
+    finally:
+        serve.delete("measured")
 
 
 def _engine_replica() -> Any:
@@ -213,16 +220,32 @@ def _engine_replica() -> Any:
     return EngineReplica
 
 
-def _exported(model: str, arguments: argparse.Namespace, folder: Path) -> Path:
+def exported(model: str, size: str, batch: int, folder: Path) -> Path:
+    """The file of a model for 1, 2, 4, ... rows up to `batch`."""
     from benchmarks.catalogue import MODELS
     from torch_hybrid_backend.driver.export import export
 
     catalogued = MODELS[model]
     file = folder / f"{model}.hybrid"
-    rows = [2**power for power in range(arguments.batch.bit_length())]
-    calls = {f"rows_{count}": (catalogued.inputs(arguments.size, count), {}) for count in rows}
-    export(catalogued.build(arguments.size), calls, file)
+    rows = [2**power for power in range(batch.bit_length())]
+    calls: Any = {f"rows_{count}": (catalogued.inputs(size, count), {}) for count in rows}
+    export(catalogued.build(size), calls, file)
     return file
+
+
+def request_of(file: Path) -> tuple[bytes, dict[str, str]]:
+    """The body and the headers of a request: one row of the file's sample, as bytes."""
+    from torch_hybrid_backend.serve.protocol import BINARY_HEADER, bytes_of, datatype_of
+    from torch_hybrid_backend.serve.served_model import ServedModel
+
+    sample = ServedModel(file).sample()
+    described = [
+        {"name": name, "datatype": datatype_of(x), "shape": list(x.shape), "parameters": {"binary_data_size": x.nbytes}}
+        for name, x in sample.items()
+    ]
+    head = json.dumps({"inputs": described, "parameters": {"binary_data_output": True}}).encode()
+    body = b"".join([head, *map(bytes_of, sample.values())])
+    return body, {BINARY_HEADER: str(len(head)), "Content-Type": "application/octet-stream"}
 
 
 def _in_process(work: dict[str, Any]) -> dict[str, Any]:
@@ -239,27 +262,13 @@ def _load(model: str, file: str, clients: int, seconds: float, prefix: str | Non
     prefix: of another application that one client asks in turns with the model's; the result is then a pair under "turns", that one's first.
     """
     from torch_hybrid_backend.serve.metrics import percentiles
-    from torch_hybrid_backend.serve.protocol import BINARY_HEADER, bytes_of, datatype_of
-    from torch_hybrid_backend.serve.served_model import ServedModel
 
-    sample = ServedModel(Path(file)).sample()
-    described = [
-        {
-            "name": name,
-            "datatype": datatype_of(x),
-            "shape": list(x.shape),
-            "parameters": {"binary_data_size": x.nbytes},
-        }
-        for name, x in sample.items()
-    ]
-    head = json.dumps({"inputs": described, "parameters": {"binary_data_output": True}}).encode()
-    body = b"".join([head, *map(bytes_of, sample.values())])
-    headers = {BINARY_HEADER: str(len(head)), "Content-Type": "application/octet-stream"}
+    body, headers = request_of(Path(file))
     end = 0.0
 
     def ask(*prefixes: str) -> list[float]:
         times = []
-        connection = http.client.HTTPConnection("127.0.0.1", _PORT, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", PORT, timeout=60)
         while time.perf_counter() < end:
             for each in prefixes:
                 start = time.perf_counter()

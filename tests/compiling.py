@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 
 @pytest.fixture(scope="session", autouse=True)
-def kernel_cache(kernel_directory: Path) -> Iterator[None]:
-    """Set the kernel cache of the run, which processes that tests start use too; the user's own is left alone."""
+def by_estimate() -> Iterator[None]:
+    """Have placement estimate, in processes that tests start too; no network."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HYBRID_CACHE_DIR", str(kernel_directory))
         # By measurement, eager would win some of these small regions, on some days: their kernels would go untested.
         patch.setenv("HYBRID_PLACEMENT", "estimate")
         patch.setenv("HF_HUB_OFFLINE", "1")

@@ -6,6 +6,7 @@ import gc
 import os
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +18,10 @@ _TESTS = Path(__file__).parent
 
 # Triton reads it when it is imported, which torch may do at any moment. Compiler processes compile all the same.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# OpenMP's library reads it when it is loaded. Processes of tests have more threads than there are cores, and threads that wait by spinning
+# took half of the processor's time.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # Golden files of traced graphs are those of one release of torch: others take a few operators apart in another way, or name them so.
 TRACED_BY = "2.13."
@@ -72,6 +77,14 @@ def kernel_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kernels"
     path.mkdir(mode=0o700, exist_ok=True)
     return path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kernel_cache(kernel_directory: Path) -> Iterator[None]:
+    """Set the kernel cache of the run, which processes that tests start use too; the user's own is left alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HYBRID_CACHE_DIR", str(kernel_directory))
+        yield
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ The rules are those of ARCHITECTURE.md. They are read from the source, so a modu
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,7 +77,23 @@ ALLOWED: dict[str, set[str]] = {
         "signatures",
         "sizes",
     },
-    "serve": {"_version", "artifact", "errors"},
+    "serve": {"_version", "artifact", "errors", "machine"},
+    "tuning": {
+        "_version",
+        "backend",
+        "cancellation",
+        "codegen",
+        "config",
+        "core",
+        "driver",
+        "errors",
+        "factory",
+        "machine",
+        "measuring",
+        "progress",
+        "services",
+        "storage",
+    },
     "compression": {"arguments", "errors", "runtime"},
     "capture": {"core", "sizes", "graph", *_UTILITIES},
     "graph": {"core", "sizes", "errors"},
@@ -114,11 +131,22 @@ def room_of(path: Path) -> str:
     return first.removesuffix(".py")
 
 
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def _nodes(path: Path) -> tuple[ast.AST, ...]:
+    """Return all nodes of a file: every rule looks at them."""
+    return tuple(ast.walk(_tree(path)))
+
+
 def imports_of(path: Path) -> Iterator[tuple[str, ...]]:
     """Every import of the package in a file, inside functions and TYPE_CHECKING too, as parts below the package."""
     here = path.relative_to(ROOT).with_suffix("").parts
     package = here[:-1]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in _nodes(path):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -148,7 +176,7 @@ def test_nothing_imports_the_root() -> None:
     broken = {
         _named(path)
         for path in rooms
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in _nodes(path)
         if (isinstance(node, ast.Import) and any(a.name == PACKAGE.name for a in node.names))
         or (isinstance(node, ast.ImportFrom) and node.module == PACKAGE.name)
     }
@@ -175,11 +203,11 @@ def test_engines_do_not_import_each_other(path: Path) -> None:
     assert not others, f"engine {own} imports {sorted(others)}"
 
 
-def _reads_environment(tree: ast.AST) -> bool:
+def _reads_environment(path: Path) -> bool:
     """True if a module looks at os.environ; handing all of it on to a child process (`{**os.environ, ...}`) is no look."""
     handed_on = {
         id(value)
-        for node in ast.walk(tree)
+        for node in _nodes(path)
         if isinstance(node, ast.Dict)
         for key, value in zip(node.keys, node.values, strict=True)
         if key is None
@@ -191,15 +219,15 @@ def _reads_environment(tree: ast.AST) -> bool:
             and node.module == "os"
             and {a.name for a in node.names} & {"environ", "getenv"}
         )
-        for node in ast.walk(tree)
+        for node in _nodes(path)
     )
 
 
 def test_only_config_and_wiring_read_the_environment() -> None:
     """Settings are read once and passed down: no room looks at os.environ itself. What measures for the command line is no part of a
     compilation, and records it."""
-    rooms = [path for path in MODULES if room_of(path) not in WIRING | {"bench", "config"}]
-    assert not [_named(path) for path in rooms if _reads_environment(ast.parse(path.read_text()))]
+    rooms = [path for path in MODULES if room_of(path) not in WIRING | {"bench", "config", "tuning"}]
+    assert not [_named(path) for path in rooms if _reads_environment(path)]
 
 
 # What a program's time limit may be, or derive from.
@@ -224,7 +252,7 @@ def _clauses(path: Path) -> Iterator[tuple[str, ast.ExceptHandler]]:
                 yield f"{module}.{name}", child
             yield from inside(child, child.name if isinstance(child, ast.FunctionDef) else name)
 
-    yield from inside(ast.parse(path.read_text()), "")
+    yield from inside(_tree(path), "")
 
 
 def _names(node: ast.AST | None) -> set[str]:
@@ -256,7 +284,7 @@ def test_what_is_suppressed_is_narrow() -> None:
     found = [
         f"{_named(path)}, line {node.lineno}"
         for path in MODULES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in _nodes(path)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and node.func.attr == "suppress"
@@ -265,9 +293,9 @@ def test_what_is_suppressed_is_narrow() -> None:
     assert not found
 
 
-def _names_of_torch(tree: ast.AST) -> Iterator[str]:
+def _names_of_torch(path: Path) -> Iterator[str]:
     """Names below `torch` in a module: imported, read as attributes, or written as texts on their own."""
-    for node in ast.walk(tree):
+    for node in _nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -287,7 +315,7 @@ def _is_private_of_torch(name: str) -> bool:
 @pytest.mark.parametrize("path", [p for p in MODULES if p.name != "torch_private.py"], ids=_named)
 def test_one_module_names_what_is_private_of_torch(path: Path) -> None:
     """Names with an underscore, operators apart: `torch_private` has them all, and a canary for each."""
-    assert not sorted(set(filter(_is_private_of_torch, _names_of_torch(ast.parse(path.read_text())))))
+    assert not sorted(set(filter(_is_private_of_torch, _names_of_torch(path))))
 
 
 def test_the_rule_tells_private_names() -> None:
@@ -302,7 +330,7 @@ def test_tvm_is_imported_by_tir_and_target_only() -> None:
     importers = {
         _named(path)
         for path in MODULES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in _nodes(path)
         if (isinstance(node, ast.Import) and any(a.name.split(".")[0] == "tvm" for a in node.names))
         or (isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "tvm")
     }
@@ -313,10 +341,10 @@ def test_tvm_is_imported_by_tir_and_target_only() -> None:
 _FEATURE = re.compile(r"(avx|amx[-_]|sse|asimd|neon|sve|.*vnni)", re.IGNORECASE)
 
 
-def _literals(tree: ast.AST) -> Iterator[ast.Constant]:
+def _literals(path: Path) -> Iterator[ast.Constant]:
     """String literals of a module but its docstrings."""
-    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+    docstrings = {id(node.value) for node in _nodes(path) if isinstance(node, ast.Expr)}
+    for node in _nodes(path):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
             yield node
 
@@ -327,7 +355,7 @@ def test_instruction_sets_are_named_in_one_table() -> None:
     tables = {"torch_hybrid_backend/engines/cpu/isa.py", "torch_hybrid_backend/machine.py"}
     named, emitting = set(), set()
     for path in MODULES:
-        texts = [str(literal.value) for literal in _literals(ast.parse(path.read_text()))]
+        texts = [str(literal.value) for literal in _literals(path)]
         if any(_FEATURE.match(text) for text in texts):
             named.add(_named(path))
         if any("llvm.x86." in text or "llvm.aarch64." in text for text in texts):
@@ -342,7 +370,7 @@ def test_no_way_of_computing_is_dropped_by_a_number_of_lanes() -> None:
         f"{_named(path)}, line {node.lineno}"
         for path in (PACKAGE / "engines/cpu").rglob("*.py")
         if path.name != "isa.py"
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in _nodes(path)
         if isinstance(node, ast.Compare)
         and any(isinstance(side, ast.Attribute) and side.attr == "lanes" for side in (node.left, *node.comparators))
         and any(isinstance(side, ast.Constant) and side.value in (4, 8, 16) for side in (node.left, *node.comparators))
@@ -356,7 +384,7 @@ def test_torch_tensorrt_is_imported_by_its_adapter_only() -> None:
     importers = {
         _named(path)
         for path in MODULES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in _nodes(path)
         if (isinstance(node, ast.Import) and any("tensorrt" in a.name.split(".")[0] for a in node.names))
         or (isinstance(node, ast.ImportFrom) and "tensorrt" in (node.module or "").split(".")[0])
     }
@@ -375,9 +403,9 @@ def test_what_engines_share_knows_none_of_them(room: str) -> None:
 
 
 def test_codegen_serves_engines_alone() -> None:
-    """Nor does the wiring know it: an engine that generates kernels is an engine like any other."""
+    """Nor does the wiring know it: an engine that generates kernels is an engine like any other. Tuning shares out variants of kernels."""
     users = {room_of(path) for path in MODULES if any(parts[0] == "codegen" for parts in imports_of(path))}
-    assert users == {"codegen", "engines"}
+    assert users == {"codegen", "engines", "tuning"}
 
 
 def test_library_code_does_not_print() -> None:
@@ -386,7 +414,7 @@ def test_library_code_does_not_print() -> None:
         _named(path)
         for path in MODULES
         if path.name != "cli.py"
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in _nodes(path)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     }
     assert not printers

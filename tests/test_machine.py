@@ -237,6 +237,17 @@ def test_tiles_are_asked_for_where_the_system_has_them() -> None:
         assert answer is False
 
 
+def test_flags_of_this_machine_are_in_cpuinfo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runtime removes what CPUID does not show; AMX-FP16 alone has no name in /proc/cpuinfo. Without the runtime the file's flags count."""
+    told = set(cpuinfo(Path("/"))["flags"].split())
+    assert "sse2" in machine.flags(Path("/"))
+    assert machine.flags(Path("/")) - {"amx_fp16"} <= told
+    monkeypatch.setattr(machine, "_runtime", lambda: SimpleNamespace(features=lambda: ["sse2"]))
+    assert machine.flags(Path("/")) == {"sse2"}
+    monkeypatch.setattr(machine, "_runtime", lambda: None)
+    assert machine.flags(Path("/")) == told
+
+
 def test_without_the_runtime_there_are_no_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process without the runtime has no tiles, as the runtime asks for them: where it was built for another Python, kernels do without."""
     monkeypatch.setitem(sys.modules, "torch_hybrid_backend._runtime", None)

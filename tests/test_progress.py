@@ -39,6 +39,17 @@ def test_a_terminal_has_one_line_that_is_rewritten() -> None:
     assert stream.getvalue().endswith("\r")
 
 
+def test_steps_that_others_count() -> None:
+    """Their number may grow meanwhile."""
+    stream = Terminal()
+    with Progress("tuning", stream=stream) as progress:
+        for done, total in ((2, 5), (5, 9)):
+            time.sleep(0.15)
+            progress.reach(done, total, "3% less")
+    assert any("2/5 [00:00<00:00], 3% less" in line for line in stream.lines)
+    assert any("5/9 [00:00<00:00], 3% less" in line for line in stream.lines)
+
+
 def test_a_terminal_that_has_no_size_is_drawn_on() -> None:
     """A pseudo-terminal whose size nobody set has no rows and columns."""
     master, slave = os.openpty()

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,20 @@ if importlib.util.find_spec("torch") is None:
         "torch_hybrid_backend needs PyTorch 2.11 or later, which is not installed here: pip install torch", name="torch"
     )
 
-if "torch" in sys.modules:  # else `backend` does so: importing the package must stay cheap
+
+def _check_torch() -> None:
+    """Raise ImportError for a PyTorch that is too old."""
+    from torch import __version__ as version
+
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is not None and (int(numbers[1]), int(numbers[2])) < (2, 11):
+        raise ImportError(
+            f"torch_hybrid_backend needs PyTorch 2.11 or later, and this is {version}: pip install --upgrade torch"
+        )
+
+
+if "torch" in sys.modules:  # else `__getattr__` and `backend` do so: importing the package must stay cheap
+    _check_torch()
     from torch_hybrid_backend.driver.mega_cache import register
 
     register()
@@ -94,6 +108,7 @@ def __getattr__(name: str) -> Any:
 
         hint = "" if name.startswith("_") else did_you_mean(name, __all__)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}. {hint}".rstrip(" ."))
+    _check_torch()
     value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     globals()[name] = value
     return value

@@ -12,6 +12,7 @@
     hybrid run model.hybrid --input x.npy --bench
     hybrid generate model.hybrid --tokenizer tokenizer.json --prompt "Once upon a time"
     hybrid serve model.hybrid --replicas 1..4
+    hybrid tune script.py:make --budget-s 600
     hybrid inspect model.hybrid
     hybrid sign model.hybrid --key key.pem
     hybrid doctor
@@ -25,7 +26,7 @@ every kernel into a folder; Triton kernels become files that run alone. `bench` 
 
 `export` writes the compiled model to one file, of which `explain` shows the plan, `run` calls it, and `inspect` shows what is in it
 (docs/guides/ship.md). `generate` continues a text with a decoder's file (docs/guides/generation.md). `serve` answers requests over HTTP
-(docs/guides/serving.md).
+(docs/guides/serving.md). `tune` times every variant of a model's kernels ahead of calls, here or on a cluster (docs/guides/tuning.md).
 
 `doctor` shows the engines that can run in this installation, and what to install for the others. Its exit status is 1 if something is missing
 without which nothing is compiled.
@@ -53,7 +54,7 @@ from torch_hybrid_backend.builds.failures import Failures
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.engine import EAGER, Engine
 from torch_hybrid_backend.core.verdict import Refused
-from torch_hybrid_backend.driver import file_commands, serve_command
+from torch_hybrid_backend.driver import file_commands, serve_command, tune_command
 from torch_hybrid_backend.errors import CacheError, ConfigError, HybridError, did_you_mean, failures
 from torch_hybrid_backend.factory import Factory
 from torch_hybrid_backend.machine import unsupported
@@ -90,6 +91,8 @@ def main(
             return int(file_commands.RUN[parsed.command](parsed, out))
         if parsed.command == "serve":
             return serve_command.serve(parsed, out)
+        if parsed.command == "tune":
+            return tune_command.tune(parsed, out)
         if parsed.command == "cache":
             return _cache(parsed, out)
         return _doctor(engines or _all_engines, out)
@@ -147,6 +150,7 @@ def parser() -> argparse.ArgumentParser:
     bench.add_parser(commands)
     file_commands.add_parsers(commands)
     serve_command.add_parser(commands)
+    tune_command.add_parser(commands)
     commands.add_parser(
         "doctor",
         help="show which engines can run and compile here, and what the others lack; the exit status is 1 if something needed is missing",

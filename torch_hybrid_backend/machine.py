@@ -108,14 +108,20 @@ def may_round_products() -> bool:
 
 @functools.cache
 def may_use_tiles() -> bool:
-    """True if this process may use AMX's tile registers. Linux lets processes that ask, as this does: csrc/include/tile_permission.h."""
+    """True if this process may use AMX's tile registers. Linux lets processes that ask, as this does: csrc/include/tile_permission.h. Without
+    the C++ runtime kernels are those of a processor without tiles."""
+    runtime = _runtime()
+    return runtime is not None and bool(runtime.may_use_tiles())
+
+
+def _runtime() -> Any:
+    """The C++ runtime as a module of Python; None where it was built for another Python."""
     import torch  # noqa: F401 - the C++ runtime is linked to it
 
     try:
-        runtime = importlib.import_module("torch_hybrid_backend._runtime")
-    except ImportError:  # built for another Python: kernels are then those of a processor without tiles
-        return False
-    return bool(runtime.may_use_tiles())
+        return importlib.import_module("torch_hybrid_backend._runtime")
+    except ImportError:
+        return None
 
 
 def attention_backends() -> list[str]:
@@ -250,20 +256,28 @@ def _instructions(precision: str) -> tuple[str, ...]:
 def _multiplies(precision: str, root: Path) -> bool:
     """True if the host has an instruction for a precision. Those of AMX do not count where the system refuses its tiles; it is asked only where
     nothing else is there."""
-    found = _flags(root).intersection(_instructions(precision))
+    found = _used_flags(root).intersection(_instructions(precision))
     return bool(found) and (not all(map(is_of_tiles, found)) or may_use_tiles())
 
 
-def _flags(root: Path) -> set[str]:
-    """Linux's names of the host's instructions, as far as PyTorch uses them."""
-    import torch
-
+def flags(root: Path) -> frozenset[str]:
+    """Linux's names of what a processor can do, as `proc/cpuinfo` below `root` tells them; none where it is absent. For this machine those that
+    CPUID confirms (csrc/include/processor.h): an emulator runs programs beside the file of its host."""
+    runtime = _runtime() if root == Path("/") else None
+    if runtime is not None:
+        return frozenset(runtime.features())
     try:
         fields = cpuinfo(root)
     except failures(OSError):
-        fields = {}
-    flags = (fields.get("flags") or fields.get("features") or "").split()
-    return set(flags_within(flags, torch.backends.cpu.get_cpu_capability()))
+        return frozenset()
+    return frozenset((fields.get("flags") or fields.get("features") or "").split())
+
+
+def _used_flags(root: Path) -> set[str]:
+    """Linux's names of the host's instructions, as far as PyTorch uses them."""
+    import torch
+
+    return set(flags_within(flags(root), torch.backends.cpu.get_cpu_capability()))
 
 
 def flags_within(flags: Iterable[str], capability: str) -> tuple[str, ...]:

@@ -76,6 +76,11 @@ class Progress:
         self._note = note
         self._draw()
 
+    def reach(self, done: int, total: int, note: str = "") -> None:
+        """Set how many steps of how many are done, where others count them."""
+        self._done, self._total = done, total
+        self.at(note)
+
     def step(self, note: str = "") -> None:
         """Count one step as done."""
         self._done += 1

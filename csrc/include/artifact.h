@@ -1,20 +1,20 @@
 // Artifact: a .hybrid file in memory, checked (docs/hybrid_format.md). Nothing of it has run.
 //
-// Use: Open; then plans are made by PlanOf (artifact_plan.h), constants are read where they lie.
-// Whoever wants to know where a file is from verifies `signatures` first: checksums find damage
-// alone.
+// Use: Open, then Read; then plans are made by PlanOf (artifact_plan.h), constants are read where
+// they lie. Whoever wants to know where a file is from verifies `signatures` between the two:
+// checksums find damage alone, and Read trusts nothing but works on all that is in the file.
 //
 // The file is mapped once: other processes that open it share its memory, page by page, until a
 // process writes to a page. Later writes to the file may show through, hence the owner and
 // permissions that a shared file must have. With `share` false it is copied instead. Segments that
-// are coded in the file are decoded when it is opened, to memory of this process.
+// are coded in the file are decoded when it is read, to memory of this process.
 //
 // Ownership: it owns the memory of all segments and constants; its users share it. The file may be
 // deleted or replaced once it is open, but not be truncated while it is shared (SIGBUS).
 //
-// Failure: Open and LibraryPath throw std::runtime_error that begins with the file's path and says
-// what is wrong and what to do, whatever the bytes are. Memory is bounded by the file's size, or 65
-// times that where segments are coded, and a constant.
+// Failure: Open, Read and LibraryPath throw std::runtime_error that begins with the file's path and
+// says what is wrong and what to do, whatever the bytes are. Memory is bounded by the file's size,
+// or 65 times that where segments are coded, and a constant.
 #ifndef TORCH_HYBRID_BACKEND_ARTIFACT_H_
 #define TORCH_HYBRID_BACKEND_ARTIFACT_H_
 
@@ -32,14 +32,6 @@
 
 namespace torch_hybrid_backend {
 
-// `threads`: how many compare checksums and decode; they end before Open returns. `runs`: the file
-// is refused where it has libraries, and none for this machine; else it has no library here.
-struct ArtifactOptions {
-  bool share = true;
-  unsigned threads = 1;
-  bool runs = true;
-};
-
 // Ed25519, of the manifest's text, as it lies in the file. Not verified.
 struct Signature {
   std::array<uint8_t, 32> key;
@@ -49,11 +41,17 @@ static_assert(sizeof(Signature) == 96);
 
 class Artifact {
  public:
-  static std::shared_ptr<const Artifact> Open(const std::string& path,
-                                              const ArtifactOptions& options);
+  // Reads the header, and the text of the manifest, whose checksum is right: `manifest_text` and
+  // `signatures` may be asked for, and nothing else.
+  static std::shared_ptr<Artifact> Open(const std::string& path, bool share);
   Artifact(const Artifact&) = delete;
   Artifact& operator=(const Artifact&) = delete;
   ~Artifact();
+
+  // Checks and decodes all the rest, once. `threads`: how many do so; they end before it returns.
+  // `runs`: a file that has libraries, and none for this machine, is refused; without, it has no
+  // library here.
+  void Read(unsigned threads, bool runs = true);
 
   const std::string& path() const { return path_; }
   const std::string& manifest_text() const { return manifest_text_; }
@@ -75,7 +73,7 @@ class Artifact {
  private:
   explicit Artifact(const std::string& path) : path_(path) {}
 
-  void Read(const ArtifactOptions& options);
+  void ReadBegin(bool share);
   void ReadHeader(int file, uint64_t file_bytes);
   void Map(int file, uint64_t file_bytes, bool share);
   void CheckPadding() const;

@@ -58,6 +58,14 @@ struct LibraryTarget {
   size_t library;
 };
 
+// How a kernel of the libraries is called: with tensors of at least so many bytes each, then with
+// so many sizes.
+struct Kernel {
+  std::string name;
+  std::vector<int64_t> bytes;
+  size_t sizes;
+};
+
 // Sizes and strides in elements; no stride is negative.
 struct TensorForm {
   std::string dtype;  // as torch names it: "float32"
@@ -172,6 +180,8 @@ struct Manifest {
   std::string model;
   std::vector<Segment> segments;
   std::vector<LibraryTarget> targets;
+  // By name; nothing where the file does not tell, as it was written by an earlier version.
+  std::optional<std::unordered_map<std::string, Kernel>> kernels;
   std::vector<Constant> constants;
   std::vector<State> states;
   std::vector<Entry> entries;
@@ -193,7 +203,7 @@ struct PlanOutline {
   std::vector<TensorForm> values;
   std::vector<size_t> outputs;                      // values
   std::unordered_map<size_t, size_t> input_values;  // of each input that is read, a value
-  bool has_kernels = false;
+  std::vector<Kernel> kernels;  // as they are called, by the plans within it too
   bool has_operators = false;
   bool has_callbacks = false;
 };

@@ -104,10 +104,10 @@ struct Model::Call {
 };
 
 Model::Model(const std::string& path, const ModelOptions& options)
-    : threads_(ThreadsFor(options.threads)),
-      artifact_(Artifact::Open(path, {options.share, static_cast<unsigned>(threads_)})) {
+    : threads_(ThreadsFor(options.threads)), artifact_(Artifact::Open(path, options.share)) {
   try {
     if (options.keys) CheckSigned(*artifact_, *options.keys);
+    artifact_->Read(static_cast<unsigned>(threads_));
     for (const Entry& entry : manifest().entries) {
       if (entry.functions) Refuse(WhyPython(entry));
       if (entry.needs_torch) {

@@ -88,7 +88,7 @@ class Model {
   void CheckSample(const Sample& sample);
 
   const int threads_;
-  std::shared_ptr<const Artifact> artifact_;
+  std::shared_ptr<Artifact> artifact_;
   std::vector<Functions> functions_;  // one for each entry
   std::mutex functions_mutex_;
   std::vector<Tensor> states_;

@@ -163,14 +163,13 @@ Processor UsableBy(const Manifest& manifest) {
 
 }  // namespace
 
-std::shared_ptr<const Artifact> Artifact::Open(const std::string& path,
-                                               const ArtifactOptions& options) {
+std::shared_ptr<Artifact> Artifact::Open(const std::string& path, bool share) {
   if (const size_t zero = path.find('\0'); zero != path.npos) {
     Refuse(path.substr(0, zero) + ": no path of a file has a character 0 in it");
   }
   return Named(path, [&] {
     std::shared_ptr<Artifact> artifact(new Artifact(path));
-    artifact->Read(options);
+    artifact->ReadBegin(share);
     return artifact;
   });
 }
@@ -181,34 +180,39 @@ Artifact::~Artifact() {
   if (library_file_ >= 0) close(library_file_);
 }
 
-void Artifact::Read(const ArtifactOptions& options) {
+void Artifact::Read(unsigned threads, bool runs) {
+  Named(path_, [&] {
+    try {
+      manifest_ = ReadManifest(manifest_text_, memory_bytes_);
+    } catch (const std::runtime_error& error) {
+      Refuse(std::string("its manifest is not as the format demands: ") + error.what() +
+             ": export the model again");
+    }
+    CheckPadding();
+    CheckSegments(threads);
+    DecodeSegments(threads);
+    CheckPlans();
+    if (runs) target_ = ChooseTarget(manifest_, UsableBy(manifest_));
+  });
+}
+
+void Artifact::ReadBegin(bool share) {
   // Not blocking: a pipe would wait for its writer.
   const File file(open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   if (file.get() < 0) Refuse("it cannot be opened: " + SystemError());
   struct stat status{};
   if (fstat(file.get(), &status) != 0) Refuse("it cannot be opened: " + SystemError());
   if (!S_ISREG(status.st_mode)) Refuse("it is no regular file: name one that export wrote");
-  if (options.share) CheckPermissions(status);
+  if (share) CheckPermissions(status);
   const auto file_bytes = static_cast<uint64_t>(status.st_size);
   ReadHeader(file.get(), file_bytes);
-  Map(file.get(), file_bytes, options.share);
+  Map(file.get(), file_bytes, share);
   const std::span<uint8_t> text = Bytes(kHybridPage, manifest_bytes_);
   manifest_text_.assign(text.begin(), text.end());
   if (Sha256Of({reinterpret_cast<const uint8_t*>(manifest_text_.data()), manifest_text_.size()}) !=
       manifest_digest_) {
     RefuseDamaged("the checksum of its manifest is wrong");
   }
-  try {
-    manifest_ = ReadManifest(manifest_text_, file_bytes);
-  } catch (const std::runtime_error& error) {
-    Refuse(std::string("its manifest is not as the format demands: ") + error.what() +
-           ": export the model again");
-  }
-  CheckPadding();
-  CheckSegments(options.threads);
-  DecodeSegments(options.threads);
-  CheckPlans();
-  if (options.runs) target_ = ChooseTarget(manifest_, UsableBy(manifest_));
 }
 
 void Artifact::ReadHeader(int file, uint64_t file_bytes) {

@@ -194,6 +194,11 @@ Segment ReadSegment(const Json& json) {
   return segment;
 }
 
+Kernel ReadKernel(const Json& json) {
+  return {json["name"].AsString(), json["bytes"].AsInts(),
+          static_cast<size_t>(Bounded(json["sizes"], kMost, "the number of sizes"))};
+}
+
 // They follow one another without overlap or gap, up to the end of the file.
 void CheckPlaces(const std::vector<Segment>& segments, uint64_t begin, uint64_t file_bytes) {
   uint64_t end = begin;
@@ -235,6 +240,14 @@ class Reader {
     };
     reader.SegmentOf(json["report"], SegmentKind::kReport);  // for Python, as an entry's structure
     made.targets = each("targets", "target", &Reader::ReadLibraryTarget);
+    if (json.Find("kernels") != nullptr) {
+      made.kernels.emplace();
+      for (Kernel& kernel : Each(json["kernels"], "kernel", ReadKernel)) {
+        const std::string name = kernel.name;
+        if (!made.kernels->emplace(name, std::move(kernel)).second)
+          Refuse("two kernels are called " + Quoted(name));
+      }
+    }
     made.constants = each("constants", "constant", &Reader::ReadConstant);
     made.states = each("states", "state", &Reader::ReadState);
     RefuseTwins(made.states, "states");
@@ -594,11 +607,32 @@ void CheckControlFlow(const Json& step, bool is_loop, const std::vector<TensorFo
   }
 }
 
+// Kernels check nothing of what they are given.
+void CheckCall(const std::unordered_map<std::string, Kernel>& kernels, const Kernel& called) {
+  const auto found = kernels.find(called.name);
+  if (found == kernels.end())
+    Refuse("its plan calls a kernel " + Quoted(called.name) + ", which is not among the kernels");
+  const Kernel& kernel = found->second;
+  if (called.bytes.size() != kernel.bytes.size() || called.sizes != kernel.sizes) {
+    Refuse("its plan calls the kernel " + Quoted(called.name) + " with " +
+           std::to_string(called.bytes.size()) + " tensors and " + std::to_string(called.sizes) +
+           " sizes; it takes " + std::to_string(kernel.bytes.size()) + " and " +
+           std::to_string(kernel.sizes));
+  }
+  for (size_t i = 0; i < kernel.bytes.size(); ++i) {
+    if (called.bytes[i] < kernel.bytes[i]) {
+      Refuse("its plan calls the kernel " + Quoted(called.name) + " with " +
+             std::to_string(called.bytes[i]) + " bytes as tensor " + std::to_string(i) +
+             ", of which it uses " + std::to_string(kernel.bytes[i]));
+    }
+  }
+}
+
 // A plan, whose steps may run the plans `inner`. `slot_bytes`: raised to what it reads of
 // constants.
 PlanOutline ReadOutline(const Json& json, const std::vector<PlanOutline>& inner,
                         std::vector<int64_t>& slot_bytes) {
-  PlanOutline outline{BoundedCount(json, "inputs"), {}, {}, {}, {}};
+  PlanOutline outline{BoundedCount(json, "inputs"), {}, {}, {}, {}, {}};
   if (BoundedCount(json, "constants") != slot_bytes.size())
     Refuse("it has other constants than the plan that it is of");
   // Sums of what is bounded here fit in 64 bits where the plan is built.
@@ -632,10 +666,16 @@ PlanOutline ReadOutline(const Json& json, const std::vector<PlanOutline>& inner,
     const std::string& kind = step["kind"].AsString();
     Within("step", step_number++, [&] {
       if (kind == "kernel") {
-        outline.has_kernels = true;
         if (step["library"].AsString() != "library") {
           Refuse("its library must be called \"library\", not " +
                  Quoted(step["library"].AsString()));
+        }
+        Kernel& kernel = outline.kernels.emplace_back();
+        kernel.name = step["symbol"].AsString();
+        kernel.sizes = step["sizes"].AsList().size();
+        for (const Json& value : step["arguments"].AsList()) {
+          kernel.bytes.push_back(
+              outline.values[Numbered(value, outline.values.size(), "value")].Bytes());
         }
       } else if (kind == "operator") {
         outline.has_operators = true;
@@ -742,7 +782,7 @@ PlanOutline OutlineOf(const Json& json) {
   }
   PlanOutline outline = ReadOutline(json, inner, slot_bytes);
   for (const PlanOutline& plan : inner) {
-    outline.has_kernels |= plan.has_kernels;
+    outline.kernels.insert(outline.kernels.end(), plan.kernels.begin(), plan.kernels.end());
     outline.has_operators |= plan.has_operators;
     outline.has_callbacks |= plan.has_callbacks;
   }
@@ -762,8 +802,11 @@ void CheckEntry(const Manifest& manifest, const Entry& entry, const PlanOutline&
   if (plan.has_callbacks && !entry.functions) {
     Refuse("its plan calls functions, and it has no segment of them");
   }
-  if (plan.has_kernels && manifest.targets.empty()) {
+  if (!plan.kernels.empty() && manifest.targets.empty()) {
     Refuse("its plan has kernels, and the file has no library of them");
+  }
+  if (manifest.kernels) {
+    for (const Kernel& called : plan.kernels) CheckCall(*manifest.kernels, called);
   }
   for (size_t slot = 0; slot < entry.slots.size(); ++slot) {
     const TensorForm& constant = manifest.constants[entry.slots[slot]].form;

@@ -31,8 +31,8 @@ namespace {
 void OpenWhole(std::string_view bytes) {
   static const int file = memfd_create("fuzz", MFD_CLOEXEC);
   if (ftruncate(file, 0) != 0 || pwrite(file, bytes.data(), bytes.size(), 0) < 0) std::abort();
-  const auto artifact =
-      Artifact::Open("/proc/self/fd/" + std::to_string(file), {.share = false, .threads = 2});
+  const auto artifact = Artifact::Open("/proc/self/fd/" + std::to_string(file), /*share=*/false);
+  artifact->Read(/*threads=*/2);
   for (size_t i = 0; i < artifact->manifest().constants.size(); ++i) artifact->ConstantAddress(i);
 }
 

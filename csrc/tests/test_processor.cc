@@ -1,8 +1,12 @@
+#include <set>
 #include <sstream>
+#include <string>
 
 #include "check.h"
 #include "processor.h"
 
+using torch_hybrid_backend::ConfirmX86;
+using torch_hybrid_backend::CpuidRegisters;
 using torch_hybrid_backend::FeaturesIn;
 using torch_hybrid_backend::Processor;
 using torch_hybrid_backend::ThisProcessor;
@@ -20,6 +24,23 @@ int main() {
             std::set<std::string>{"asimd", "fp", "sve"},
         "those of the first Arm processor");
   Check(features("").empty() && features("model name : flags\nflags\n").empty(), "or none");
+
+  // EBX of leaf 7 has AVX2 and AVX-512F, EAX of its subleaf 1 has AMX-FP16; nothing else.
+  const auto cpuid = [](unsigned leaf, unsigned subleaf) -> CpuidRegisters {
+    if (leaf != 7) return {};
+    if (subleaf == 1) return {1U << 21, 0, 0, 0};
+    return {0, 1U << 5 | 1U << 16, 0, 1U << 24};
+  };
+  const auto confirmed = [&](std::set<std::string> features) {
+    ConfirmX86(features, cpuid);
+    return features;
+  };
+  Check(confirmed({"fpu", "avx2", "avx512_vnni", "avx_vnni", "fma", "abm"}) ==
+            std::set<std::string>{"avx2", "fpu"},
+        "what CPUID does not show is no feature; what kernels never use is not asked for");
+  Check(confirmed({"amx_tile"}) == std::set<std::string>{"amx_fp16", "amx_tile"},
+        "AMX-FP16 is CPUID's to tell, where Linux permits tiles");
+
   const Processor& machine = ThisProcessor();
   Check(machine.system == "linux" && !machine.name.empty(), "this machine");
 #if defined(__x86_64__)

@@ -17,8 +17,8 @@ HandleTable<const Binding>& Bindings() {
   return *table;
 }
 
-HandleTable<const Artifact>& Artifacts() {
-  static auto* const table = new HandleTable<const Artifact>("artifact");
+HandleTable<Artifact>& Artifacts() {
+  static auto* const table = new HandleTable<Artifact>("artifact");
   return *table;
 }
 

@@ -19,7 +19,7 @@ namespace torch_hybrid_backend {
 HandleTable<Plan>& Plans();
 HandleTable<const Guard>& Guards();
 HandleTable<const Binding>& Bindings();
-HandleTable<const Artifact>& Artifacts();
+HandleTable<Artifact>& Artifacts();
 HandleTable<PlanTemplate>& PlanTemplates();
 HandleTable<const SizedPlans>& SizedPlansOfFiles();
 HandleTable<const SizeTable>& SizeTables();

@@ -20,9 +20,11 @@
 #include <memory>
 #include <new>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "handle_tables.h"
+#include "processor.h"
 #include "tensor_states.h"
 #include "tile_permission.h"
 
@@ -241,6 +243,21 @@ PyObject* RunSegment(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
 
 PyObject* MayUseTilesNow(PyObject*, PyObject*) { return PyBool_FromLong(MayUseTiles()); }
 
+PyObject* Features(PyObject*, PyObject*) {
+  PyObject* const list = PyList_New(0);
+  if (list == nullptr) return nullptr;
+  for (const std::string& feature : ThisProcessor().features) {
+    PyObject* const name = PyUnicode_FromString(feature.c_str());
+    const int status = name == nullptr ? -1 : PyList_Append(list, name);
+    Py_XDECREF(name);
+    if (status != 0) {
+      Py_DECREF(list);
+      return nullptr;
+    }
+  }
+  return list;
+}
+
 // Python's table of methods has one type for all ways of being called.
 PyCFunction AsMethod(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
@@ -267,6 +284,8 @@ PyModuleDef* Definition() {
        "and the list has one tensor more than `outputs`, all of them that in the list stand_in."},
       {"may_use_tiles", &MayUseTilesNow, METH_NOARGS,
        "may_use_tiles() -> bool: asks the system to let this process use AMX's tile registers."},
+      {"features", &Features, METH_NOARGS,
+       "features() -> list of str: what this processor can do, by Linux's names (processor.h)."},
       {nullptr, nullptr, 0, nullptr}};
   static PyModuleDef definition = {
       PyModuleDef_HEAD_INIT, "_runtime", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};

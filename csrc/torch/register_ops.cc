@@ -121,10 +121,13 @@ int64_t BindingNew(int64_t plan, int64_t guard, Numbers owned_slots, std::vector
                                       owned_slots, std::move(owned), borrowed_slots, borrowed));
 }
 
-int64_t ArtifactOpen(int64_t path, int64_t size, bool share, int64_t threads, bool runs) {
-  const ArtifactOptions options{share, static_cast<unsigned>(std::clamp<int64_t>(threads, 1, 1024)),
-                                runs};
-  return Artifacts().Add(Artifact::Open(TextAt(path, size), options));
+int64_t ArtifactOpen(int64_t path, int64_t size, bool share) {
+  return Artifacts().Add(Artifact::Open(TextAt(path, size), share));
+}
+
+void ArtifactRead(int64_t artifact, int64_t threads, bool runs) {
+  Artifacts().Get(artifact)->Read(static_cast<unsigned>(std::clamp<int64_t>(threads, 1, 1024)),
+                                  runs);
 }
 
 Numbers Range(const void* begin, size_t size_bytes) {
@@ -279,7 +282,8 @@ STABLE_TORCH_LIBRARY(torch_hybrid_backend, m) {
   m.def(
       "binding_new(int plan, int guard, int[] owned_slots, Tensor[] owned, "
       "int[] borrowed_slots, int[] borrowed) -> int");
-  m.def("artifact_open(int path, int size, bool share, int threads, bool runs) -> int");
+  m.def("artifact_open(int path, int size, bool share) -> int");
+  m.def("artifact_read(int artifact, int threads, bool runs) -> ()");
   m.def("artifact_manifest(int artifact) -> int[]");
   m.def("artifact_signatures(int artifact) -> int[]");
   m.def("artifact_segment(int artifact, int name, int size) -> int[]");
@@ -312,6 +316,7 @@ STABLE_TORCH_LIBRARY_IMPL(torch_hybrid_backend, CompositeExplicitAutograd, m) {
   m.impl("watches_writes", Boxed<&WatchesWrites>);
   m.impl("binding_new", Boxed<&BindingNew>);
   m.impl("artifact_open", Boxed<&ArtifactOpen>);
+  m.impl("artifact_read", Boxed<&ArtifactRead>);
   m.impl("artifact_manifest", Boxed<&ArtifactManifest>);
   m.impl("artifact_signatures", Boxed<&ArtifactSignatures>);
   m.impl("artifact_segment", Boxed<&ArtifactSegment>);

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,25 @@ def manifest_of(path: Path) -> Manifest:
 
 def forged(path: Path, number: int, values: torch.Tensor) -> None:
     """Write other values into a constant of a file, with checksums that are right."""
-    manifest, content = manifest_of(path), bytearray(path.read_bytes())
-    constant = manifest.constants[number]
-    segment = next(each for each in manifest.segments if each.name == constant.segment)
-    new = values.numpy().tobytes()
-    begin = segment.offset + constant.offset
+    constant = manifest_of(path).constants[number]
+    _with_bytes(path, constant.segment, constant.offset, values.numpy().tobytes())
+
+
+def with_plan(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    """Change the plan of a file's first entry, which becomes no longer, with checksums that are right."""
+    manifest = manifest_of(path)
+    segment = next(each for each in manifest.segments if each.name == manifest.entries[0].plan)
+    plan = json.loads(path.read_bytes()[segment.offset : segment.offset + segment.size])
+    edit(plan)
+    text = json.dumps(plan, separators=(",", ":"), ensure_ascii=False).encode()
+    _with_bytes(path, segment.name, 0, text.ljust(segment.size))
+
+
+def _with_bytes(path: Path, name: str, offset: int, new: bytes) -> None:
+    segment = next(each for each in manifest_of(path).segments if each.name == name)
+    assert offset + len(new) <= segment.size
+    content = bytearray(path.read_bytes())
+    begin = segment.offset + offset
     content[begin : begin + len(new)] = new
     digest = hashlib.sha256(content[segment.offset : segment.offset + segment.size]).hexdigest()
     path.write_bytes(content)

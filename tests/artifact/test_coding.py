@@ -64,7 +64,7 @@ def test_a_file_says_what_is_coded(tmp_path: Path) -> None:
     made.add_segment("report", "report", b"{}" + b" " * 10000)
 
     def manifest(segments: tuple[Segment, ...]) -> Manifest:
-        return Manifest("0", "0", "Net", segments, (), made.constants, (), (), (), "report")
+        return Manifest("0", "0", "Net", segments, (), (), made.constants, (), (), (), "report")
 
     made.write(tmp_path / "a.hybrid", manifest)
     report, weights = manifest_of(tmp_path / "a.hybrid").segments

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 import torch_hybrid_backend
-from tests.artifact.exported_for_tests import exported, forged, manifest_of
+from tests.artifact.exported_for_tests import exported, forged, manifest_of, with_plan
 from tests.runtime.hybrid_files import small_file
 from torch_hybrid_backend.errors import ArgumentError, ArtifactError, NotExportableError, RefusedValuesError
 
@@ -337,6 +337,21 @@ def test_a_sample_with_other_results_is_an_error(tmp_path: Path) -> None:
     assert number is not None
     forged(report.path, number, torch.full((2, 10), 3.0))
     with pytest.raises(ArtifactError, match="the sample call of forward has other results on this machine"):
+        torch_hybrid_backend.load(report.path)
+
+
+@pytest.mark.fault(
+    "a forged `.hybrid` file whose plan gives a kernel other tensors than it takes",
+    "ArtifactError, and in the runner an error, when it is opened",
+)
+@pytest.mark.parametrize("sizes", [None, ({0: torch.export.Dim("n", min=2, max=9)},)])
+def test_a_forged_call_of_a_kernel(sizes: Any, tmp_path: Path) -> None:
+    """Each kernel is called with as many tensors as in the file that was exported, and with none that is smaller."""
+    report, loaded = exported(_network(), (torch.randn(2, 3, 8, 8),), tmp_path, dynamic_shapes=sizes)
+    assert loaded.manifest.kernels
+    del loaded
+    with_plan(report.path, lambda plan: plan["steps"][0]["arguments"].pop())
+    with pytest.raises(ArtifactError, match=r"calls the kernel .* with \d tensors and \d sizes; it takes"):
         torch_hybrid_backend.load(report.path)
 
 

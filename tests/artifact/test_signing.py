@@ -5,30 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from torch import nn
 
-from tests.artifact.exported_for_tests import exported
+from tests.artifact.unsigned_for_tests import content, file
 from torch_hybrid_backend import load, sign
 from torch_hybrid_backend.artifact import signing
 from torch_hybrid_backend.errors import ArgumentError, ArtifactError
 
-
-@pytest.fixture(scope="module")
-def content(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    report, _ = exported(nn.Linear(3, 2).eval(), (torch.randn(1, 3),), tmp_path_factory.mktemp("signed"))
-    return report.path.read_bytes()
-
-
-@pytest.fixture
-def file(content: bytes, tmp_path: Path) -> Path:
-    path = tmp_path / "model.hybrid"
-    path.write_bytes(content)
-    path.chmod(0o644)
-    return path
+__all__ = ["content", "file"]  # the fixtures
 
 
 @pytest.mark.fault(
@@ -49,6 +35,18 @@ def test_one_of_the_keys_must_have_signed(file: Path) -> None:
         load(file, keys=[third.public_key()])
     with pytest.raises(ArtifactError, match="none of the 0 keys"):
         load(file, keys=[])
+
+
+def test_an_unsigned_file_is_not_read(file: Path) -> None:
+    """The signature is verified before anything behind the manifest."""
+    stranger = sign(file, Ed25519PrivateKey.generate())
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ArtifactError, match="signed by 1 other keys"):
+        load(file, keys=[Ed25519PrivateKey.generate().public_key()])
+    with pytest.raises(ArtifactError, match="checksum of its segment"):
+        load(file, keys=[stranger])
 
 
 def test_keys_in_files(file: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch_hybrid_backend.errors import HybridError
 
 def _manifest(made: Writer, model: str = "Net") -> object:
     def manifest(segments: tuple[Segment, ...]) -> Manifest:
-        return Manifest("0", "0", model, segments, (), made.constants, (), (), (), "report")
+        return Manifest("0", "0", model, segments, (), (), made.constants, (), (), (), "report")
 
     return manifest
 

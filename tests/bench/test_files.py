@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from tests.bench.file_for_tests import MODELS, exported_to
 from torch_hybrid_backend import cli
 from torch_hybrid_backend.bench import command, files, saving
 from torch_hybrid_backend.bench.factory_model import FactoryModel
+from torch_hybrid_backend.bench.process import WorkerError
 from torch_hybrid_backend.errors import ArgumentError, ArtifactError
 from torch_hybrid_backend.factory import Factory
 
@@ -33,6 +36,18 @@ def file(models: Path) -> Path:
 def _run(*arguments: str) -> tuple[int, str]:
     out = io.StringIO()
     return command.run(cli.parser().parse_args(["bench", *arguments]), out), out.getvalue()
+
+
+def test_a_process_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """WorkerError after the time limit; the process is gone."""
+    program, number = tmp_path / "program", tmp_path / "pid"
+    program.write_text(f"#!/bin/sh\necho $$ > {number}\nexec sleep 600\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with pytest.raises(WorkerError, match="no answer within 1 s"):
+        files._answers("hybrid", tmp_path / "model.hybrid", tmp_path, files.Effort(1, timeout_s=1.0))
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(number.read_text()), 0)
 
 
 @pytest.mark.full

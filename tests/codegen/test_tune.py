@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,8 +11,13 @@ import torch
 from tests.codegen.search_for_tests import CASES, engine_in, without_tiles
 from tests.engines.cpu.regions_for_tests import compiled_region
 from torch_hybrid_backend.codegen import engine as engine_module
-from torch_hybrid_backend.codegen.kernel_cache import Artifact, compile_kernels
+from torch_hybrid_backend.codegen.kernel_cache import Artifact, JobCompiler, compile_kernels
+from torch_hybrid_backend.codegen.search import KernelOptions
+from torch_hybrid_backend.codegen.tune import Tuner, tuned_by, tuner
+from torch_hybrid_backend.codegen.workers.pool import Finished
+from torch_hybrid_backend.codegen.workers.protocol import Job
 from torch_hybrid_backend.core.deadline import Deadline
+from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.engines.cpu.variants import alternatives as variants_module
 from torch_hybrid_backend.errors import CompileError
 from torch_hybrid_backend.loops.kernels import Kernel
@@ -90,3 +95,50 @@ def test_variants_that_could_not_be_compiled(
     monkeypatch.undo()
     _, later, _ = compiled_region(engine_in(tmp_path, placement, us), CASES["matmuls"])
     assert any(option.untried or option.is_open for option in later.options) is not recurs
+
+
+class _OneVariant(Tuner):
+    """Tries one variant of the first kernel alone."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.reported: list[KernelOptions] = []
+        self.compiled: list[str] = []
+
+    def claim(self, device: Device, options: Sequence[KernelOptions]) -> Mapping[str, str]:
+        assert device == CPU
+        return {} if self.reported else {options[0].key: self.name}
+
+    def report(self, device: Device, options: Sequence[KernelOptions]) -> None:
+        self.reported += options
+
+    def compiler(self, own: JobCompiler) -> JobCompiler:
+        return _Noting(own, self.compiled)
+
+
+class _Noting:
+    def __init__(self, own: JobCompiler, names: list[str]) -> None:
+        self.module, self._own, self._names = own.module, own, names
+
+    def compile(
+        self, jobs: Sequence[Job], deadline_s: float, finished: Finished = lambda job, made: None
+    ) -> list[Path | CompileError]:
+        self._names += [job.symbol for job in jobs]
+        return self._own.compile(jobs, deadline_s, finished)
+
+
+def test_another_tuner_decides_what_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels are compiled by its compiler, and it is told their times; what it did not claim is left."""
+    monkeypatch.setattr(variants_module, "_RANKS", 4)
+    _, compiled, inputs = compiled_region(engine_in(tmp_path, "tune"), CASES["matmuls"])
+    names = [variant.name for variant in compiled.options[0].untried if not variant.calls_operator]
+    other = _OneVariant(names[-1])
+    with tuned_by(other):
+        assert tuner() is other
+        done = compiled.refine(inputs, 0.01, Deadline(120.0))
+    assert tuner() is not other
+    assert [option.key for option in other.reported] == [compiled.options[0].key]
+    assert names[-1] in other.reported[0].times
+    assert len(other.compiled) == 1
+    left = [len(option.untried) for option in done.options]
+    assert left == [len(compiled.options[0].untried) - 1, len(compiled.options[1].untried)]

@@ -1,13 +1,13 @@
-"""Fixtures of the concurrency tests: one fresh kernel cache, a fresh Dynamo for every test, threads that report."""
+"""Fixtures of the concurrency tests: placement by estimate, a fresh Dynamo for every test, threads that report."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
 
-from tests.compiling import fresh_dynamo, kernel_cache
+from tests.compiling import by_estimate, fresh_dynamo
 
-__all__ = ["fresh_dynamo", "kernel_cache", "run_together"]
+__all__ = ["by_estimate", "fresh_dynamo", "run_together"]
 
 # Long enough for any of these tests on a loaded machine: what takes longer is a deadlock.
 DEADLINE_S = 240.0

@@ -17,7 +17,7 @@ from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Reason, Refused
-from torch_hybrid_backend.driver.agreed import agreement_on, choose_alike, members_of, tell_of_eager
+from torch_hybrid_backend.driver.agreed import agreement_on, choose_alike, groups_in, tell_of_eager
 from torch_hybrid_backend.driver.session import Session, open_session
 from torch_hybrid_backend.errors import CompileError, RankError
 from torch_hybrid_backend.partition.placement import Choice, Pricing
@@ -139,7 +139,7 @@ def test_eager_on_the_leading_rank_is_eager_on_all(chosen: Callable[..., list[tu
 def test_no_agreement_outside_of_a_job() -> None:
     graph = partition_graph(trace(lambda x: x.sin(), X), [FakeEngine()], Config()).graph
     session: Session = open_session(Config(cache=False))
-    assert members_of(trace(lambda x: x.sin(), X)) == []
+    assert groups_in(trace(lambda x: x.sin(), X)) == []
     assert agreement_on(graph, {}, [0, 1], session, Config()) is None
 
 

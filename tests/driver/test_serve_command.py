@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from tests.artifact.exported_for_tests import FAST
 from tests.serve.conftest import free_port
 from torch_hybrid_backend import cli
 from torch_hybrid_backend.driver.export import export
+from torch_hybrid_backend.driver.serve_command import set_safe_defaults
 
 _COMMAND = (sys.executable, "-m", "torch_hybrid_backend.cli", "serve")
 
@@ -27,7 +29,12 @@ _COMMAND = (sys.executable, "-m", "torch_hybrid_backend.cli", "serve")
     [
         (("--replicas", "0"), "--replicas is '0'; it must be a number, at least 1, or a range such as 1..4"),
         (("--replicas", "3..2"), "--replicas is '3..2'"),
-        (("--threads", "0"), "--threads is 0"),
+        (("--threads", "0"), "--threads is 0; it must be a whole number, at least 1"),
+        (("--threads", "1000000"), "--threads is 1000000; it must be a whole number from 1 to "),
+        (
+            ("--replicas", "1..1000000"),
+            "--replicas 1..1000000 with --threads 1 needs 1000000 threads; this machine has ",
+        ),
         (("--port", "0"), "--port is 0"),
         ((), "there is no file"),
     ],
@@ -36,6 +43,26 @@ def test_wrong_arguments(given: tuple[str, ...], said: str, tmp_path: Path, caps
     pytest.importorskip("ray", reason="needs the extra serve")
     assert cli.main(["serve", str(tmp_path / "none.hybrid"), *given]) == 1
     assert said in capsys.readouterr().err
+
+
+def test_settings_of_ray_are_safe() -> None:
+    """A new Ray asks for a token, listens on loopback unless its metrics are read from elsewhere, and takes no more of /dev/shm than is
+    there; what the user set stays."""
+    loopback, store = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES"
+    chosen: dict[str, str] = {}
+    set_safe_defaults(chosen, is_new=True)
+    assert (chosen["RAY_AUTH_MODE"], chosen[loopback]) == ("token", "0")
+    assert 75 * 2**20 <= int(chosen[store]) <= max(75 * 2**20, shutil.disk_usage("/dev/shm").total)
+    read: dict[str, str] = {}
+    set_safe_defaults(read, is_new=True, on_loopback=False)
+    assert loopback not in read
+    joined: dict[str, str] = {}
+    set_safe_defaults(joined, is_new=False)
+    assert {loopback, store, "RAY_AUTH_TOKEN"}.isdisjoint(joined)
+    users = {loopback: "1", store: "100000000", "RAY_AUTH_MODE": "disabled"}
+    kept = dict(users)
+    set_safe_defaults(kept, is_new=True)
+    assert users.items() <= kept.items()
 
 
 @pytest.mark.full

@@ -38,7 +38,7 @@ of 1 to 8, but for those of the rows that say otherwise; the others have the siz
 - `load`: "equal" means that every result of several calls of the file is the live plan's, bit for bit, and near eager's.
 - runner: "equal" means that `libhybrid_runner.so` gives the same bits, without Python and PyTorch. "refused": the model has parts that only
   Python runs. "not compared": it calls operators of PyTorch, for which the runner needs LibTorch.
-- remarks: the operators of the parts that only Python runs; or why there is no file.
+- remarks: why parts of it are run by Python alone; or why there is no file.
 """.strip()
 
 Entry = Mapping[str, Any]
@@ -79,16 +79,15 @@ def _row(entry: Entry) -> str:
         return f"| {name} | no file | | {_cell(entry['refused'])} |"
     if entry["wrong"]:
         return f"| {name} | wrong | | {_cell(entry['wrong'])} |"
-    remarks = [_operators(entry["python_parts"]), "calls operators of PyTorch" if entry["needs_torch"] else ""]
+    remarks = [_reasons(entry["python_parts"]), "calls operators of PyTorch" if entry["needs_torch"] else ""]
     remarks += ["one set of sizes"] if name.startswith(ZOO) and not entry["sizes"] else []
     runner = "equal" if entry["in_runner"] else "refused" if entry["python_parts"] else "not compared"
     return f"| {name} | equal | {runner} | {_cell('; '.join(filter(None, remarks)))} |"
 
 
-def _operators(parts: Sequence[str]) -> str:
-    """The operators of the parts that only Python runs, each once, without the lines of the model."""
-    names = (name for part in parts for name in part.partition(" (")[0].split(", "))
-    return ", ".join(f"`{name}`" for name in dict.fromkeys(names))
+def _reasons(parts: Sequence[str]) -> str:
+    """The texts of the parts that only Python runs, each once, without the lines of the model."""
+    return "; ".join(dict.fromkeys(part.partition(" (")[0] for part in parts))
 
 
 def _cell(text: str) -> str:

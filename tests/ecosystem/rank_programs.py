@@ -27,6 +27,7 @@ from torch_hybrid_backend.core.engine import CompiledRegion, CompiledRegionBase,
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Supported, Verdict
 from torch_hybrid_backend.driver import session
+from torch_hybrid_backend.driver.hybrid_graph import HybridGraph
 from torch_hybrid_backend.ranks import agreement
 
 WORLD, STEPS, RATE = 2, 3, 0.1
@@ -116,6 +117,46 @@ def one_in_eager(rank: int) -> dict[str, Any]:
     run = torch.compile(model, backend="hybrid") if rank == 0 else model
     with torch.no_grad():
         return {"results": [run(x) for x in chain_inputs(rank)]}
+
+
+def compiled_alone(rank: int) -> dict[str, Any]:
+    """The results of four calls with a sum over the ranks; in the third, rank 0 alone has another batch. The seconds of that call."""
+    weight = torch.randn(16, 16, generator=torch.Generator().manual_seed(7))
+
+    def summed(x: torch.Tensor) -> torch.Tensor:
+        return all_reduce(torch.tanh(x @ weight).sum(0)) @ weight
+
+    fast = torch.compile(summed, backend="hybrid", dynamic=False)
+    results, seconds = [], 0.0
+    for call in range(4):
+        x = torch.full((6 if call == 2 and rank == 0 else 4, 16), float(rank + call))
+        start = time.monotonic()
+        results.append(fast(x))
+        seconds = time.monotonic() - start if call == 2 else seconds
+    return {"results": results, "seconds": seconds}
+
+
+def raising_first_call(rank: int) -> dict[str, Any]:
+    """The result of a call and its seconds. On rank 1 the first call raises an error, of which a program may make what it likes, and eager
+    answers."""
+    model, x = Chain(), chain_inputs(rank)[0]
+    fast = torch.compile(model, backend="hybrid")
+    start = time.monotonic()
+    with torch.no_grad():
+        if rank == 0:
+            return {"result": fast(x), "seconds": time.monotonic() - start}
+        chosen = HybridGraph._assign_and_check
+
+        def fails(*_: object) -> Any:
+            raise KeyError("region")
+
+        HybridGraph._assign_and_check = fails  # type: ignore[method-assign]
+        try:
+            fast(x)
+        except KeyError:
+            HybridGraph._assign_and_check = chosen  # type: ignore[method-assign]
+            return {"result": model(x), "seconds": time.monotonic() - start}
+    raise AssertionError("the first call did not raise")
 
 
 def killed_rank(rank: int) -> dict[str, Any]:

@@ -50,8 +50,11 @@ def _entry(**changed: Any) -> dict[str, Any]:
     [
         ({}, "| equal | equal |  |", True),
         (
-            {"python_parts": ["aten.a, aten.b (m.py:1 in f: x)", "aten.b (m.py:2 in f: y)"], "in_runner": False},
-            "| equal | refused | `aten.a`, `aten.b` |",
+            {
+                "python_parts": ["nobody can (m.py:1 in f: x)", "nobody can (m.py:2 in f: y)", "an engine"],
+                "in_runner": False,
+            },
+            "| equal | refused | nobody can; an engine |",
             True,
         ),
         ({"needs_torch": True, "in_runner": False}, "| equal | not compared | calls operators of PyTorch |", True),

@@ -50,6 +50,24 @@ def test_a_rank_that_does_not_compile(tmp_path: Path) -> None:
     assert "rank 1 did not come within" in written
 
 
+@pytest.mark.full
+def test_a_rank_that_compiles_alone(tmp_path: Path) -> None:
+    """A rank sees that the others run what they have, and does not wait as long as for one that may come."""
+    ranks = run_ranks(rank_programs.compiled_alone, tmp_path)
+    for first, second in zip(ranks[0]["results"], ranks[1]["results"], strict=True):
+        torch.testing.assert_close(first, second)
+    assert ranks[0]["seconds"] < 30
+    assert "rank 1 has this call compiled already" in (tmp_path / "0.err").read_text()
+
+
+def test_an_error_of_any_kind_in_a_first_call(tmp_path: Path) -> None:
+    """The other ranks hear of it, and run in eager; the error is raised as it is."""
+    ranks = run_ranks(rank_programs.raising_first_call, tmp_path)
+    torch.testing.assert_close([[rank["result"]] for rank in ranks], [calls[:1] for calls in chain_reference()])
+    assert ranks[0]["seconds"] < 40
+    assert "rank 1 raised KeyError in its first call" in (tmp_path / "0.err").read_text()
+
+
 def test_a_dead_rank_is_named(tmp_path: Path) -> None:
     """A rank that is killed ends the others' calls, with an error that names it."""
     ranks = run_ranks(rank_programs.killed_rank, tmp_path, killed=1)

@@ -17,7 +17,11 @@ OF_FILES = (
     "runner.test_keys",
     "runner.test_operators",
     "runner.test_runner",
+    "serve.test_rollouts",
+    "serve.test_nodes",
+    "serve.test_overload",
     "storage.test_shared",
+    "tuning.test_cluster",
 )
 MODULES = (
     *(f"end_to_end.{name}" for name in _FIRST),

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 import torch_hybrid_backend
-from tests.compiling import fresh_dynamo, kernel_cache
+from tests.compiling import by_estimate, fresh_dynamo
 from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.driver import session
 from torch_hybrid_backend.engines.triton.host_driver import DRIVER, DriverError, HostDriver, Status
 
-__all__ = ["fresh_dynamo", "kernel_cache"]
+__all__ = ["by_estimate", "fresh_dynamo"]
 
 pytest.importorskip("triton")
 

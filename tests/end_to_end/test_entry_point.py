@@ -52,6 +52,17 @@ def test_import_is_cheap() -> None:
     assert all(module.startswith("torch_hybrid_backend") for module in imported)
 
 
+@pytest.mark.parametrize(
+    "order", ["{torch}; import torch_hybrid_backend", "import torch_hybrid_backend; {torch}; torch_hybrid_backend.load"]
+)
+def test_an_old_pytorch_is_named(order: str) -> None:
+    """The error says which versions will do, not what an old one lacks."""
+    code = order.format(torch="import torch; torch.__version__ = '2.10.1+cpu'")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    told = "ImportError: torch_hybrid_backend needs PyTorch 2.11 or later, and this is 2.10.1+cpu: pip install --upgrade torch"
+    assert done.stderr.splitlines()[-1] == told
+
+
 def test_backend_is_listed() -> None:
     """Dynamo lists the backend by its entry point."""
     assert "hybrid" in torch._dynamo.list_backends()

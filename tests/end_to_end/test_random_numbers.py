@@ -18,12 +18,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.compiling import fresh_dynamo, kernel_cache
+from tests.compiling import by_estimate, fresh_dynamo
 from tests.engines.triton.regions_for_tests import HOPPER, interpret_for
 from tests.random_numbers_for_tests import EagerOnGpu, PhiloxGenerator
 from torch_hybrid_backend.engines.triton.host_driver import DRIVER, DriverError, HostDriver, Status
 
-__all__ = ["fresh_dynamo", "kernel_cache"]
+__all__ = ["by_estimate", "fresh_dynamo"]
 
 pytest.importorskip("triton")
 

@@ -1,15 +1,15 @@
-"""The one line that makes the interpreter an engine, and a cache of its own."""
+"""The one line that makes the interpreter an engine."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.compiling import fresh_dynamo, kernel_cache
+from tests.compiling import by_estimate, fresh_dynamo
 from tests.interpreter.backend import InterpreterBackend
 from torch_hybrid_backend.codegen.engine import KernelEngine
 from torch_hybrid_backend.driver import session
 
-__all__ = ["fresh_dynamo", "kernel_cache"]
+__all__ = ["by_estimate", "fresh_dynamo"]
 
 INTERPRETER = ("interpreter", lambda config, services: KernelEngine(InterpreterBackend(), config, services))
 

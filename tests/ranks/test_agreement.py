@@ -203,3 +203,67 @@ def test_equal_graphs_of_other_groups_are_apart(run: Callable[..., list[object]]
 
     programs = [of([0, 1], "tvm"), of([0, 1], ""), of([2, 3], "triton"), of([2, 3], "")]
     assert run(*programs) == [None, "tvm", None, "triton"]
+
+
+def test_a_rank_that_compiles_alone(run: Callable[..., list[object]]) -> None:
+    """The others are in this very call with plans that they have: it sees so, long before its patience ends, and waits for them again later."""
+    module.PATIENCE_S = 600.0
+    compiled = threading.Event()
+
+    def alone(peers: Peers) -> str:
+        with peers.calling([(0, 1)], is_ready=False):
+            why = _met(peers, f"other shapes of rank {peers.rank}").why_not
+        compiled.set()
+        return why
+
+    def ready(peers: Peers) -> None:
+        with peers.calling([(0, 1)], is_ready=True):
+            assert compiled.wait(30)
+
+    for first, second in ((alone, ready), (ready, alone)):
+        compiled.clear()
+        why = next(filter(None, run(first, second)))
+        assert "has this call compiled already, as a graph of other shapes" in str(why)
+    assert run(_agree, _agree) == [([], ""), ([_CHOSEN] * 3, "")]
+
+
+def test_a_rank_that_is_slow_in_an_earlier_call(run: Callable[..., list[object]]) -> None:
+    """A slow rank is waited for, however many signs of life it gives meanwhile."""
+
+    def fast(peers: Peers) -> object:
+        with peers.calling([(0, 1)], is_ready=True):
+            pass
+        with peers.calling([(0, 1)], is_ready=False):
+            return _agree(peers)
+
+    def slow(peers: Peers) -> object:
+        with peers.calling([(0, 1)], is_ready=True):
+            time.sleep(0.7)
+        with peers.calling([(0, 1)], is_ready=False):
+            return _agree(peers)
+
+    assert run(fast, slow) == [([], ""), ([_CHOSEN] * 3, "")]
+
+
+def test_ranks_that_meet_read_few_keys() -> None:
+    """The leading rank reads what all have posted, the others what it found: some keys a rank, not as many as there are ranks."""
+    world = 16
+    store, read = torch.distributed.HashStore(), set[tuple[int, str]]()
+
+    class Counting(Peers):
+        def posted(self, key: str) -> str | None:
+            found = super().posted(key)
+            if found is not None and key.startswith("graph/"):
+                read.add((self.rank, key))
+            return found
+
+    ranks = [Counting(lambda: store, rank, world, lambda: True) for rank in range(world)]
+    try:
+        with ThreadPoolExecutor(world) as pool:
+            assert [each.why_not for each in pool.map(lambda peers: _met(peers, groups=range(world)), ranks)] == [
+                ""
+            ] * world
+    finally:
+        for each in ranks:
+            each.close()
+    assert len(read) <= 3 * world

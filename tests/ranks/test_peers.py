@@ -69,6 +69,23 @@ def test_signs_of_life(job: Callable[[int], Peers]) -> None:
     assert not one.is_silent(2)
 
 
+def test_calls_of_other_ranks(job: Callable[[int], Peers]) -> None:
+    """A rank in the same call as this process is told from one in an earlier call, in a call of another group, or in a first call."""
+    one, other = job(0), job(1)
+    group, others = (0, 1), (1, 2)
+    with one.calling([group], is_ready=False), other.calling([others, group], is_ready=True):
+        assert _until(lambda: one.runs_ready(1))
+        assert not other.runs_ready(0)
+        with one.calling([group], is_ready=True):
+            assert not one.runs_ready(1)
+    with one.calling([group, others], is_ready=False), other.calling([others], is_ready=True):
+        before = one._last(1)[0]
+        assert _until(lambda: one._last(1)[0].split()[2] != before.split()[2])
+        time.sleep(0.1)
+        assert not one.runs_ready(1)
+    assert not one.runs_ready(2)
+
+
 def test_a_dead_rank_is_named(job: Callable[[int], Peers]) -> None:
     """The error of a collective names the rank that died, and not one that left because of it."""
     one, dead, left = job(0), job(1), job(2)

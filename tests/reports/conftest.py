@@ -1,7 +1,7 @@
-"""Fixtures of tests of reports: a kernel cache of their own, compiled code in place of the faster, a fresh Dynamo."""
+"""Fixtures of tests of reports: compiled code in place of the faster, a fresh Dynamo."""
 
 from __future__ import annotations
 
-from tests.compiling import fresh_dynamo, kernel_cache
+from tests.compiling import by_estimate, fresh_dynamo
 
-__all__ = ["fresh_dynamo", "kernel_cache"]
+__all__ = ["by_estimate", "fresh_dynamo"]

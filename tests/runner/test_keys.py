@@ -8,32 +8,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import x25519
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from torch import nn
 
-from tests.artifact.exported_for_tests import exported, with_manifest
+from tests.artifact.exported_for_tests import with_manifest
+from tests.artifact.unsigned_for_tests import content, file
 from tests.runner.runner_in_python import Runner, RunnerError, run
 from torch_hybrid_backend import sign
 from torch_hybrid_backend.artifact import signing
 
+__all__ = ["content", "file"]  # the fixtures
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def content(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    report, _ = exported(nn.Linear(3, 2).eval(), (torch.zeros(1, 3),), tmp_path_factory.mktemp("signed"))
-    return report.path.read_bytes()
-
-
-@pytest.fixture
-def file(content: bytes, tmp_path: Path) -> Path:
-    path = tmp_path / "model.hybrid"
-    path.write_bytes(content)
-    path.chmod(0o644)
-    return path
 
 
 def _rewrite(path: Path, content: bytearray) -> None:
@@ -91,6 +77,18 @@ def test_a_changed_manifest(runner: Runner, file: Path) -> None:
     runner.open(file)
     with pytest.raises(RunnerError, match="wrong signature"):
         runner.open(file, keys=[public])
+
+
+def test_an_unsigned_file_is_not_read(runner: Runner, file: Path) -> None:
+    """The signature is verified before anything behind the manifest."""
+    stranger = sign(file, Ed25519PrivateKey.generate())
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(RunnerError, match="signed by 1 other keys"):
+        runner.open(file, keys=[Ed25519PrivateKey.generate().public_key().public_bytes_raw()])
+    with pytest.raises(RunnerError, match="checksum of its segment"):
+        runner.open(file, keys=[stranger])
 
 
 def test_keys_in_files(runner: Runner, installed: Path, file: Path, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import socket
 import time
 import warnings
@@ -18,12 +17,11 @@ from torch import nn
 
 from tests.artifact.exported_for_tests import FAST
 from torch_hybrid_backend.driver.export import export
+from torch_hybrid_backend.driver.serve_command import set_safe_defaults
 from torch_hybrid_backend.serve.rpc import ADDER
 
 # Ray reads them once, when it is imported by the first test that does.
-os.environ.setdefault("RAY_AUTH_MODE", "token")
-os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+set_safe_defaults(os.environ, is_new=True)
 
 
 @pytest.fixture(scope="session")
@@ -72,8 +70,10 @@ class Cluster:
         serve.run(application, name=name, route_prefix=f"/{name}")
         return f"127.0.0.1:{self.port}/{name}"
 
-    def configure(self, path: Path, user_config: dict[str, Any], name: str) -> str:
-        """Deploy as `serve run config.yaml` does, and wait as `run` does."""
+    def configure(
+        self, path: Path, user_config: dict[str, Any] | None, name: str, *, status: str = "RUNNING", **args: Any
+    ) -> str:
+        """Deploy as `serve run config.yaml` does, and wait for this status."""
         from ray import serve
         from ray.serve.context import _get_global_client
         from ray.serve.schema import ServeDeploySchema
@@ -82,13 +82,13 @@ class Cluster:
             "name": name,
             "route_prefix": f"/{name}",
             "import_path": "torch_hybrid_backend.serve:application",
-            "args": {"path": str(path), "model": "network"},
+            "args": {"path": str(path), "model": "network", **args},
             "deployments": [{"name": "model", "user_config": user_config}],
         }
         _get_global_client().deploy_apps(ServeDeploySchema(applications=[application]))
         deadline = time.monotonic() + 60
         time.sleep(0.5)  # until the controller has taken the configuration
-        while serve.status().applications[name].status != "RUNNING":
+        while serve.status().applications[name].status != status:
             assert time.monotonic() < deadline, serve.status()
             time.sleep(0.1)
         return f"127.0.0.1:{self.port}/{name}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -107,6 +108,57 @@ def test_wrong_requests_are_openais_errors(client: Any) -> None:
         client.completions.create(model="model", prompt="a", n=2)
 
 
+def test_a_long_prompt_does_not_hold_up_other_requests(decoder: tuple[Path, Path]) -> None:
+    """Requests of the same event loop are answered while the tokenizer works, which takes it a good part of a second here."""
+    testclient = pytest.importorskip("starlette.testclient", reason="needs the extra serve")
+    from torch_hybrid_backend.serve.web import application
+
+    service = _Texts(ServedModel(decoder[0]), _Watched(open_tokenizer(decoder[1])))
+    body = {"model": "model", "prompt": "the cat and the dog " * 10_000}
+    answered: list[float] = []
+    with testclient.TestClient(application(service)) as client, ThreadPoolExecutor(1) as thread:  # type: ignore[arg-type]
+        asking = thread.submit(client.post, "/v1/completions", json=body)
+        while not asking.done():
+            assert client.get("/v2/health/ready").status_code == 200
+            answered.append(time.perf_counter())
+        answer = asking.result()
+    assert (answer.status_code, "the file has room for 32" in answer.text) == (400, True), answer.text
+    begin, end = service.tokenizer.span
+    assert sum(begin < when < end for when in answered) > 3
+
+
+class _Texts:
+    """A service with a tokenizer that generates nothing."""
+
+    max_body_bytes = 2**20
+
+    def __init__(self, model: ServedModel, tokenizer: _Watched) -> None:
+        self.model, self.tokenizer = model, tokenizer
+
+    def answered(self, status: int) -> None:
+        pass
+
+
+class _Watched:
+    """A tokenizer. `span`: when its last call began and ended."""
+
+    span = (0.0, 0.0)
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._tokenizer, name)
+
+        def call(*args: Any) -> Any:
+            begin = time.perf_counter()
+            result = method(*args)
+            self.span = begin, time.perf_counter()
+            return result
+
+        return call
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -134,6 +186,12 @@ def test_wrong_requests(decoder: tuple[Path, Path], given: dict[str, Any], said:
     with pytest.raises(RequestError, match=said) as caught:
         read_completion(body, ServedModel(decoder[0]), None)
     assert caught.value.status == 400
+
+
+def test_half_a_surrogate_pair_is_no_text(decoder: tuple[Path, Path]) -> None:
+    body = b'{"model": "model", "prompt": "a\\ud800"}'
+    with pytest.raises(RequestError, match="the tokenizer refuses the prompt"):
+        read_completion(body, ServedModel(decoder[0]), open_tokenizer(decoder[1]))
 
 
 def test_stop_strings_across_parts() -> None:

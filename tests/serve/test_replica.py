@@ -124,22 +124,6 @@ def test_a_file_that_cannot_be_served_is_named_in_the_status(cluster: Cluster, m
 
 
 @pytest.mark.full
-def test_rollouts(cluster: Cluster, models: Path, tmp_path: Path) -> None:
-    """A bad file fails the rollout, and the old one serves on; a good one follows."""
-    for name in ("dynamic", "other"):
-        shutil.copy(models / f"{name}.hybrid", tmp_path / f"{name}.hybrid")
-    (tmp_path / "bad.hybrid").write_bytes(b"none")
-    address = cluster.run(deployment(tmp_path / "dynamic.hybrid", model="network"), "rolled")
-    assert _served(address) == "dynamic"
-    with pytest.raises(RuntimeError, match="failed"):
-        cluster.run(deployment(tmp_path / "bad.hybrid", model="network"), "rolled")
-    assert _served(address) == "dynamic"
-    cluster.run(deployment(tmp_path / "other.hybrid", model="network"), "rolled")
-    assert _served(address) == "other"
-    cluster.delete("rolled")
-
-
-@pytest.mark.full
 def test_the_command_deploys_to_a_cluster_that_is_there(cluster: Cluster, models: Path) -> None:
     """`hybrid serve --address` returns, and what it deployed goes on."""
     ray: Any = importlib.import_module("ray")
@@ -157,28 +141,6 @@ def test_the_command_deploys_to_a_cluster_that_is_there(cluster: Cluster, models
     assert done.returncode == 0, done.stderr
     assert _served(f"127.0.0.1:{cluster.port}") == "dynamic"
     cluster.delete("hybrid")
-
-
-@pytest.mark.full
-def test_swaps_by_user_config(cluster: Cluster, models: Path, tmp_path: Path) -> None:
-    """A configuration file names another file of the folder: replicas swap in place, and keep the old one for a bad, a missing and an outside
-    one."""
-    for name in ("dynamic", "other"):
-        shutil.copy(models / f"{name}.hybrid", tmp_path / f"{name}.hybrid")
-    (tmp_path / "bad.hybrid").write_bytes(b"none")
-    (tmp_path / "outside.hybrid").symlink_to(models / "sizes.hybrid")
-    for artifact, served in (
-        ("dynamic.hybrid", "dynamic"),
-        ("other.hybrid", "other"),
-        ("bad.hybrid", "other"),
-        ("missing.hybrid", "other"),
-        ("outside.hybrid", "other"),
-        ("../x.hybrid", "other"),
-        ("dynamic.hybrid", "dynamic"),
-    ):
-        address = cluster.configure(tmp_path / "dynamic.hybrid", {"artifact": artifact}, "swapped")
-        assert (artifact, _served(address)) == (artifact, served)
-    cluster.delete("swapped")
 
 
 def _served(address: str) -> str:

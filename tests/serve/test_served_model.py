@@ -155,6 +155,42 @@ def test_a_dtype_that_the_protocol_lacks(tmp_path: Path) -> None:
         ServedModel(tmp_path / "turns.hybrid")
 
 
+def test_sample_calls_take_a_small_part_of_the_time(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each entry is checked in its turn, the next when a hundred times as long has passed as a sample call took."""
+    model = ServedModel(models / "sizes.hybrid")
+    entries = [sample.entry for sample in model.model.manifest.samples]
+    assert len(entries) > 1
+    checked = []
+    now, check = 0.0, model.model.check
+
+    def counted(entry: str | None = None) -> None:
+        nonlocal now
+        now += 2.0  # seconds that the call takes
+        check(entry)
+        checked.append(entry)
+
+    monkeypatch.setattr(model.model, "check", counted)
+    monkeypatch.setattr("torch_hybrid_backend.serve.served_model.time.monotonic", lambda: now)
+    for _ in range(1000):
+        model.check()
+        now += 1.0
+    assert checked == (entries * 5)[:5]
+
+
+def test_a_sample_call_that_fails_is_repeated(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve replaces a replica after failures in a row: calls of other entries would come between them."""
+    model = ServedModel(models / "sizes.hybrid")
+    entry = model.model.flat_entry(model.model.manifest.samples[1].entry)
+    run = entry.run
+    monkeypatch.setattr(entry, "run", lambda leaves: [result + 1 for result in run(leaves)])
+    model.check()
+    monkeypatch.setattr("torch_hybrid_backend.serve.served_model._PAUSE", 0)
+    model._next_check = 0.0
+    for _ in range(3):
+        with pytest.raises(ArtifactError, match=f"the sample call of {entry.entry.name} has other results"):
+            model.check()
+
+
 def test_versions_tell_files_apart(models: Path) -> None:
     versions = {ServedModel(models / f"{name}.hybrid").version for name in ("dynamic", "other", "sizes")}
     assert len(versions) == 3

@@ -16,6 +16,7 @@ from torch_hybrid_backend.serve.settings import Settings
     [
         ({"threads": 0}, "threads is 0"),
         ({"threads": True}, "threads is True"),
+        ({"threads": 1_000_000}, "threads is 1000000; it must be a whole number from 1 to "),
         ({"max_batch": 1.5}, "max_batch is 1.5"),
         ({"batch_wait_ms": -1}, "batch_wait_ms is -1"),
         ({"batch_wait_ms": float("nan")}, "batch_wait_ms is nan"),

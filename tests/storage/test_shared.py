@@ -156,6 +156,28 @@ def test_damaged_and_forged_entries_are_misses(
     assert _behind(tmp_path, folder, keys=(PUBLIC,)).get(ENTRY.kind, ENTRY.key) == ENTRY.data
 
 
+@pytest.mark.parametrize("damage", ["empty", "flipped", "swapped", "pipe"])
+def test_signing_passes_over_damaged_entries(
+    damage: str, filled: Store, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each gives a warning, stays as it is, and the others are signed."""
+    push(filled, location_of(str(folder)))
+    path = folder / ENTRY.kind / ENTRY.key
+    if damage == "pipe":
+        path.unlink()
+        os.mkfifo(path)
+    else:
+        path.write_bytes(DAMAGES[damage](path.read_bytes()))
+    before = None if damage == "pipe" else path.read_bytes()
+    with caplog.at_level(logging.WARNING):
+        assert sign(location_of(str(folder)), KEY) == 1
+    (record,) = caplog.records
+    assert f"is not signed, {folder}/{ENTRY.kind}/{ENTRY.key}: it is" in record.getMessage()
+    assert before is None or path.read_bytes() == before
+    _open_to_others(folder)
+    assert _behind(tmp_path, folder, keys=(PUBLIC,)).get("times", "b") == b"{}"
+
+
 @pytest.mark.parametrize("key", ["../../etc/passwd", "a/b", "", ".hidden", "\0"])
 def test_keys_never_become_paths_unchecked(key: str, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(CacheError, match="cannot name a cache entry"):

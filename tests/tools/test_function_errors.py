@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.compiling import fresh_dynamo, kernel_cache
+from tests.compiling import by_estimate, fresh_dynamo
 from tools.function_errors import BINARY, END, START, UNARY, errors, samples, with_current_table
 
-__all__ = ["fresh_dynamo", "kernel_cache"]
+__all__ = ["by_estimate", "fresh_dynamo"]
 
 _PAGE = Path(__file__).parents[2] / "docs" / "numerics.md"
 

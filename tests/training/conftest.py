@@ -1,7 +1,7 @@
-"""Fixtures of the training tests: one fresh kernel cache, a fresh Dynamo for every test."""
+"""Fixtures of the training tests: placement by estimate, a fresh Dynamo for every test."""
 
 from __future__ import annotations
 
-from tests.compiling import fresh_dynamo, kernel_cache
+from tests.compiling import by_estimate, fresh_dynamo
 
-__all__ = ["fresh_dynamo", "kernel_cache"]
+__all__ = ["by_estimate", "fresh_dynamo"]

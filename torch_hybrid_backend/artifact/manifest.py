@@ -53,6 +53,16 @@ class LibraryTarget:
 
 
 @dataclass(frozen=True, slots=True)
+class Kernel:
+    """The arguments of a kernel of the libraries: tensors of at least so many `bytes` each, 0 for those whose sizes differ from call to call,
+    then so many `sizes`."""
+
+    name: str
+    bytes: tuple[int, ...]
+    sizes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Constant:
     """A tensor in a segment, `offset` bytes from its begin on. Sizes and strides are in elements."""
 
@@ -243,6 +253,7 @@ class Manifest:
     model: str
     segments: tuple[Segment, ...]
     targets: tuple[LibraryTarget, ...]
+    kernels: tuple[Kernel, ...]
     constants: tuple[Constant, ...]
     states: tuple[State, ...]
     entries: tuple[Entry, ...]
@@ -270,6 +281,7 @@ class Manifest:
             model=plain["model"],
             segments=tuple(_made(Segment, each) for each in plain["segments"]),
             targets=tuple(_made(LibraryTarget, each) for each in plain["targets"]),
+            kernels=tuple(_made(Kernel, each) for each in plain.get("kernels", ())),
             constants=tuple(_made(Constant, each) for each in plain["constants"]),
             states=tuple(_made(State, each) for each in plain["states"]),
             entries=tuple(map(_entry_from_plain, plain["entries"])),

@@ -62,11 +62,12 @@ class LoadedModel:
 
     def __init__(self, path: Path, *, keys: Sequence[Any] | None, share: bool) -> None:
         self._path = path
-        self._artifact = Artifact(path, share=share, threads=torch.get_num_threads())
+        verify = None
         if keys is not None:
             from torch_hybrid_backend.artifact.signing import check_signed
 
-            check_signed(path, self._artifact.manifest.encode(), self._artifact.signatures, keys)
+            verify = functools.partial(check_signed, path, keys)
+        self._artifact = Artifact(path, share=share, threads=torch.get_num_threads(), verify=verify)
         self._manifest = Manifest.from_json(self._artifact.manifest)
         self._check_torch()
         memory = _Memory(self._artifact, self._manifest)
@@ -120,11 +121,13 @@ class LoadedModel:
         """SHA-256 of the manifest, which has the checksum of every segment, as hexadecimal digits: equal files have equal digests."""
         return hashlib.sha256(self._artifact.manifest.encode()).hexdigest()
 
-    def check(self) -> None:
-        """Make the sample calls of the file, and set the states back. Raises ArtifactError where results are others than in the file."""
+    def check(self, entry: str | None = None) -> None:
+        """Make the sample calls of the file, or that of one entry, and set the states back. Raises ArtifactError where results are others than
+        in the file."""
         with self._lock:
             for sample in self._manifest.samples:
-                self._check_sample(sample, self._memory)
+                if entry in (None, sample.entry):
+                    self._check_sample(sample, self._memory)
 
     def flat_entry(self, name: str | None = None) -> LoadedEntry:
         """The entry of that name, or the first, as a function of flat arguments. Raises ArgumentError as `entry` does."""

@@ -48,7 +48,7 @@ def sign(path: str | os.PathLike[str], key: Ed25519PrivateKey | str | os.PathLik
     return public
 
 
-def check_signed(path: Path, manifest: bytes, signatures: Sequence[tuple[bytes, bytes]], keys: Sequence[Any]) -> None:
+def check_signed(path: Path, keys: Sequence[Any], manifest: bytes, signatures: Sequence[tuple[bytes, bytes]]) -> None:
     """Raise ArtifactError unless one of the keys, and no key of them wrongly, signed the manifest."""
     trusted = {public_key(key) for key in keys}
     by_trusted = [(key, signed) for key, signed in signatures if key in trusted]

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+READY = "ready"  # a process that is held says so on a line of its own once it has answered
 Call = Callable[[], Any]
 Open = Callable[[Path, Path, int], Call]
 
@@ -35,7 +36,7 @@ def main() -> None:
     call()
     answered = time.perf_counter()
     if given.hold:
-        sys.stdout.write("ready\n")
+        sys.stdout.write(f"{READY}\n")
         sys.stdout.flush()
         sys.stdin.read()
     figures = {"import_s": imported - start, "answer_s": answered - imported, "private_mib": _private_mib() - before}

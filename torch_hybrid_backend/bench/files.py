@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import json
 import os
+import select
 import statistics
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from typing import Any, TextIO
 import torch
 
 from torch_hybrid_backend.bench import machine
+from torch_hybrid_backend.bench.answering import READY
 from torch_hybrid_backend.bench.factory_model import FactoryModel
 from torch_hybrid_backend.bench.process import ROOT, WorkerError, WorkerProcess, wait_until_quiet
 from torch_hybrid_backend.bench.record import milliseconds
@@ -149,21 +151,36 @@ def _answers(form: str, path: Path, folder: Path, effort: Effort) -> dict[str, f
     """Medians over new processes, beside one that has the model open: what processes share is there already."""
     command = [sys.executable, "-m", "torch_hybrid_backend.bench.answering", form, str(path), str(folder)]
     command += ["--threads", str(effort.threads)]
-    with subprocess.Popen(
-        [*command, "--hold"],
-        env=_environment(effort),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    ) as first:
-        assert first.stdout is not None
-        first.stdout.readline()
+    with contextlib.ExitStack() as stack:
+        first = subprocess.Popen(
+            [*command, "--hold"],
+            env=_environment(effort),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        stack.enter_context(first)
+        stack.callback(first.kill)  # before it is waited for: nothing of it is needed any more
+        _wait_for_answer(first, effort)
         runs = []
         for _ in range(effort.processes):
             spent, said = _spent(command, effort)
             runs.append({**json.loads(said.splitlines()[-1]), "process_s": spent})
-        first.communicate()
     return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+
+
+def _wait_for_answer(process: subprocess.Popen[bytes], effort: Effort) -> None:
+    """Wait until a process that holds its model has answered, or has ended. Raises WorkerError where it does neither in time."""
+    assert process.stdout is not None
+    output, end = process.stdout.fileno(), time.perf_counter() + effort.timeout_s
+    said = b""
+    while READY.encode() not in said.splitlines():
+        ready, _, _ = select.select([output], [], [], max(end - time.perf_counter(), 0))
+        if not ready:
+            raise WorkerError(f"no answer within {effort.timeout_s:.0f} s")
+        if not (more := os.read(output, 4096)):
+            return
+        said += more
 
 
 def _runs(file: Path, folder: Path, effort: Effort) -> dict[str, float]:

@@ -32,7 +32,7 @@ from torch_hybrid_backend.codegen.search import (
     program_of,
     search,
 )
-from torch_hybrid_backend.codegen.tune import try_next_variant, tune
+from torch_hybrid_backend.codegen.tune import try_next_variant, tune, tuner
 from torch_hybrid_backend.codegen.variants import variants
 from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
 from torch_hybrid_backend.config import Config
@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 
 _OPERATORS_PER_KERNEL = 4  # about: fused, and equal ones once
-_TIMINGS = "variants"  # their kind in the cache of timings
+TIMINGS = "variants"  # their kind in the cache of timings
 # For compiling one variant of every kernel while tuning, which no deadline ends: a compiler that hangs must not hold it up for ever.
 _TUNING_ROUND_S = 600.0
 
@@ -298,14 +298,15 @@ class KernelEngine(EngineBase):
         """See `compile_kernels`; within the time that is left of the deadline, which it uses up."""
         with deadline.running():
             store, left_s = self._services.store, deadline.left_s()
-            return compile_kernels(kernels, target, self._compiler, store, left_s, deadline.limit_s)
+            compiler = tuner().compiler(self._compiler)
+            return compile_kernels(kernels, target, compiler, store, left_s, deadline.limit_s)
 
     def _times(self, device: Device, kernel_key: str) -> Mapping[str, float]:
         """Microseconds by the variant's name, infinity for one that cannot run; empty if the kernel was never timed."""
-        return self._services.timings.get(_TIMINGS, kernel_key, device)
+        return self._services.timings.get(TIMINGS, kernel_key, device)
 
     def _keep_times(self, device: Device, load: OtherLoad, kernel_key: str, times: Mapping[str, float]) -> None:
-        self._services.timings.put(_TIMINGS, kernel_key, device, times, is_disturbed=load.is_felt())
+        self._services.timings.put(TIMINGS, kernel_key, device, times, is_disturbed=load.is_felt())
 
     def _options(self, region: RegionKernels) -> tuple[KernelOptions, ...]:
         """The variants of each kernel to compile: the one known to be fastest, or those to be timed."""

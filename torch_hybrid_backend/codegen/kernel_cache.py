@@ -13,15 +13,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from torch_hybrid_backend.builds.failures import Failures
 from torch_hybrid_backend.builds.key_lock import KeyLock
 from torch_hybrid_backend.cancellation import check
-from torch_hybrid_backend.codegen.compiler import CodeTarget
+from torch_hybrid_backend.codegen.compiler import CodeTarget, KernelCompilerModule
 from torch_hybrid_backend.codegen.kernel_key import kernel_key
 from torch_hybrid_backend.codegen.kernel_name import symbol_of
 from torch_hybrid_backend.codegen.operator_kernel import OperatorKernel
-from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
+from torch_hybrid_backend.codegen.workers.pool import Finished
 from torch_hybrid_backend.codegen.workers.protocol import Job
 from torch_hybrid_backend.errors import CacheError, CompileError, DeadlineError, ScheduleError, failures
 from torch_hybrid_backend.loops.kernels import Kernel
@@ -41,6 +42,19 @@ _memo: dict[tuple[str, str], Artifact] = {}
 _spares: dict[tuple[int, str], Store] = {}  # (process, store) -> what takes its place when it is full
 
 
+class JobCompiler(Protocol):
+    """A compiler of kernels: `workers.pool.KernelCompiler`, or one that has other machines compile."""
+
+    @property
+    def module(self) -> KernelCompilerModule:
+        """The compiler module."""
+        ...
+
+    def compile(self, jobs: Sequence[Job], deadline_s: float, finished: Finished = ...) -> list[Path | CompileError]:
+        """See `KernelCompiler.compile`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Artifact:
     """A compiled kernel: a file, and the kernel's name in it. All fields are empty for an operator of PyTorch's."""
@@ -53,7 +67,7 @@ class Artifact:
 def compile_kernels(
     kernels: Sequence[Kernel],
     target: CodeTarget,
-    compiler: KernelCompiler,
+    compiler: JobCompiler,
     store: Store,
     deadline_s: float,
     limit_s: float | None = None,
@@ -78,7 +92,7 @@ class _Batch:
     """Kernels of one call. Owns the locks of those that it compiles."""
 
     def __init__(
-        self, target: CodeTarget, compiler: KernelCompiler, store: Store, deadline_s: float, limit_s: float
+        self, target: CodeTarget, compiler: JobCompiler, store: Store, deadline_s: float, limit_s: float
     ) -> None:
         self._target = target
         self._compiler = compiler
@@ -174,7 +188,7 @@ class _Batch:
             self._take(key, DeadlineError(why, had_s=0.0))
 
 
-def _key(kernel: Kernel, target: CodeTarget, compiler: KernelCompiler) -> str | CompileError:
+def _key(kernel: Kernel, target: CodeTarget, compiler: JobCompiler) -> str | CompileError:
     if isinstance(kernel, OperatorKernel):
         return _NOTHING
     try:

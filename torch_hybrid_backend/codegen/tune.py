@@ -1,19 +1,22 @@
 """Tuning: every variant of every kernel, one after the other, each against the best so far (`placement=tune`).
 
 A round compiles the next variant of each kernel together, and times them in one search. Times are kept on disk after each round: tuning can be
-stopped (Ctrl-C: the best variants so far are used), and the next process goes on from there.
+stopped (Ctrl-C: the best variants so far are used), and the next process goes on from there. A `Tuner` shares the variants out among
+several processes, as `hybrid tune` does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
 
 import torch
 
 from torch_hybrid_backend.codegen.assemble import RegionKernels
-from torch_hybrid_backend.codegen.kernel_cache import Artifact
+from torch_hybrid_backend.codegen.kernel_cache import Artifact, JobCompiler
 from torch_hybrid_backend.codegen.search import (
     ALONE,
     CompiledVariant,
@@ -21,6 +24,7 @@ from torch_hybrid_backend.codegen.search import (
     compiled_variant,
     search,
 )
+from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.engine import RunProgram
 from torch_hybrid_backend.errors import tells_of_later
 from torch_hybrid_backend.loops.kernels import Kernel
@@ -29,6 +33,45 @@ from torch_hybrid_backend.progress import Progress
 _ROUNDS = 5
 
 Compile = Callable[[Sequence[Kernel]], Sequence[Artifact | Exception]]
+
+
+class Tuner:
+    """What a thread tunes, and where its kernels are compiled. This one tunes all by itself; others derive from it (`tuned_by`)."""
+
+    def claim(self, device: Device, options: Sequence[KernelOptions]) -> Mapping[str, str]:
+        """The variants that the next round tries: kernel key -> name of an untried variant. Empty if there is nothing left to try here.
+
+        options: the kernels of a region that have untried variants, one of each key.
+        """
+        return {option.key: option.untried[0].name for option in options}
+
+    def report(self, device: Device, options: Sequence[KernelOptions]) -> None:
+        """Take the kernels that were claimed, with the times of the round, in which nothing was found out of a variant without a time."""
+
+    def stop(self) -> None:
+        """Claim nothing from now on: the user wants an end."""
+
+    def compiler(self, own: JobCompiler) -> JobCompiler:
+        """The compiler to use in place of this process's `own`."""
+        return own
+
+
+_tuner: ContextVar[Tuner] = ContextVar("tuner", default=Tuner())  # noqa: B039 - it has no state
+
+
+def tuner() -> Tuner:
+    """The tuner of this thread."""
+    return _tuner.get()
+
+
+@contextlib.contextmanager
+def tuned_by(other: Tuner) -> Iterator[None]:
+    """Let graphs that this thread compiles within the context be tuned by another tuner."""
+    token = _tuner.set(other)
+    try:
+        yield
+    finally:
+        _tuner.reset(token)
 
 
 def tune(
@@ -40,24 +83,41 @@ def tune(
     keep_times: Callable[[str, Mapping[str, float]], None],
     start_progress: Callable[[str, int], Progress],
 ) -> list[KernelOptions]:
-    """The options with the fastest variants chosen; none is left `untried` unless Ctrl-C stopped tuning.
+    """The options with the fastest variants chosen; none is left `untried` unless Ctrl-C stopped tuning, or other processes have claimed it.
 
     keep_times: a callback, called with each kernel's key and times after each round. start_progress: starts the display of progress and gain.
     """
     found = list(options)
+    device = kernels.backend.device
     total = len({(option.key, variant.name) for option in options for variant in option.untried})
     with start_progress(f"tuning {kernels.region.name}", total) as progress:
         try:
-            while any(option.untried for option in found):
-                tried = {option.key for option in found if option.untried}
-                found = try_next_variant(kernels, found, compile_kernels, run_program, inputs)
-                for option in {option.key: option for option in found if option.key in tried}.values():
+            while claimed := tuner().claim(device, _distinct(option for option in found if option.untried)):
+                trials = [_only(option, claimed.get(option.key)) for option in found]
+                tried = try_next_variant(kernels, trials, compile_kernels, run_program, inputs)
+                found = [
+                    replace(new, untried=tuple(v for v in old.untried if v.name != claimed.get(old.key)))
+                    for old, new in zip(found, tried, strict=True)
+                ]
+                after = _distinct(option for option in found if option.key in claimed)
+                for option in after:
                     keep_times(option.key, option.times)
                     progress.step(_gain(options, found))
+                tuner().report(device, after)
         except KeyboardInterrupt:
+            tuner().stop()
             progress.say("stopped: the best kernels so far are used; a later process goes on from here")
         progress.say(f"tuned {kernels.region.name}: {_gain(options, found)}")
     return found
+
+
+def _distinct(options: Iterable[KernelOptions]) -> list[KernelOptions]:
+    return list({option.key: option for option in options}.values())
+
+
+def _only(option: KernelOptions, name: str | None) -> KernelOptions:
+    """The option with one untried variant, or none."""
+    return replace(option, untried=tuple(variant for variant in option.untried if variant.name == name))
 
 
 def try_next_variant(

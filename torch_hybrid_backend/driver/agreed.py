@@ -25,7 +25,7 @@ from torch_hybrid_backend.graph.values import groups_of
 from torch_hybrid_backend.machine import fingerprint
 from torch_hybrid_backend.partition.placement import Choice, Pricing, choose, decide
 from torch_hybrid_backend.ranks.agreement import Agreement, Decision
-from torch_hybrid_backend.ranks.peers import at_work, peers
+from torch_hybrid_backend.ranks.peers import Group, at_work, peers
 from torch_hybrid_backend.torch_private import ranks_of
 
 log = logging.getLogger(__name__)
@@ -34,14 +34,13 @@ _WITHOUT = "HYBRID_RANKS_AGREE=0 has each rank choose for itself"
 _told = itertools.count()
 
 
-def members_of(graph: torch.fx.GraphModule) -> list[int]:
-    """The ranks that the collectives of a graph work with; empty without collectives. All ranks, if one does not name its group by text."""
+def groups_in(graph: torch.fx.GraphModule) -> list[Group]:
+    """The ranks of each group that collectives of a graph work with; empty without collectives. All ranks, if one does not name its group by
+    text."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return []
-    ranks: set[int] = set()
-    for group in groups_of(graph):
-        ranks.update(range(torch.distributed.get_world_size()) if group is None else ranks_of(group))
-    return sorted(ranks)
+    everybody = range(torch.distributed.get_world_size())
+    return sorted({tuple(everybody if group is None else ranks_of(group)) for group in groups_of(graph)})
 
 
 def agreement_on(

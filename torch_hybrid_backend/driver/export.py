@@ -27,6 +27,7 @@ from torch_hybrid_backend.artifact.manifest import (
     Entry,
     Form,
     Generation,
+    Kernel,
     LibraryTarget,
     Limit,
     LiteralForm,
@@ -69,6 +70,7 @@ from torch_hybrid_backend.errors import ArgumentError, NotExportableError, failu
 from torch_hybrid_backend.progress import Progress
 from torch_hybrid_backend.report import Explanation, about_call
 from torch_hybrid_backend.runtime.executor import PlanOutput, SavedPlan
+from torch_hybrid_backend.runtime.native.description import PlanDescription
 from torch_hybrid_backend.sizes.forms import linear
 from torch_hybrid_backend.sizes.size import MAX_SIZE, Size, Symbol, symbols
 from torch_hybrid_backend.torch_private import OpOverload, compile_lock, tree_flatten, tree_unflatten, treespec_dumps
@@ -381,6 +383,7 @@ class _Exporter:
         self._changed = changed
         self._writer = Writer()
         self._libraries: dict[str, None] = {}
+        self._kernels: dict[str, Kernel] = {}
         self._engines: set[str] = set()
         self._tensors: dict[int, torch.Tensor] = {}  # of constants, by number
         self._states: dict[_Key, State] = {}  # by the tensor that it begins as
@@ -403,6 +406,7 @@ class _Exporter:
         saved, limits = whole.plan, whole.limits
         for assignment in whole.assignments:
             self._take_libraries(assignment)
+        self._take_kernels(saved.description)
         description = dataclasses.replace(saved.description, titles=())
         segment = self._writer.add_segment(
             "plan", f"plan.{name}", description.text(lambda _member, _path: LIBRARY).encode()
@@ -456,6 +460,7 @@ class _Exporter:
                 model=self._model,
                 segments=segments,
                 targets=targets,
+                kernels=tuple(self._kernels.values()),
                 constants=self._writer.constants,
                 states=tuple(self._states.values()),
                 entries=tuple(self._entries),
@@ -488,6 +493,17 @@ class _Exporter:
             if calls:
                 self._engines.add(assignment.decisions[name].engine)
             self._libraries.update(dict.fromkeys(call.library for call in calls))
+
+    def _take_kernels(self, description: PlanDescription) -> None:
+        """Note how a plan calls kernels. One that is called with tensors of several sizes reads no more than the smallest has."""
+        for plan in (description, *description.plans):
+            for step in (planned.step for planned in plan.steps):
+                if isinstance(step, KernelCall):
+                    specs = [plan.values[number].spec for number in step.arguments]
+                    given = [spec.size_bytes if spec.is_static else 0 for spec in specs]
+                    known = self._kernels.get(step.symbol)
+                    least = given if known is None else map(min, given, known.bytes)
+                    self._kernels[step.symbol] = Kernel(step.symbol, tuple(least), len(step.sizes))
 
     def _linked(self) -> LinkedLibrary:
         engines = [engine for engine in self._session.engines if engine.name in self._engines]

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -22,7 +22,7 @@ from torch_hybrid_backend.core.engine import CompiledRegion, Pending
 from torch_hybrid_backend.core.plan import Plan, Profile
 from torch_hybrid_backend.core.region import Region, Segment
 from torch_hybrid_backend.core.verdict import Reason, Refused
-from torch_hybrid_backend.driver.agreed import agreement_on, members_of, tell_of_eager
+from torch_hybrid_backend.driver.agreed import agreement_on, groups_in, tell_of_eager
 from torch_hybrid_backend.driver.garbage import full_collections_held
 from torch_hybrid_backend.driver.pending_builds import NextCall, choose_when_built, choose_when_served
 from torch_hybrid_backend.driver.precision_accuracy_check import (
@@ -117,7 +117,8 @@ class HybridGraph:
         self._to_check: Compiled | None = None  # what is chosen from once more if a later call is off
         self._checks = 0
         self._is_inference = captured.kind == "inference"
-        self._members = members_of(captured.graph_module)
+        self._groups = groups_in(captured.graph_module)
+        self._members = sorted(set().union(*self._groups))
         prepared = prepare(captured, name, config, self._compile_body, session.keeps_packed)
         prepared = as_known(prepared, config, self._pricing())
         partitioned = partition(prepared, session, config, self._pricing())
@@ -184,7 +185,8 @@ class HybridGraph:
         if not isinstance(state, Executable):
             with self._lock, self._working(), self._at_work(is_first_call=True):
                 if self._state is state:
-                    outputs = self._first_call(state, inputs)
+                    with self._calling(is_ready=False):
+                        outputs = self._first_call(state, inputs)
                     if not _is_repeatable_here(state.prepared):
                         return outputs
                     del outputs
@@ -192,7 +194,10 @@ class HybridGraph:
             return self(inputs)
         run = state.run
         try:
-            return run.run(inputs, self._guarded) if isinstance(run, PythonExecutor) else run(inputs)
+            if not isinstance(run, PythonExecutor):
+                return run(inputs)
+            with self._calling(is_ready=True):
+                return run.run(inputs, self._guarded)
         except RefusedValuesError:
             return state.assignment.eager_executor()(inputs)  # PyTorch raises, for it knows what
         except HybridError as error:
@@ -201,6 +206,7 @@ class HybridGraph:
             failed = error
         except failures(RuntimeError) as error:
             self._raise_named(error)
+            raise
         if is_out_of_memory(failed):
             return self._in_eager(state.assignment, inputs, failed)
         with self._lock:
@@ -222,11 +228,14 @@ class HybridGraph:
         with ConstantPool():
             agreement = self._agreement_on(compiled)
             try:
+                if agreement is not None:
+                    agreement.meet()
                 compiled, pending, assignment, outputs = self._chosen(compiled, inputs, agreement)
-            except failures(RuntimeError) as error:
+            except BaseException as error:  # an interrupt, too: the other ranks wait
                 if agreement is not None:
                     agreement.refuse(f"rank {agreement.rank} raised {type(error).__name__} in its first call")
                 self._raise_named(error)
+                raise
             if agreement is not None:
                 assignment = self._settled(assignment, agreement)
             executable = build_executable(assignment, inputs, self._config)
@@ -245,15 +254,12 @@ class HybridGraph:
         return outputs
 
     def _agreement_on(self, compiled: Compiled) -> Agreement | None:
-        """Agreement of all ranks on a graph with collectives, once the ranks have met; None where none is needed, or wanted."""
+        """Agreement of all ranks on a graph with collectives; None where none is needed, or wanted."""
         if not self._members:
             return None
         (only,) = compiled.partitionings  # of a graph with collectives: see `partition`
         graph = only.partitioning.partition.graph
-        agreement = agreement_on(graph, only.candidates, self._members, self._session, self._config)
-        if agreement is not None:
-            agreement.meet()
-        return agreement
+        return agreement_on(graph, only.candidates, self._members, self._session, self._config)
 
     def _settled(self, assignment: Assignment, agreement: Agreement) -> Assignment:
         """The assignment that all ranks have; eager's if they do not all have this one. Raises RankError for that under `strict`."""
@@ -263,13 +269,17 @@ class HybridGraph:
         tell_of_eager(agreement.why_not, strict=self._config.strict)
         return assignment.in_eager(Refused(Reason.RANKS_DISAGREE, agreement.why_not))
 
-    def _raise_named(self, error: Exception) -> NoReturn:
-        """Raise the error of a call; if other ranks are at fault, one that names them."""
+    def _raise_named(self, error: BaseException) -> None:
+        """Raise an error that names the ranks that are at fault for a call's error, if other ranks are."""
         them = peers() if self._members and self._config.ranks_agree else None
         named = error if them is None else them.named(error, self._members)
-        if named is error:
-            raise error
-        raise named from error
+        if named is not error:
+            raise named from error
+
+    def _calling(self, *, is_ready: bool) -> AbstractContextManager[None]:
+        """Count a call with collectives, so that other ranks know which call this one is in."""
+        them = peers() if self._groups and self._config.ranks_agree else None
+        return nullcontext() if them is None else them.calling(self._groups, is_ready=is_ready)
 
     def _at_work(self, *, is_first_call: bool = False) -> AbstractContextManager[None]:
         """Have other ranks wait longer for this one; not in first calls with collectives, in which it may wait for them."""

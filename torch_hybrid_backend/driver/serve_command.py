@@ -7,6 +7,7 @@ import importlib
 import os
 import re
 import secrets
+import shutil
 import signal
 import threading
 from collections.abc import Mapping, MutableMapping
@@ -14,11 +15,13 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from torch_hybrid_backend.errors import ArgumentError, HybridError, failures
+from torch_hybrid_backend.machine import most_threads
 from torch_hybrid_backend.serve import check_installed, deployment
 from torch_hybrid_backend.serve.rpc import ADDER
-from torch_hybrid_backend.serve.settings import check_count
+from torch_hybrid_backend.serve.settings import check_threads
 
 APPLICATION = "hybrid"
+_LEAST_STORE_BYTES = 75 * 2**20  # Ray refuses less
 
 
 def add_parser(commands: Any) -> None:
@@ -67,7 +70,7 @@ def add_parser(commands: Any) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="the port that Prometheus reads; by default any that is free",
+        help="the port that Prometheus reads, on all interfaces, as Ray's own ports then are; by default any that is free, on 127.0.0.1",
     )
     serve.add_argument(
         "--address",
@@ -86,13 +89,19 @@ def serve(parsed: argparse.Namespace, out: TextIO) -> int:
     """Run `hybrid serve`."""
     check_installed()
     replicas = _replicas(parsed.replicas)
-    check_count(parsed.threads, "--threads")
+    most = replicas["max_replicas"] if isinstance(replicas, Mapping) else replicas
+    check_threads(parsed.threads, "--threads")
+    if parsed.address is None and most * parsed.threads > most_threads():
+        raise ArgumentError(
+            f"--replicas {parsed.replicas} with --threads {parsed.threads} needs {most * parsed.threads} threads; this machine has at most "
+            f"{most_threads()} (256 or 4 times the processors): ask for less, or join a Ray cluster with --address"
+        )
     for name, least in (("port", 1), ("grpc_port", 1), ("metrics_port", 0)):
         if (value := getattr(parsed, name)) is not None and not least <= value <= 65535:
             raise ArgumentError(f"--{name.replace('_', '-')} is {value}; it must be a number from {least} to 65535")
     if not parsed.file.is_file():
         raise ArgumentError(f"there is no file {parsed.file}; write one with `hybrid export`")
-    set_safe_defaults(os.environ, is_new=parsed.address is None)
+    set_safe_defaults(os.environ, is_new=parsed.address is None, on_loopback=not parsed.metrics_port)
     ray: Any = importlib.import_module("ray")
     ray_serve: Any = importlib.import_module("ray.serve")
     application = deployment(
@@ -107,7 +116,6 @@ def serve(parsed: argparse.Namespace, out: TextIO) -> int:
         tokenizer=parsed.tokenizer,
         model=parsed.name,
     )
-    most = replicas["max_replicas"] if isinstance(replicas, Mapping) else replicas
     if parsed.address is not None:
         try:
             ray.init(parsed.address, log_to_driver=False)
@@ -161,12 +169,24 @@ def _grpc(port: int | None) -> dict[str, Any] | None:
     return None if port is None else {"port": port, "grpc_servicer_functions": [ADDER], "enable_reflection": False}
 
 
-def set_safe_defaults(environment: MutableMapping[str, str], is_new: bool) -> None:
-    """Choose what is safe where the user chose nothing. Ray reads these settings from the environment alone, when it is imported."""
+def set_safe_defaults(environment: MutableMapping[str, str], is_new: bool, on_loopback: bool = True) -> None:
+    """Choose what is safe where the user chose nothing. Ray reads these settings from the environment alone, when it is imported.
+
+    is_new: False for a cluster that is there. on_loopback: keep a new one's own ports, metrics included, to this machine.
+    """
     environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     environment.setdefault("RAY_AUTH_MODE", "token")
+    # Seconds until Serve notices that its proxy has died; 10 by default. There is no other one to answer meanwhile.
+    environment.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "1")
+    if not is_new:
+        return
+    if on_loopback:
+        environment.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # for Linux as well, whatever its name says
+    # Ray would take a share of all memory, and where /dev/shm is too small, as in a container, a file in /tmp in its place.
+    store_bytes = max(_LEAST_STORE_BYTES, shutil.disk_usage("/dev/shm").free * 9 // 10)
+    environment.setdefault("RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES", str(store_bytes))
     has_token = "RAY_AUTH_TOKEN" in environment or "RAY_AUTH_TOKEN_PATH" in environment
-    if is_new and not has_token and not (Path.home() / ".ray" / "auth_token").exists():
+    if not has_token and not (Path.home() / ".ray" / "auth_token").exists():
         environment["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 

@@ -21,6 +21,7 @@ from torch_hybrid_backend.storage.store import Store
 
 _log = logging.getLogger(__name__)
 _keeps: ContextVar[bool] = ContextVar("keeps timings", default=True)
+_returned: ContextVar[str | None] = ContextVar("the kind of timings that are returned", default=None)  # None: all
 
 
 @contextlib.contextmanager
@@ -31,6 +32,16 @@ def keeping_none() -> Iterator[None]:
         yield
     finally:
         _keeps.reset(token)
+
+
+@contextlib.contextmanager
+def returning_only(kind: str) -> Iterator[None]:
+    """Return no kept times of other kinds to this thread within the context, so that it takes them anew. They are kept as ever."""
+    token = _returned.set(kind)
+    try:
+        yield
+    finally:
+        _returned.reset(token)
 
 
 class KeptTimes(dict[str, float]):
@@ -53,11 +64,9 @@ class TimingCache:
     def get(self, kind: str, key: str, device: Device) -> KeptTimes:
         """Microseconds by name; infinity for a candidate that cannot run. Empty if nothing usable is kept, or if other load disturbed the times
         of too few processes: this process may find a quiet machine."""
-        times, takers = self._kept(kind, self._key(key, device))
-        if 0 < takers < _ENOUGH:
+        if _returned.get() not in (None, kind):
             return KeptTimes()
-        times.is_disturbed = takers > 0
-        return times
+        return self._usable(kind, self.entry_key(key, device))
 
     def put(
         self, kind: str, key: str, device: Device, times: Mapping[str, float], *, is_disturbed: bool = False
@@ -67,9 +76,12 @@ class TimingCache:
         is_disturbed: other load was felt during the measurement. Disturbed times never replace undisturbed ones. Of several disturbed times the
         shortest for each name are kept.
         """
+        self.put_entry(kind, self.entry_key(key, device), times, is_disturbed=is_disturbed)
+
+    def put_entry(self, kind: str, key: str, times: Mapping[str, float], *, is_disturbed: bool = False) -> None:
+        """The same under the key of an entry (`entry_key`), which may be another machine's."""
         if not _keeps.get():
             return
-        key = self._key(key, device)
         entry, takers = dict(times), 0
         if is_disturbed:
             before, takers = self._kept(kind, key)
@@ -86,6 +98,17 @@ class TimingCache:
         except failures(CacheError, OSError) as error:
             _log.info("timings are not kept: %s", error)
 
+    def entries(self, kind: str) -> dict[str, KeptTimes]:
+        """What `get` returns, by the keys of entries: those of other machines, too."""
+        return {key: self._usable(kind, key) for key in self._store.keys(kind)}
+
+    def _usable(self, kind: str, key: str) -> KeptTimes:
+        times, takers = self._kept(kind, key)
+        if 0 < takers < _ENOUGH:
+            return KeptTimes()
+        times.is_disturbed = takers > 0
+        return times
+
     def _kept(self, kind: str, key: str) -> tuple[KeptTimes, int]:
         """The kept times, and the number of processes that measured them under other load; 0 if the times are not disturbed."""
         data = self._store.get(kind, key)
@@ -97,5 +120,6 @@ class TimingCache:
             return KeptTimes(), 0
         return (times, takers) if all(us >= 0 for us in times.values()) else (KeptTimes(), 0)
 
-    def _key(self, key: str, device: Device) -> str:
+    def entry_key(self, key: str, device: Device) -> str:
+        """The key in the store of what is kept for this machine as it is now: 64 hexadecimal digits."""
         return hashlib.sha256(json.dumps([key, self._machine(device)]).encode()).hexdigest()

@@ -2,8 +2,8 @@
 
 In the first call of a graph with collectives
 
-meet       every rank posts that it is there, and waits for the others that its collectives name
-lead       the lowest of them chooses an engine and kernels for each region, and posts the choice; the others take it over
+meet       every rank posts that it is there, and the ranks that its collectives name; the lowest of all waits until they are there
+lead       that rank chooses an engine and kernels for each region, and posts the choice; the others take it over
 settle     all say that they could: the graph runs as chosen. If one could not, or did not come: eager runs it, on every rank
 
 What is waited for has a limit of time (`_Wait`), and the first outcome that is posted holds on all ranks (`Peers.post_once`). So no order of
@@ -128,7 +128,12 @@ class Agreement:
         if earlier is not None:  # of an equal graph
             self.why_not = earlier
             return
-        if why := self._gathered():
+        peers = self._peers
+        peers.post(f"{self._graph}/here/{peers.rank}", json.dumps(sorted(self._members)))
+        with _Waiting(peers, self._graph, self._members) as waiting:
+            leads = peers.rank == min(self._members)
+            why = (self._gathered(waiting) if leads else "") or self._told(waiting)
+        if why:
             self.refuse(why)
             return
         ranks = " ".join(map(str, sorted(self._members)))
@@ -138,33 +143,52 @@ class Agreement:
             self._is_settled = True
             self.why_not = "" if outcome == _AGREED else outcome
 
-    def _gathered(self) -> str:
-        """Wait until all ranks are here that work together, be it by way of others. Returns why that will not be; "" if they are."""
+    def _gathered(self, waiting: _Waiting) -> str:
+        """Wait until all ranks are here that work together, be it by way of others, and tell them. Returns why that will not be; "" if they
+        are, or a lower rank is among them, which tells them."""
         peers, here = self._peers, f"{self._graph}/here"
-        peers.post(f"{here}/{peers.rank}", json.dumps(sorted(self._members)))
         known, wait = {peers.rank}, _Wait(peers, self._limit_s)
-        with _Waiting(peers, self._graph, self._members) as waiting:
-            while missing := self._members - known:
-                for rank in sorted(missing):
-                    if (apart := peers.posted(f"{self._graph}/apart/{rank}")) is not None:
-                        return apart
-                    if (groups := peers.posted(f"{here}/{rank}")) is not None:
-                        known.add(rank)
-                        self._members |= set(json.loads(groups))
-                missing -= known
-                if gone := missing & peers.absent:
-                    return f"rank {min(gone)} did not come to an earlier graph"
-                if missing and (late := wait.given_up(missing)) is not None:
-                    peers.absent.add(late)
-                    return f"rank {late} {wait.why}"
-                if (crossed := waiting.crossed(missing)) is not None:
-                    other, graph = crossed
-                    # The other rank may not have seen yet that the two wait for each other.
-                    peers.post(f"{graph}/apart/{peers.rank}", _OTHER_GRAPH.format(peers.rank))
-                    return _OTHER_GRAPH.format(other)
-                if missing:
-                    wait.pause()
+        while missing := self._members - known:
+            for rank in sorted(missing):
+                if (apart := peers.posted(f"{self._graph}/apart/{rank}")) is not None:
+                    return apart
+                if (groups := peers.posted(f"{here}/{rank}")) is not None:
+                    known.add(rank)
+                    self._members |= set(json.loads(groups))
+            if (missing := self._members - known) and (why := self._not_to_come(missing, wait, waiting)):
+                return why
+        if peers.rank == min(self._members):
+            ranks = json.dumps(sorted(self._members))
+            for rank in sorted(self._members):
+                peers.post(f"{self._graph}/met/{rank}", ranks)
         return ""
+
+    def _told(self, waiting: _Waiting) -> str:
+        """Wait until the lowest rank tells which ranks are here. Returns why that will not be; "" if they are."""
+        peers, lowest = self._peers, min(self._members)
+        wait, is_here = _Wait(peers, self._limit_s), False
+        while (met := peers.posted(f"{self._graph}/met/{peers.rank}")) is None:
+            if (apart := peers.posted(f"{self._graph}/apart/{lowest}")) is not None:
+                return apart
+            if not is_here and peers.posted(f"{self._graph}/here/{lowest}") is not None:
+                # It waits itself now, which ends before this.
+                is_here, wait = True, _Wait(peers, 0, patience_s=self._limit_s + 2 * PATIENCE_S)
+            if why := _late({lowest}, wait) if is_here else self._not_to_come({lowest}, wait, waiting):
+                return why
+        self._members = set(json.loads(met))
+        return ""
+
+    def _not_to_come(self, ranks: set[int], wait: _Wait, waiting: _Waiting) -> str:
+        """Sleep until the next look, and return ""; or return the reason why one of the ranks is not waited for."""
+        peers = self._peers
+        if gone := ranks & peers.absent:
+            return f"rank {min(gone)} did not come to an earlier graph"
+        if (crossed := waiting.crossed(ranks)) is not None:
+            other, graph = crossed
+            # The other rank may not have seen yet that the two wait for each other.
+            peers.post(f"{graph}/apart/{peers.rank}", _OTHER_GRAPH.format(peers.rank))
+            return _OTHER_GRAPH.format(other)
+        return _late(ranks, wait)
 
     def _settle(self) -> None:
         peers, done = self._peers, f"{self._scope}/done"
@@ -187,18 +211,27 @@ class Agreement:
                 self.why_not = outcome
                 return None
             if wait.given_up({rank}) is not None:
-                peers.absent.add(rank)
                 self.refuse(f"rank {rank} {wait.why}")
                 return None
             wait.pause()
         return found
 
 
-class _Wait:
-    """A wait for ranks. It ends when one is dead, has not been compiling for `PATIENCE_S`, or after `limit_s` more."""
+def _late(ranks: set[int], wait: _Wait) -> str:
+    """Sleep until the next look, and return ""; or return the reason why one of the ranks is given up."""
+    if (late := wait.given_up(ranks)) is not None:
+        return f"rank {late} {wait.why}"
+    wait.pause()
+    return ""
 
-    def __init__(self, peers: Peers, limit_s: float) -> None:
+
+class _Wait:
+    """A wait for ranks. It ends when one is dead, makes this very call with a plan that it has, has not been compiling for `patience_s`, by
+    default `PATIENCE_S`, or after `limit_s` more."""
+
+    def __init__(self, peers: Peers, limit_s: float, patience_s: float | None = None) -> None:
         self.why = ""
+        self._patience_s = PATIENCE_S if patience_s is None else patience_s
         self._peers = peers
         self._start = self._idle_since = time.monotonic()
         self._looked = self._start
@@ -211,7 +244,8 @@ class _Wait:
         self._pause_s = min(1.2 * self._pause_s, _LONGEST_POLL_S)
 
     def given_up(self, ranks: Collection[int]) -> int | None:
-        """A rank that need not be waited for any longer, for the reason `why`; None while there is none."""
+        """A rank that need not be waited for any longer, for the reason `why`; None while there is none. Later graphs do not wait for one that
+        is dead or late."""
         now = time.monotonic()
         if now - self._looked < _LOOK_S:
             return None
@@ -219,11 +253,16 @@ class _Wait:
         for rank in sorted(ranks):
             if self._peers.is_silent(rank):
                 self.why = "no longer gives signs of life"
+                self._peers.absent.add(rank)
                 return rank
-        if now - self._start < self._limit_s + PATIENCE_S and any(map(self._peers.is_at_work, ranks)):
+            if self._peers.runs_ready(rank):
+                self.why = "has this call compiled already, as a graph of other shapes"
+                return rank
+        if now - self._start < self._limit_s + self._patience_s and any(map(self._peers.is_at_work, ranks)):
             self._idle_since = now
-        if now - self._idle_since > PATIENCE_S:
+        if now - self._idle_since > self._patience_s:
             self.why = f"did not come within {now - self._start:.0f} s"
+            self._peers.absent.add(min(ranks))
             return min(ranks)
         return None
 

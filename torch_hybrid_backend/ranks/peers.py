@@ -1,4 +1,4 @@
-"""The other processes of a torch.distributed job: which of them are alive, and which are compiling.
+"""The other processes of a torch.distributed job: which of them are alive, which are compiling, and which are in what call.
 
 Each process posts a sign of life in the job's store every two seconds, from a thread of its own. A store needs no process group of its own,
 and no call that all ranks make at once. A rank that never compiles, or is dead, keeps nobody waiting beyond a limit of time.
@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
+import json
 import logging
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Protocol
 
@@ -32,6 +35,10 @@ _WITHOUT_STORE = ("fake", "threaded", "mpi")
 
 # Parts of the texts of errors that backends raise when another rank does not take part in a collective.
 _OF_PEERS = ("gloo", "connection closed", "connection reset", "nccl", "timed out")
+
+
+# The ranks of a process group.
+Group = tuple[int, ...]
 
 
 class Store(Protocol):
@@ -67,6 +74,14 @@ class Peers:
         self._working = 0
         self._lock = threading.Lock()
         self._seen: dict[int, tuple[str, float]] = {}  # rank -> its last sign of life, and when it was first seen
+        self._calls = Counter[Group]()  # how many calls of graphs with collectives of a group have begun
+        self._ready_calls: dict[
+            int, list[tuple[Group, int]]
+        ] = {}  # those of a plan that run: the groups, and the numbers
+        self._numbers = itertools.count()
+        self._first_seen: dict[
+            int, tuple[str, int]
+        ] = {}  # rank -> its calls of plans, and the sign that first had them
         self._is_open = is_open
         self._process = os.getpid()
         self._end = threading.Event()
@@ -105,6 +120,20 @@ class Peers:
             with self._lock:
                 self._working -= 1
 
+    @contextlib.contextmanager
+    def calling(self, groups: Collection[Group], *, is_ready: bool) -> Iterator[None]:
+        """Count a call of a graph with collectives of these groups. is_ready: a plan runs it, else it is a first call."""
+        number = next(self._numbers)
+        with self._lock:
+            self._calls.update(groups)
+            if is_ready:
+                self._ready_calls[number] = [(group, self._calls[group]) for group in groups]
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._ready_calls.pop(number, None)
+
     def post(self, key: str, value: str) -> None:
         """Put a value in the store."""
         try:
@@ -133,7 +162,23 @@ class Peers:
 
     def is_at_work(self, rank: int) -> bool:
         """True if a rank was compiling when it gave its last sign of life."""
-        return self._last(rank)[0].endswith("working")
+        return self._last(rank)[0].split()[1:2] == ["working"]
+
+    def runs_ready(self, rank: int) -> bool:
+        """True if a rank makes this process's call with a plan that it has: it does not compile what this process does.
+
+        All ranks of a group make the same calls, so that calls of one number are one call. The rank has been in it for two signs of life: where
+        ranks do not count alike, it is not taken for one that is about to leave another call.
+        """
+        beat = self._last(rank)[0].split()
+        if not beat:
+            return False
+        count, _, calls = beat
+        with self._lock:
+            if self._first_seen.get(rank, ("", 0))[0] != calls:
+                self._first_seen[rank] = calls, int(count)
+            is_new = self._first_seen[rank][1] == int(count)
+            return not is_new and any(self._calls[tuple(group)] == number for group, number in json.loads(calls))
 
     def named(self, error: BaseException, members: Collection[int]) -> BaseException:
         """The error of a collective as the caller is to get it: a RankError that names the ranks that are dead, or the error itself.
@@ -193,7 +238,10 @@ class Peers:
         count = 0
         while not self._end.is_set() and self._is_open():
             try:
-                store.set(f"beat/{self.rank}", f"{count} {'working' if self._working else 'idle'}")
+                with self._lock:
+                    calls = [call for each in self._ready_calls.values() for call in each]
+                sign = "working" if self._working else "idle"
+                store.set(f"beat/{self.rank}", f"{count} {sign} {json.dumps(calls, separators=(',', ':'))}")
             except failures(RuntimeError) as error:  # the store is gone, and with it the job
                 _log.debug("no signs of life any more: %s", error)
                 return

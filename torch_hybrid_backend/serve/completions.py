@@ -201,7 +201,12 @@ def _prompt(given: Any, tokenizer: Any) -> Sequence[int]:
             raise RequestError(
                 "a prompt of text needs a tokenizer, which this server was started without: send token ids"
             )
-        ids: list[int] = tokenizer.encode(given).ids
+        try:
+            # `encode` would keep Python's lock until it returns.
+            (encoding,) = tokenizer.encode_batch([given])
+        except failures(Exception) as error:  # of tokenizers: Exception itself, TypeError for half a surrogate pair
+            raise RequestError(f"the tokenizer refuses the prompt: {error}") from error
+        ids: list[int] = encoding.ids
         return ids
     if not isinstance(given, list) or not all(type(each) is int for each in given):
         raise RequestError("prompt must be a text or a list of token ids, one of them")

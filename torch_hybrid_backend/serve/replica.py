@@ -36,7 +36,7 @@ _LOG = logging.getLogger("ray.serve")
 
 @serve.ingress()
 class Replica:
-    """A replica. Raises ArtifactError or ArgumentError at its start for a file that cannot be served, which Serve's status then shows."""
+    """A replica, which has a model once `reconfigure` has run."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -49,29 +49,40 @@ class Replica:
         self.tokenizer = None if settings.tokenizer is None else open_tokenizer(Path(settings.tokenizer))
         # A generation has the model's cache until it ends.
         self._generation = asyncio.Lock()
-        self.model: ServedModel = self._loader.submit(self._open, settings.artifact).result()
-        self.metrics.swapped(self.model)
+        self._model: ServedModel | None = None
         joined: Any = self._joined  # `serve.batch` gave it setters
         joined.set_max_batch_size(settings.max_batch)
         joined.set_batch_wait_timeout_s(settings.batch_wait_ms / 1e3)
 
-    async def reconfigure(self, config: Mapping[str, Any]) -> None:
-        """Serve the file that `config["artifact"]` names, from the next request on. A file that cannot be served leaves the present one.
+    @property
+    def model(self) -> ServedModel:
+        """The model that is served now."""
+        assert self._model is not None, "Serve calls reconfigure before the first request"
+        return self._model
 
-        Serve stops a replica whose `reconfigure` raises: of one replica nothing would be left. So the error goes to the log.
+    async def reconfigure(self, config: Mapping[str, Any] | None, rank: object) -> None:
+        """Serve the file that `config["artifact"]` names, or that of the settings for None, from the next request on.
+
+        Serve calls this when a replica starts, without a user_config too, as there is a `rank`; a file that cannot be served then raises
+        ArtifactError or ArgumentError, which Serve's status shows. Later a file that cannot be served leaves the present one, and the error
+        goes to the log: Serve stops a replica whose `reconfigure` raises, and of one replica nothing would be left.
         """
+        before = self._model
         try:
-            if not isinstance(config, Mapping) or set(config) != {"artifact"}:
-                raise ArgumentError(f'user_config is {config!r}; it must be {{"artifact": "NAME.hybrid"}}')
-            loop = asyncio.get_running_loop()
-            before, self.model = self.model, await loop.run_in_executor(self._loader, self._open, config["artifact"])
-            self.metrics.swapped(self.model, before)
+            path = self._path_of(config)
+            if before is not None and path == before.path:  # another rank
+                return
+            self._model = await asyncio.get_running_loop().run_in_executor(self._loader, self._open, path)
         except HybridError as error:
-            self.metrics.swap_failed(self.model)
-            _LOG.error("%s is still served: %s", self.model.path, error)
+            if before is None:
+                raise
+            self.metrics.swap_failed(before)
+            _LOG.error("%s is still served: %s", before.path, error)
+        else:
+            self.metrics.swapped(self._model, before)
 
     async def check_health(self) -> None:
-        """Make the sample calls of the file, in the thread of the requests. Raises ArtifactError where their results changed.
+        """Make a sample call of the file, in the thread of the requests. Raises ArtifactError where its results changed.
 
         Amid a generation nothing is checked, as the calls would write to its cache.
         """
@@ -170,8 +181,14 @@ class Replica:
             results.update(zip(numbers, done, strict=True))
         return [results[number] for number in range(len(works))]
 
-    def _open(self, artifact: str) -> ServedModel:
-        path = self._settings.path_of(artifact)
+    def _path_of(self, config: Mapping[str, Any] | None) -> Path:
+        if config is None:
+            return self._settings.path_of(self._settings.artifact)
+        if not isinstance(config, Mapping) or set(config) != {"artifact"}:
+            raise ArgumentError(f'user_config is {config!r}; it must be {{"artifact": "NAME.hybrid"}}')
+        return self._settings.path_of(config["artifact"])
+
+    def _open(self, path: Path) -> ServedModel:
         try:
             return ServedModel(path, self._settings.keys or None, self._settings.model)
         except HybridError:
@@ -211,6 +228,8 @@ def deployment(
         "max_constructor_retry_count": 1,
         "ray_actor_options": {"num_cpus": settings.threads},
         "graceful_shutdown_timeout_s": 20,
+        # Serve notices by it that a replica has died. Sample calls are made less often (ServedModel.check).
+        "health_check_period_s": 1,
         **given,
     }
     made: Any = serve.deployment(Replica, **options)

@@ -8,6 +8,8 @@ suffices is called, and is filled up with copies of the last row.
 from __future__ import annotations
 
 import functools
+import itertools
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +32,8 @@ from torch_hybrid_backend.serve.protocol import DATATYPES, datatype_of
 
 # Sets of sizes whose forms an entry for many sizes keeps.
 _MOST_KEPT = 1024
+# Between two sample calls, as a multiple of the time that one takes.
+_PAUSE = 100
 ANY = -1
 
 
@@ -154,6 +158,9 @@ class ServedModel:
         self.model = load(path, keys=keys)
         self.version = self.model.digest[:12]
         self.generates = self.model.manifest.generation is not None
+        self._checks = itertools.cycle(sample.entry for sample in self.model.manifest.samples)
+        self._next_entry = next(self._checks, None)
+        self._next_check = 0.0
         samples = {sample.entry: sample.tolerance for sample in self.model.manifest.samples}
         served = [
             ServedEntry(self.model.flat_entry(entry.name), samples.get(entry.name, 0.0))
@@ -200,8 +207,18 @@ class ServedModel:
         return self.model.explain().to_html()
 
     def check(self) -> None:
-        """Make the sample calls that are in the file. Raises ArtifactError where their results are others than there."""
-        self.model.check()
+        """Make a sample call that is in the file, of the next entry each time. Raises ArtifactError where its results are others than there,
+        and repeats that call the next time: Serve replaces a replica after several failures in a row.
+
+        Requests wait meanwhile: nothing is done until a hundred times as long has passed as the last sample call took.
+        """
+        start = time.monotonic()
+        if start < self._next_check:
+            return
+        self.model.check(self._next_entry)
+        self._next_entry = next(self._checks, None)
+        now = time.monotonic()
+        self._next_check = now + _PAUSE * (now - start)
 
     def sample(self) -> dict[str, torch.Tensor]:
         """The tensors of the sample call, by input; of several rows the first."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch_hybrid_backend.errors import ArgumentError
+from torch_hybrid_backend.machine import most_threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,8 @@ class Settings:
     tokenizer: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("threads", "max_batch"):
-            check_count(getattr(self, name), name)
+        check_threads(self.threads, "threads")
+        check_count(self.max_batch, "max_batch")
         for name, least in (("batch_wait_ms", 0.0), ("max_body_mib", 0.001)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < float("inf"):
@@ -71,6 +72,16 @@ class Settings:
                 f"the artifact {artifact!r} is not in {self.folder}: only files of that folder are served"
             )
         return path
+
+
+def check_threads(value: object, name: str) -> None:
+    """Raise ArgumentError unless `value` is a number of threads that a replica may have."""
+    check_count(value, name)
+    assert isinstance(value, int)
+    if value > most_threads():
+        raise ArgumentError(
+            f"{name} is {value}; it must be a whole number from 1 to {most_threads()} (256 or 4 times the processors)"
+        )
 
 
 def check_count(value: object, name: str) -> None:

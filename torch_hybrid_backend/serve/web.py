@@ -115,7 +115,8 @@ class _Routes:
 
     async def _completions(self, request: Request) -> Response:
         body = await read_body(request, self._service.max_body_bytes)
-        asked = completions.read_completion(body, self._service.model, self._service.tokenizer)
+        # A long text takes the tokenizer seconds: other requests go on meanwhile.
+        asked = await run_in_threadpool(completions.read_completion, body, self._service.model, self._service.tokenizer)
         if asked.stream:
             return StreamingResponse(completions.events(asked, self._service), media_type="text/event-stream")
         return JSONResponse(await completions.answer(asked, self._service))

@@ -142,15 +142,23 @@ def pull(store: Store, location: Location, keys: Sequence[bytes]) -> int:
 
 
 def sign(location: Location, key: Any) -> int:
-    """Sign all entries of a location with a private key; return their number. Raises CacheError where the location cannot be written."""
+    """Sign all entries of a location with a private key; return their number. A damaged entry gives a WARNING, and is not signed. Raises
+    CacheError where the location cannot be written."""
+    signed = 0
     with _reached(location):
-        names = location.names()
-        for kind, name in names:
-            found = location.read(f"{kind}/{name}")
-            if found is not None:
+        for kind, name in location.names():
+            try:
+                found = location.read(f"{kind}/{name}")
+                if found is None:  # removed meanwhile
+                    continue
                 content, signatures = unpack(found[0], kind, name)
-                location.write(f"{kind}/{name}", pack(content, signatures, key))
-        return len(names)
+            except CacheError as error:
+                text = "an entry of the shared cache is not signed, %s/%s/%s: %s; `hybrid cache push` from a cache that has it replaces it"
+                _log.warning(text, location.text, kind, name, error)
+                continue
+            location.write(f"{kind}/{name}", pack(content, signatures, key))
+            signed += 1
+    return signed
 
 
 def pack(content: Content, signatures: Signatures = (), key: Any = None) -> bytes:

@@ -59,10 +59,11 @@ _CASES = (
 # These take long, and hardly have a kernel of another kind: `make test-full` runs them, and whoever changes kernels does.
 _LONG = frozenset(
     (
-        *itertools.product(("resnet50", "efficientnet_b0", "swin_tiny"), ("as-written",), ("avx2",)),
+        *itertools.product(("resnet50", "efficientnet_b0", "swin_tiny", "gpt2"), ("as-written",), ("avx2",)),
         ("efficientnet_b0", "as-written", "avx512"),
         *itertools.product(("resnet50",), ("bf16", "int8", "int4-weights"), ("vnni", "amx")),
         *itertools.product(("mobilenet_v2",), ("bf16", "int4-weights"), ("vnni", "amx")),
+        ("mobilenet_v2", "int8", "vnni"),
     )
 )
 _RANKED = frozenset(f"choice {n}" for n in range(2, 8))  # emitting them all would take a minute

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 
-from torch_hybrid_backend.engines.cpu.isa import AVX2, AVX512, NEON, SSE, isa_of, widest_lanes
+from torch_hybrid_backend.engines.cpu.isa import AVX2, AVX512, NEON, SSE, X86_FEATURES, isa_of, widest_lanes
 
 _AVX512F = ("avx2", "avx512f")
 
@@ -24,6 +26,13 @@ def test_lanes(features: tuple[str, ...], lanes: int) -> None:
 def test_instruction_sets_without_extensions(features: tuple[str, ...], isa: object) -> None:
     """The vectors decide, but for Arm's, which are as wide as SSE's."""
     assert isa_of(features, widest_lanes(features)) == isa
+
+
+def test_cpuid_is_asked_for_every_extension() -> None:
+    """What files can demand of a processor is what the C++ side confirms by CPUID."""
+    source = Path(__file__).parents[3] / "csrc/src/processor.cc"
+    confirmed = re.findall(r'^    \{"(\w+)", ', source.read_text(), re.MULTILINE)
+    assert sorted(confirmed) == sorted(X86_FEATURES.values())
 
 
 def test_registers() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.compiling import fresh_dynamo, kernel_cache
+from tests.compiling import by_estimate, fresh_dynamo
 from tests.engines.triton.regions_for_tests import program_of
 from torch_hybrid_backend.core.device import CPU
 from torch_hybrid_backend.core.program import NULL, DeviceLaunch, Program, ScalarArgument
@@ -33,7 +33,7 @@ from torch_hybrid_backend.engines.triton.schedules.tilings import Tiling
 from torch_hybrid_backend.errors import DeviceError, HybridError
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
 
-__all__ = ["fresh_dynamo", "kernel_cache"]
+__all__ = ["by_estimate", "fresh_dynamo"]
 
 pytest.importorskip("triton")
 

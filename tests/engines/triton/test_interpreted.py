@@ -11,7 +11,7 @@ from torch._dynamo.utils import same
 
 import torch_hybrid_backend
 from benchmarks.models import ZOO, tensors
-from tests.compiling import fresh_dynamo, kernel_cache
+from tests.compiling import by_estimate, fresh_dynamo
 from tests.operators.execution import Bench
 from tests.operators.selection import SELECTION, check
 from torch_hybrid_backend.driver import session
@@ -19,7 +19,7 @@ from torch_hybrid_backend.engines.triton import interpreted as module
 from torch_hybrid_backend.engines.triton.interpreted import libdevice
 from torch_hybrid_backend.errors import HybridError
 
-__all__ = ["fresh_dynamo", "kernel_cache"]
+__all__ = ["by_estimate", "fresh_dynamo"]
 
 pytest.importorskip("triton")
 

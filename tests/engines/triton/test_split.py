@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.compiling import fresh_dynamo, kernel_cache
+from tests.compiling import by_estimate, fresh_dynamo
 from tests.engines.triton.regions_for_tests import HOPPER, check, compiled, interpret_for, kernels_of, sampled
 from torch_hybrid_backend.engines.triton import backend
 from torch_hybrid_backend.engines.triton.emit import emit_kernel
@@ -18,7 +18,7 @@ from torch_hybrid_backend.engines.triton.split import split
 from torch_hybrid_backend.engines.triton.target import INTERPRETER, Target
 from torch_hybrid_backend.loops.kernels import MapKernel, RowKernel
 
-__all__ = ["fresh_dynamo", "kernel_cache"]
+__all__ = ["by_estimate", "fresh_dynamo"]
 
 pytest.importorskip("triton")
 

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -226,6 +226,48 @@ def test_a_kernel_that_is_missing_is_named(kernels: str, path: Path) -> None:
     artifact = Artifact(written(path, file))
     with pytest.raises(ArtifactError, match=rf'^{re.escape(str(path))}: .*"library" has no kernel "sub"'):
         Plan.of_artifact(artifact, "plan.forward")
+
+
+@pytest.mark.parametrize(
+    ("kernels", "said"),
+    [
+        ([], "calls a kernel .add., which is not among the kernels"),
+        ([{"name": "add", "bytes": [0, 0, 0, 0], "sizes": 0}], "with 3 tensors and 0 sizes; it takes 4 and 0"),
+        ([{"name": "add", "bytes": [0, 0, 0], "sizes": 1}], "with 3 tensors and 0 sizes; it takes 3 and 1"),
+        (
+            [{"name": "add", "bytes": [0, 0, 4 * N + 1], "sizes": 0}],
+            f"with {4 * N} bytes as tensor 2, of which it uses {4 * N + 1}",
+        ),
+        ([{"name": "add", "bytes": [0, 0, 0], "sizes": 0}] * 2, "two kernels are called .add"),
+        ([{"name": "add", "bytes": [0, 0, 0], "sizes": -1}], "kernel 0: the number of sizes is -1"),
+    ],
+)
+def test_calls_of_kernels_are_checked(kernels: list[Any], said: str, path: Path) -> None:
+    """A kernel checks nothing of what it is given: a plan that calls one otherwise than the file says is refused when it is opened."""
+    file = with_kernels(b"no library")
+    file.manifest["kernels"] = [{"name": "add", "bytes": [4 * N] * 3, "sizes": 0}]
+    Artifact(written(path, file))
+    file.manifest["kernels"] = kernels
+    refused(path, file, f"not as the format demands: .*{said}")
+
+
+def test_signatures_come_first(path: Path) -> None:
+    """Nothing is read of a file that `verify` refuses: here its coded weights are damaged, or its manifest is none."""
+
+    def verify(manifest: bytes, signatures: Sequence[tuple[bytes, bytes]]) -> None:
+        assert signatures == [(bytes(range(32)), bytes(range(32, 96)))]
+        raise PermissionError(manifest.decode()[:9])
+
+    file = coded_file()
+    file.signatures = [bytes(range(96))]
+    kind, weights = file.segments["weights.0"]
+    file.segments["weights.0"] = kind, b"\xff" * len(weights)
+    contents = [content for _, content in file.segments.values()]
+    for content in (file.to_bytes(), with_text(b'{"format"', contents, file.signatures)):
+        with pytest.raises(PermissionError, match='"format"'):
+            Artifact(written(path, content), verify=verify)
+        with pytest.raises(ArtifactError, match="not as the format demands"):
+            Artifact(path)
 
 
 @pytest.mark.fault(
@@ -538,7 +580,13 @@ INPUT, FRESH = value("input"), value("fresh")
 PLANS: dict[str, tuple[bytes, str]] = {
     "no JSON": (b"plan", "no JSON"),
     "kernel": (
-        plan_text([INPUT, FRESH], [{"kind": "kernel", "library": "library"}], 2, 1, [1] * 3),
+        plan_text(
+            [INPUT, FRESH],
+            [{"kind": "kernel", "library": "library", "symbol": "k", "arguments": [0, 1], "sizes": []}],
+            2,
+            1,
+            [1] * 3,
+        ),
         "has kernels, and the file has no library",
     ),
     "another library": (

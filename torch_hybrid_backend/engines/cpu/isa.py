@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 # LLVM's name of an extension -> Linux's. Only those that LLVM might use in a kernel unasked, and AMX-FP16. Linux has no names for that,
-# AVX-VNNI-INT8 and AVX10 (its arch/x86/include/asm/cpufeatures.h keeps them for guests of KVM): kernels do without the others.
+# AVX-VNNI-INT8 and AVX10 (its arch/x86/include/asm/cpufeatures.h keeps them for guests of KVM): kernels do without the others, and AMX-FP16 is
+# asked of CPUID. csrc/src/processor.cc has their bits there: a name that is added here is added there.
 X86_FEATURES = {
     "adx": "adx",
     "amx-bf16": "amx_bf16",
@@ -59,8 +60,6 @@ ARM_FEATURES = {"neon": "asimd", "dotprod": "asimddp", "fullfp16": "asimdhp", "b
 SCALABLE = frozenset(("sve", "sve2", "sme", "sme2"))
 # All that kernels may depend on, as Linux names them.
 FEATURES = frozenset((*X86_FEATURES.values(), *ARM_FEATURES.values()))
-# A feature that Linux does not name, so that PyTorch is asked -> one that every processor with it has.
-ASKED_OF_PYTORCH = {"amx_fp16": "amx_tile"}
 # LLVM's name of an extension -> of the first processor with it, as which a processor is tuned that LLVM takes for one without.
 FIRST_PROCESSOR = {"amx-tile": "sapphirerapids"}
 _WITH_SSE4 = frozenset(("sse4_1", "sse4_2", "popcnt"))

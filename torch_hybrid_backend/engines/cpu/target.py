@@ -19,7 +19,6 @@ from typing import Any
 
 from torch_hybrid_backend.engines.cpu.isa import (
     ARCHITECTURES,
-    ASKED_OF_PYTORCH,
     FEATURES,
     FEATURES_OF_CAPABILITY,
     FIRST_PROCESSOR,
@@ -33,7 +32,7 @@ from torch_hybrid_backend.engines.cpu.isa import (
     widest_lanes,
 )
 from torch_hybrid_backend.errors import ConfigError, did_you_mean, failures
-from torch_hybrid_backend.machine import cpuinfo, flags_within, is_of_tiles
+from torch_hybrid_backend.machine import cpuinfo, flags, flags_within, is_of_tiles
 
 _log = logging.getLogger(__name__)
 
@@ -68,8 +67,8 @@ class Target:
     @staticmethod
     def host(root: Path = Path("/")) -> Target:
         """The machine this process runs on. `root` holds `proc/` and `sys/`; where they are absent, portable guesses are made."""
-        cpu, flags = _cpu_and_flags(root)
-        features = tuple(sorted(flags & FEATURES))
+        cpu, found = _cpu_and_flags(root)
+        features = tuple(sorted(found & FEATURES))
         l1_bytes, l2_bytes = _cache_bytes(root)
         return Target(NATIVE, cpu, features, widest_lanes(features), _cores(root), l1_bytes, l2_bytes)
 
@@ -227,27 +226,15 @@ def _cpu_and_flags(root: Path) -> tuple[str, frozenset[str]]:
         fields = cpuinfo(root)
     except failures(OSError):
         fields = {}
-    flags = frozenset((fields.get("flags") or fields.get("features") or "").split())
-    if not flags:
-        flags = _flags_without_proc()
-    elif root == Path("/"):
-        flags |= {name for name, beside in ASKED_OF_PYTORCH.items() if beside in flags and torch_sees(name)}
+    found = flags(root) or _flags_without_proc()
     identity = [platform.machine()]
     # x86 names the first four, Arm the rest.
     for name in ("vendor_id", "cpu family", "model", "stepping", "cpu implementer", "cpu variant", "cpu part"):
         identity.append(fields.get(name, ""))
     if not fields:
         identity.append(platform.processor())
-    digest = hashlib.sha256(" ".join(sorted(flags)).encode()).hexdigest()[:16]
-    return " ".join(part for part in (*identity, digest) if part), flags
-
-
-def torch_sees(flag: str) -> bool:
-    """True if PyTorch, which asks the processor itself, has found an extension; not every version of it tells."""
-    import torch
-
-    tell = getattr(torch.cpu, "get_capabilities", None)
-    return tell is not None and bool(tell().get(flag))
+    digest = hashlib.sha256(" ".join(sorted(found)).encode()).hexdigest()[:16]
+    return " ".join(part for part in (*identity, digest) if part), found
 
 
 def _flags_without_proc() -> frozenset[str]:

@@ -184,6 +184,7 @@ class _Operators:
         self.watches_writes = ops.watches_writes.default
         self.binding_new = ops.binding_new.default
         self.artifact_open = ops.artifact_open.default
+        self.artifact_read = ops.artifact_read.default
         self.artifact_manifest = ops.artifact_manifest.default
         self.artifact_signatures = ops.artifact_signatures.default
         self.artifact_segment = ops.artifact_segment.default
@@ -304,17 +305,27 @@ class Artifact:
     """An opened `.hybrid` file: see csrc/include/artifact.h. Every check of docs/hybrid_format.md has passed but for signatures.
 
     share: other processes that open the file share its memory. False copies it, for files that others may write to. threads: how many
-    compare checksums. runs: refuse a file whose libraries are for other machines; without, its plans cannot be made.
+    compare checksums and decode. verify: is called with the manifest's text, as bytes, and the signatures before anything else of the file is
+    read; what it raises is raised. runs: refuse a file whose libraries are for other machines; without, its plans cannot be made.
 
     Addresses hold for as long as this object lives, or a plan of it. Raises ArtifactError for a file that cannot be used, with what to do.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], *, share: bool = True, threads: int = 1, runs: bool = True
+        self,
+        path: str | os.PathLike[str],
+        *,
+        share: bool = True,
+        threads: int = 1,
+        runs: bool = True,
+        verify: Callable[[bytes, Sequence[tuple[bytes, bytes]]], object] | None = None,
     ) -> None:
         self._ops = ops = _ops()
-        self.handle: int = _opening(ops.artifact_open, os.fspath(path), share, threads, runs)
+        self.handle: int = _opening(ops.artifact_open, os.fspath(path), share)
         weakref.finalize(self, ops.free_artifact, self.handle).atexit = False
+        if verify is not None:
+            verify(_bytes_at(*ops.artifact_manifest(self.handle)), self.signatures)
+        _opening(ops.artifact_read, self.handle, threads, runs)
 
     @functools.cached_property
     def manifest(self) -> str:

@@ -36,9 +36,17 @@ TARGETS = {
     "avx2": dataclasses.replace(HOST, features=AVX2, lanes=widest_lanes(AVX2)),
     "plain": dataclasses.replace(HOST, lanes=4),
 }
+# Their instructions are those of another target, at another width.
+_LIKE_OTHERS = ("narrow", "without vnni")
 
 
-@pytest.fixture(scope="module", params=TARGETS, ids=lambda name: name.replace(" ", "_"))
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, id=name.replace(" ", "_"), marks=pytest.mark.full if name in _LIKE_OTHERS else ())
+        for name in TARGETS
+    ],
+)
 def engine(request: pytest.FixtureRequest) -> KernelEngine:
     return KernelEngine(TvmBackend(TARGETS[request.param]), Config(compile_threads=2), services())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import platform
 import re
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -22,10 +23,20 @@ MANY = dataclasses.replace(HOST, cores=48, l2_bytes=8 << 10)
 
 
 @pytest.mark.parametrize("row_parts", [1, 2, 3])
-@pytest.mark.parametrize("target", [HOST, SMALL, MANY, NARROW], ids=["host", "small", "many", "narrow"])
-def test_many_rows(target: Target, row_parts: int) -> None:
+@pytest.mark.parametrize(
+    ("target", "rows"),
+    [
+        pytest.param(HOST, (2, 7, 130), id="host"),  # less than a tile, more than one, several blocks
+        pytest.param(HOST, (4, 33), id="host, more", marks=pytest.mark.full),
+        *(
+            pytest.param(target, (7, 130), id=name)
+            for name, target in (("small", SMALL), ("many", MANY), ("narrow", NARROW))
+        ),
+    ],
+)
+def test_many_rows(target: Target, rows: Sequence[int], row_parts: int) -> None:
     """Tiles of any number of rows, in one block and in several, with zero points and without; groups of k, and whole rows of it."""
-    for m in (2, 4, 7, 33, 130) if target is HOST else (7, 130):
+    for m in rows:
         check(kernel_of(m, 96, 37, target, 4, 32, scaled_by="bfloat16", row_parts=row_parts), target)
         check(kernel_of(m, 1152, 97, target, 4, 128, zeros=True, row_parts=row_parts), target)
         check(kernel_of(m, 768, 64, target, 8, in_words=True, row_parts=row_parts), target)
