@@ -101,7 +101,7 @@ def _measured(model: str, size: str, processes: int) -> list[dict[str, Any]]:
 
 
 def _started(model: str, size: str, cache: Path, variables: Mapping[str, str]) -> dict[str, Any]:
-    """What a new process tells of its first call, and the seconds from its start to its end."""
+    """Run one process; return the figures of its first call, and the seconds from its start to its end."""
     begin = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.shared_cache", "--answer", model, "--size", size],

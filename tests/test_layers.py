@@ -350,18 +350,18 @@ def _literals(path: Path) -> Iterator[ast.Constant]:
 
 
 def test_instruction_sets_are_named_in_one_table() -> None:
-    """Properties of `engines/cpu/isa.py` tell what kernels may use, `machine.py` what a process may use; `engines/cpu/tir/x86.py` emits LLVM's
-    intrinsics of x86."""
+    """Properties of `engines/cpu/isa.py` tell what kernels may use, `machine.py` what a process may use; `engines/cpu/tir/x86.py` and
+    `engines/cpu/tir/arm.py` emit LLVM's intrinsics of them."""
     tables = {"torch_hybrid_backend/engines/cpu/isa.py", "torch_hybrid_backend/machine.py"}
     named, emitting = set(), set()
     for path in MODULES:
         texts = [str(literal.value) for literal in _literals(path)]
         if any(_FEATURE.match(text) for text in texts):
             named.add(_named(path))
-        if any("llvm.x86." in text for text in texts):
+        if any("llvm.x86." in text or "llvm.aarch64." in text for text in texts):
             emitting.add(_named(path))
     assert named == tables
-    assert emitting == {"torch_hybrid_backend/engines/cpu/tir/x86.py"}
+    assert emitting == {f"torch_hybrid_backend/engines/cpu/tir/{name}.py" for name in ("arm", "x86")}
 
 
 def test_no_way_of_computing_is_dropped_by_a_number_of_lanes() -> None:

@@ -182,7 +182,7 @@ def test_tiles_that_the_system_refuses_are_no_instructions(
         ("flags : sse4_2 avx", "DEFAULT", False),
         ("flags : avx2", "AVX2", True),
         ("flags : avx2 avx512f avx512_vnni", "AVX512", True),
-        ("Features : asimd asimddp i8mm", "DEFAULT", False),  # no kernel multiplies bytes by them
+        ("Features : asimd asimddp i8mm", "DEFAULT", True),
         ("", "AVX2", True),  # the system tells nothing, PyTorch does
         ("", "DEFAULT", False),
     ],
@@ -190,7 +190,7 @@ def test_tiles_that_the_system_refuses_are_no_instructions(
 def test_instructions_of_integers(
     cpuinfo_text: str, capability: str, there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Products of bytes need vectors of at least 8 lanes, of x86."""
+    """Products of bytes need vectors of at least 8 lanes on x86, and FEAT_DotProd on Arm."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     _with_cpuinfo(tmp_path, cpuinfo_text)
     assert bool(lacking_instructions("int8", tmp_path)) is not there

@@ -42,8 +42,9 @@ from torch_hybrid_backend.driver.profiling import Timeable, profile_calls, warm_
 from torch_hybrid_backend.driver.ready import Ready
 from torch_hybrid_backend.driver.refused_forms import refused_operator
 from torch_hybrid_backend.driver.session import Session, open_session
+from torch_hybrid_backend.engines.cpu.target import NATIVE, Target
 from torch_hybrid_backend.errors import ArgumentError, ConfigError, delivered
-from torch_hybrid_backend.machine import lacking_instructions
+from torch_hybrid_backend.machine import lacking_among, lacking_instructions
 from torch_hybrid_backend.quantization.ranges import left_in_float
 from torch_hybrid_backend.ranks.peers import at_work
 from torch_hybrid_backend.report import Explanation, about_call
@@ -163,21 +164,30 @@ def _parts(precision: str) -> tuple[str, ...]:
     return tuple(part for part, without in _WITHOUT.items() if precision in without)
 
 
+def _lacking_in(target: Target, precision: str) -> tuple[str, ...]:
+    return lacking_among(precision, target.features)
+
+
 def with_instructions(config: Config) -> Config:
-    """`config` in a precision that this machine has instructions for. One WARNING in a process where it lacks those of what was asked for."""
+    """`config` in a precision that its target has instructions for. One WARNING in a process where it lacks those of what was asked for.
+
+    Raises ConfigError for a target that does not exist.
+    """
+    if config.target == NATIVE:
+        lacking_of, whose = lacking_instructions, "this machine"
+    else:
+        lacking_of, whose = functools.partial(_lacking_in, Target.named(config.target)), config.target
     precision, lacks = config.precision, []
     for part, without in _WITHOUT.items():
-        if precision in without and (lacking := lacking_instructions(part)):
+        if precision in without and (lacking := lacking_of(part)):
             lacks.append(f"{part} (one of: {', '.join(lacking)})")
             precision = without[precision]
     if not lacks:
         return config
     instead = precision if precision == AS_WRITTEN else f"in {precision}"
-    fast = [
-        name for name in PRECISIONS if name != AS_WRITTEN and all(not lacking_instructions(p) for p in _parts(name))
-    ]
+    fast = [name for name in PRECISIONS if name != AS_WRITTEN and all(not lacking_of(p) for p in _parts(name))]
     warn_once(
-        f"this machine has no instructions for {' and '.join(lacks)}: with precision={config.precision} graphs are computed {instead}; "
+        f"{whose} has no instructions for {' and '.join(lacks)}: with precision={config.precision} graphs are computed {instead}; "
         f"use one of {', '.join(fast)}, which run fast here"
     )
     return dataclasses.replace(config, precision=precision)

@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,6 +50,16 @@ def _choice(*legal: str) -> _Parser:
         return value
 
     return parse
+
+
+def _target(raw: object) -> object:
+    """A target's name; the engine knows which there are."""
+    parts = [part.strip().lower() for part in raw.split(",")] if isinstance(raw, str) else []
+    if not parts or any(re.fullmatch(r"[+\w.-]+", part) is None for part in parts):
+        raise ValueError(
+            "the name of a processor, such as 'native', 'x86-64-v3' or 'neoverse-n1', or one with features: 'armv8-a,+dotprod'"
+        )
+    return ",".join(parts)
 
 
 def _boolean(raw: object) -> object:
@@ -221,10 +232,11 @@ class Config:
     target: str = dataclasses.field(
         default="native",
         metadata=_setting(
-            _choice("native", "x86-64-v3", "x86-64-v4"),
-            "native, x86-64-v3, x86-64-v4",
-            "processor that kernels of the CPU are compiled for: this machine's, or a level of x86-64 (v3 has AVX2, v4 AVX-512), whose kernels "
-            "all machines of that level share; they are slower than native ones (docs/guides/cache.md)",
+            _target,
+            "native, x86-64-v2, x86-64-v3, x86-64-v4, armv8-a, cortex-a72, neoverse-n1, neoverse-v1, a triple; features may follow",
+            "processor that kernels of the CPU are compiled for: this machine's; or a level of x86-64 (v3 has AVX2, v4 AVX-512), whose kernels "
+            "all machines of that level share; they are slower than native ones (docs/guides/cache.md); or for `export`, an Arm processor "
+            "(docs/guides/arm.md)",
         ),
     )
     placement: str = dataclasses.field(

@@ -210,6 +210,7 @@ _MULTIPLIES: Mapping[str, tuple[str, ...]] = {
     "avx2": ("int8",),
     "avx_vnni": (_WHOLE_BYTES,),
     "avx512_vnni": (_WHOLE_BYTES,),
+    "asimddp": (_WHOLE_BYTES, "int8"),
     "avx512_bf16": ("bf16",),
     "amx_bf16": ("bf16", "fp16"),
     "amx_fp16": ("fp16",),
@@ -227,6 +228,17 @@ def lacking_instructions(precision: str, root: Path = Path("/")) -> tuple[str, .
     if precision == "int8" and torch.backends.cpu.get_cpu_capability().startswith("AVX"):
         return ()  # also where the system tells no flags
     return () if _multiplies(precision, root) else _instructions(precision)
+
+
+def lacking_among(precision: str, features: Iterable[str]) -> tuple[str, ...]:
+    """The instructions of which `precision` needs one, where a processor with `features`, by Linux's names, has none; else ()."""
+    wanted = _instructions(precision)
+    return () if set(features).intersection(wanted) else wanted
+
+
+def weight_bits_of(features: Iterable[str]) -> int:
+    """Like `default_weight_bits`, of a processor with `features`, by Linux's names."""
+    return 7 if not lacking_among("int8", features) and lacking_among(_WHOLE_BYTES, features) else 8
 
 
 def default_weight_bits(root: Path = Path("/")) -> int:

@@ -49,7 +49,9 @@ class Artifact {
   ~Artifact();
 
   // Checks and decodes all the rest, once. `threads`: how many do so; they end before it returns.
-  void Read(unsigned threads);
+  // `runs`: a file that has libraries, and none for this machine, is refused; without, it has no
+  // library here.
+  void Read(unsigned threads, bool runs = true);
 
   const std::string& path() const { return path_; }
   const std::string& manifest_text() const { return manifest_text_; }

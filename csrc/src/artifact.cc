@@ -183,7 +183,7 @@ Artifact::~Artifact() {
   if (library_file_ >= 0) close(library_file_);
 }
 
-void Artifact::Read(unsigned threads) {
+void Artifact::Read(unsigned threads, bool runs) {
   Named(path_, [&] {
     try {
       manifest_ = ReadManifest(manifest_text_, memory_bytes_);
@@ -195,7 +195,7 @@ void Artifact::Read(unsigned threads) {
     CheckSegments(threads);
     DecodeSegments(threads);
     CheckPlans();
-    target_ = ChooseTarget(manifest_, UsableBy(manifest_));
+    if (runs) target_ = ChooseTarget(manifest_, UsableBy(manifest_));
   });
 }
 

@@ -125,8 +125,9 @@ int64_t ArtifactOpen(int64_t path, int64_t size, bool share) {
   return Artifacts().Add(Artifact::Open(TextAt(path, size), share));
 }
 
-void ArtifactRead(int64_t artifact, int64_t threads) {
-  Artifacts().Get(artifact)->Read(static_cast<unsigned>(std::clamp<int64_t>(threads, 1, 1024)));
+void ArtifactRead(int64_t artifact, int64_t threads, bool runs) {
+  Artifacts().Get(artifact)->Read(static_cast<unsigned>(std::clamp<int64_t>(threads, 1, 1024)),
+                                  runs);
 }
 
 Numbers Range(const void* begin, size_t size_bytes) {
@@ -282,7 +283,7 @@ STABLE_TORCH_LIBRARY(torch_hybrid_backend, m) {
       "binding_new(int plan, int guard, int[] owned_slots, Tensor[] owned, "
       "int[] borrowed_slots, int[] borrowed) -> int");
   m.def("artifact_open(int path, int size, bool share) -> int");
-  m.def("artifact_read(int artifact, int threads) -> ()");
+  m.def("artifact_read(int artifact, int threads, bool runs) -> ()");
   m.def("artifact_manifest(int artifact) -> int[]");
   m.def("artifact_signatures(int artifact) -> int[]");
   m.def("artifact_segment(int artifact, int name, int size) -> int[]");

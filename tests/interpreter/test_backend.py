@@ -57,7 +57,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return Bench(path, compilers=2, modes=("interpreter",))
 
 
-# The Triton engine's tests run the others through lowerings, fusion and the plan, too.
+# TVM's tests run every kind through lowerings, fusion and the plan.
 _KINDS = ("float32",)
 
 

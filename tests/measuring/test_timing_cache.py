@@ -109,7 +109,7 @@ def test_times_of_other_kinds_are_taken_anew(tmp_path: Path) -> None:
 
 
 def test_entries_of_other_machines(tmp_path: Path) -> None:
-    """They are kept and found by the keys of entries, disturbed ones as `get` finds them."""
+    """Times are kept and found by the keys of entries, disturbed ones as `get` finds them."""
     other = _cache(tmp_path, "other").entry_key("key", CPU)
     _cache(tmp_path).put_entry("regions", other, TIMES)
     _cache(tmp_path).put("regions", "key", CPU, TIMES, is_disturbed=True)

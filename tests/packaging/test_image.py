@@ -25,7 +25,7 @@ from torch_hybrid_backend.driver.export import export
 ROOT = Path(__file__).parents[2]
 _WHEELS = sorted((ROOT / "dist").glob("*.whl"))
 _IMAGE_BYTES = 1_200_000_000
-_SERVING_IMAGE_BYTES = 1_200_000_000
+_SERVING_IMAGE_BYTES = 1_300_000_000
 _ADDRESS = "172.17.0.2"  # as Docker gives the first container
 # Ray gives its own processes 30 seconds to start, which are too few for a machine that is busy.
 _PATIENT = {"RAY_agent_register_timeout_ms": "300000", "RAY_raylet_start_wait_time_s": "300"}
@@ -354,7 +354,7 @@ def test_a_container_serves_a_model(serving_image: Image, tmp_path: Path, user: 
 
 
 def test_the_serving_image_has_what_runs_alone(serving_image: Image) -> None:
-    """Neither a compiler nor a linker nor pip, and 1.2 GB at most."""
+    """Neither a compiler nor a linker nor pip, and 1.3 GB at most, with torch and Ray."""
     names = ("cc", "gcc", "c++", "g++", "clang", "ld", "as", "pip", "uv")
     found = serving_image.run(["python3", "-c", f"import shutil; print(*filter(shutil.which, {names}))"])
     assert found == "\n"

@@ -124,21 +124,22 @@ def test_a_file_that_cannot_be_served_is_named_in_the_status(cluster: Cluster, m
 
 
 @pytest.mark.full
-def test_the_command_deploys_to_a_cluster_that_is_there(cluster: Cluster, models: Path) -> None:
-    """`hybrid serve --address` returns, and what it deployed goes on."""
+def test_the_command_deploys_to_a_cluster_that_is_there(cluster: Cluster, models: Path, tmp_path: Path) -> None:
+    """`hybrid serve --address` returns, and what it deployed goes on, also where the same command with a bad file fails."""
     ray: Any = importlib.import_module("ray")
-    command = [
-        sys.executable,
-        "-m",
-        "torch_hybrid_backend.cli",
-        "serve",
-        str(models / "dynamic.hybrid"),
-        "--name",
-        "network",
-    ]
-    address = ray.get_runtime_context().gcs_address
-    done = subprocess.run([*command, "--address", address], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+    (tmp_path / "bad.hybrid").write_bytes(b"none")
+
+    def command(file: Path) -> tuple[int, str]:
+        words = [sys.executable, "-m", "torch_hybrid_backend.cli", "serve", str(file), "--name", "network"]
+        words += ["--address", ray.get_runtime_context().gcs_address]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+        return done.returncode, done.stderr
+
+    status, said = command(models / "dynamic.hybrid")
+    assert status == 0, said
+    assert _served(f"127.0.0.1:{cluster.port}") == "dynamic"
+    status, said = command(tmp_path / "bad.hybrid")
+    assert (status, "bad.hybrid: it is no .hybrid file" in said.splitlines()[-1]) == (1, True), said
     assert _served(f"127.0.0.1:{cluster.port}") == "dynamic"
     cluster.delete("hybrid")
 

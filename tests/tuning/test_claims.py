@@ -24,7 +24,7 @@ def test_no_variant_is_tried_twice() -> None:
 
 
 def test_claims_of_a_process_that_ended_are_free() -> None:
-    """What it had reported stays."""
+    """Reported times stay."""
     claims = Claims({})
     claims.claim("one", [_wanted()])
     claims.report("one", [_wanted(times={"": 10.0, "a": 5.0}, untried="bc")], is_disturbed=False)
@@ -50,7 +50,7 @@ def test_times_of_two_machines_are_compared_through_a_variant_that_both_timed() 
 
 
 def test_times_of_operators_alone_are_no_gain() -> None:
-    """They are kept with the others, and convert nothing."""
+    """Operators alone convert nothing; their times are kept with the others."""
     claims = Claims({})
     claims.claim("one", [_wanted(times={"": 10.0, "onednn alone": 3.0})])
     state = claims.state()
@@ -58,7 +58,7 @@ def test_times_of_operators_alone_are_no_gain() -> None:
 
 
 def test_infinite_times_are_kept_as_they_are() -> None:
-    """They say that a variant cannot run, and compare nothing."""
+    """Infinite times say that a variant cannot run, and compare nothing."""
     claims = Claims({})
     claims.claim("one", [_wanted()])
     claims.report("one", [_wanted(times={"a": math.inf, "": 20.0}, untried="bc")], is_disturbed=False)

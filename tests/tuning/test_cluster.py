@@ -126,8 +126,8 @@ def test_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.full
 def test_two_runs_on_two_nodes_of_one_host(nodes: Callable[..., _Nodes], tmp_path: Path) -> None:
-    """One process at a time has the host for itself, though two commands tune at once, each with one process that times. Both find the same
-    winners as tuning in one process, and a later process compiles nothing and times nothing."""
+    """A single process at a time has the host for itself, though two commands tune at once, with one process each that times. Both find the
+    same winners as tuning in one process, and a later process compiles nothing and times nothing."""
     there = nodes()
     runs = [tuning(there.address, tmp_path / name) for name in ("one", "two")]
     found = [_result(run) for run in runs]

@@ -66,6 +66,6 @@ def test_a_name_that_cannot_be_bound() -> None:
 
 
 def test_all_processes_of_a_host_have_one_name_for_it() -> None:
-    """It is neither a container's nor a process's."""
+    """The name is neither a container's nor a process's."""
     code = "from torch_hybrid_backend.tuning.host_lock import host; print(host())"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == host()

@@ -54,12 +54,12 @@ print(json.dumps({"new": sorted(after - before), "variants": variants}))
 
 
 def tuned(cache: Path, budget_s: float = 1e9, factory: str = FACTORY) -> dict[str, Any]:
-    """What tuning in a process shows."""
+    """Results of tuning in a process."""
     return shown(_TUNE, factory, cache, budget_s)
 
 
 def later(cache: Path) -> dict[str, Any]:
-    """What a process finds that compiles the model."""
+    """Results of a process that compiles the model."""
     return shown(_LATER, FACTORY, cache)
 
 

@@ -36,7 +36,7 @@ Compile = Callable[[Sequence[Kernel]], Sequence[Artifact | Exception]]
 
 
 class Tuner:
-    """What a thread tunes, and where its kernels are compiled. This one tunes all by itself; others derive from it (`tuned_by`)."""
+    """Policy of a thread: variants that it tries, and where they are compiled. This one tries all, here; others derive from it (`tuned_by`)."""
 
     def claim(self, device: Device, options: Sequence[KernelOptions]) -> Mapping[str, str]:
         """The variants that the next round tries: kernel key -> name of an untried variant. Empty if there is nothing left to try here.

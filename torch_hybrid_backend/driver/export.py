@@ -65,6 +65,7 @@ from torch_hybrid_backend.driver.ready import Ready
 from torch_hybrid_backend.driver.saved_graph import saved_graph
 from torch_hybrid_backend.driver.session import Session, open_session
 from torch_hybrid_backend.driver.stages import Assignment
+from torch_hybrid_backend.engines.cpu.target import NATIVE, Target
 from torch_hybrid_backend.errors import ArgumentError, NotExportableError, failures
 from torch_hybrid_backend.progress import Progress
 from torch_hybrid_backend.report import Explanation, about_call
@@ -91,7 +92,7 @@ class ExportReport:
 
     `python_parts`: what only Python can run, one text for each: `load` runs such a file, the runner refuses it. `needs_torch`: operators of
     PyTorch are among its steps, which the runner needs LibTorch for. `sizes`: the ranges of those that may differ from call to call, one text
-    for each.
+    for each. `processors`: those that its kernels are for where this machine cannot time them, in words; else "".
     """
 
     path: Path
@@ -101,6 +102,7 @@ class ExportReport:
     python_parts: tuple[str, ...]
     needs_torch: bool
     sizes: tuple[str, ...] = ()
+    processors: str = ""
 
     def __str__(self) -> str:
         if self.python_parts:
@@ -112,6 +114,8 @@ class ExportReport:
         else:
             needs = "runs with torch_hybrid_backend.load, and in the runner without Python and PyTorch"
         sizes = "".join(f"serves {size}\n" for size in self.sizes)
+        if self.processors:
+            needs += f"\nfor {self.processors}: engines and kernels were chosen by estimates, as this machine cannot time them"
         return f"{self.path}: {self.size_bytes / 1e6:.1f} MB, {', '.join(self.entries)}\n{needs}\n{sizes}\n{self.explanation}"
 
 
@@ -133,8 +137,9 @@ def export(
     model: a module, as it is to be called (`model.eval()`), an `ExportedProgram`, or a `.pt2` file of one. args, kwargs: a call of it; engines
     are chosen on these inputs, as in the first call of a compiled model, and the call is kept in the file as a sample. None: those that the
     program was exported with. dynamic_shapes: as for `torch.export.export`. options: settings, as for `torch.compile`; under `precision`
-    weights are stored in the form that kernels read. Regions stay with kernels even where an operator of PyTorch's would be faster, so that
-    the runner needs PyTorch for few files. Under `dynamic_shapes` the file serves all sizes in their ranges, which are in the report.
+    weights are stored in the form that kernels read; `target` names the processor, and for one of another architecture ("neoverse-n1")
+    engines and kernels are chosen by estimates. Regions stay with kernels even where an operator of PyTorch's would be faster, so that the
+    runner needs PyTorch for few files. Under `dynamic_shapes` the file serves all sizes in their ranges, which are in the report.
 
     A module that is called with several sets of sizes becomes one file with an entry for each: `args` is then a dict from the name of an entry
     to the (args, kwargs) of its call, `dynamic_shapes` one from names to those of the entries that have some. Entries share the weights, and
@@ -165,6 +170,8 @@ def write_programs(
 ) -> ExportReport:
     """Compile programs of one model, each on a call of it, and write them to a file as entries. `generation`: what those of a decoder are."""
     config = with_instructions(dataclasses.replace(config, background=False, prefer_kernels=True))
+    if config.target != NATIVE and Target.named(config.target).is_foreign:
+        config = dataclasses.replace(config, placement="estimate")  # this machine cannot time such kernels
     name = type(model).__name__ if isinstance(model, torch.nn.Module) else "Model"
     session = open_session(config)
     ready = Ready(name, config)
@@ -471,6 +478,9 @@ class _Exporter:
             tuple(part for entry in self._entries for part in entry.python_parts),
             any(entry.needs_torch for entry in self._entries),
             tuple(each for entry in self._entries for each in entry.served),
+            target.label
+            if self._config.target != NATIVE and (target := Target.named(self._config.target)).is_foreign
+            else "",
         )
 
     def _take_libraries(self, assignment: Assignment) -> None:

@@ -45,6 +45,12 @@ def add_parsers(commands: Any) -> None:
     )
     export.add_argument("--precision", choices=PRECISIONS, help="the setting `precision` (docs/precision.md)")
     export.add_argument(
+        "--target",
+        dest="processor",
+        metavar="NAME",
+        help="the setting `target`: the processor that the file is for, such as x86-64-v3 or neoverse-n1 (docs/guides/arm.md)",
+    )
+    export.add_argument(
         "--dynamic",
         action="append",
         default=[],
@@ -142,7 +148,8 @@ def export(parsed: argparse.Namespace, out: TextIO) -> int:
     from torch_hybrid_backend.driver.generation import export_generation
 
     path, factory = check_path(parsed.output), Factory(parsed.target)
-    options = {} if parsed.precision is None else {"precision": parsed.precision}
+    settings = {"precision": parsed.precision, "target": parsed.processor}
+    options = {name: value for name, value in settings.items() if value is not None}
     with factory.importable():
         model, args, kwargs = factory.load()()
         if parsed.max_length is not None:
@@ -248,7 +255,7 @@ def _narrowed(path: Path, asked: Sequence[_AskedSize]) -> list[str]:
     """Warnings about sizes that were asked for and that the file does not serve."""
     if not asked:
         return []
-    entry = Manifest.from_json(Artifact(path, share=False).manifest).entries[0]
+    entry = Manifest.from_json(Artifact(path, share=False, runs=False).manifest).entries[0]
     names = [form.name for form in entry.inputs]
     ends = [entry, entry]
     if entry.symbols:
@@ -319,7 +326,7 @@ def generate(parsed: argparse.Namespace, out: TextIO) -> int:
 
 def inspect(parsed: argparse.Namespace, out: TextIO) -> int:
     """Run `hybrid inspect`."""
-    artifact = Artifact(parsed.file, share=False)
+    artifact = Artifact(parsed.file, share=False, runs=False)
     if parsed.json:
         out.write(json.dumps(json.loads(artifact.manifest), indent=2) + "\n")
         return 0

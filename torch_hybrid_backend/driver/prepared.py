@@ -20,6 +20,7 @@ from torch_hybrid_backend.core.plan import Conversion
 from torch_hybrid_backend.core.precision import AS_WRITTEN
 from torch_hybrid_backend.core.verdict import Refused
 from torch_hybrid_backend.driver.bisection import bisected_passes
+from torch_hybrid_backend.engines.cpu.target import NATIVE, Target
 from torch_hybrid_backend.generators import can_draw_apart
 from torch_hybrid_backend.graph.devices import is_on_host
 from torch_hybrid_backend.graph.eager_graph import EagerGraph
@@ -27,7 +28,7 @@ from torch_hybrid_backend.graph.precision import converted_to
 from torch_hybrid_backend.graph.quantized import KeepsPacked, keeps_nothing
 from torch_hybrid_backend.graph.schema import only_draws
 from torch_hybrid_backend.graph.values import effects, holds_collectives, is_repeatable
-from torch_hybrid_backend.machine import default_weight_bits
+from torch_hybrid_backend.machine import default_weight_bits, weight_bits_of
 from torch_hybrid_backend.partition.region_key import region_key
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.control_flow import compile_bodies
@@ -90,7 +91,9 @@ def prepare(
     module = captured.graph_module
     inline_subgraphs(module)
     mark_sites(module)
-    context = PassContext.of(captured, config.precision, config.weight_form, default_weight_bits(), keeps_packed)
+    is_native = config.target == NATIVE
+    bits = default_weight_bits() if is_native else weight_bits_of(Target.named(config.target).features)
+    context = PassContext.of(captured, config.precision, config.weight_form, bits, keeps_packed)
     run_passes(module, context, bisected_passes(PASSES))
     reduced = None if context.precision == AS_WRITTEN else reduce_precision(module, context)
     # Sub-graphs are looked into, so before they are compiled.

@@ -99,7 +99,7 @@ class TimingCache:
             _log.info("timings are not kept: %s", error)
 
     def entries(self, kind: str) -> dict[str, KeptTimes]:
-        """What `get` returns, by the keys of entries: those of other machines, too."""
+        """All times that `get` would return, by the keys of entries: those of other machines, too."""
         return {key: self._usable(kind, key) for key in self._store.keys(kind)}
 
     def _usable(self, kind: str, key: str) -> KeptTimes:

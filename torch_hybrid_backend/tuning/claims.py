@@ -37,7 +37,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What is known of a kernel's variants in the end. `is_disturbed`: other load was felt."""
+    """All times of a kernel's variants. `is_disturbed`: other load was felt."""
 
     times: Mapping[str, float]
     is_disturbed: bool
@@ -45,7 +45,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """How far tuning is.
+    """Progress of tuning.
 
     `entries`: by key, those that changed since the last time. `tried`, `left`: numbers of variants. `faster`: kernels that have a faster
     variant now. `before_us`, `now_us`: microseconds of all kernels that were timed, each counted once. `is_over`: nothing more is claimed.
@@ -143,7 +143,7 @@ class Claims:
         return {key: self._entry(key) for key in self._kernels}
 
     def state(self) -> State:
-        """How far tuning is; entries are those that changed since the last call."""
+        """Progress of tuning; entries are those that changed since the last call."""
         entries = {key: self._entry(key) for key in self._changed}
         self._changed.clear()
         timed = [

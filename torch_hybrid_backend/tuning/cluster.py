@@ -134,7 +134,7 @@ def _probe() -> Callable[[int | None], dict[str, Any]]:
 
 
 def described(threads: int | None) -> dict[str, Any]:
-    """What this node tells of itself: fields of `Node`. `threads`: kernel threads; None: as they are."""
+    """Description of this node: fields of `Node`. `threads`: kernel threads; None: as they are."""
     if threads is not None:
         torch.set_num_threads(threads)
     return {"host": host(), "fingerprint": fingerprint(CPU), "versions": versions()}
@@ -292,7 +292,7 @@ class _Run:
         return state
 
     def _state(self) -> State:
-        """How far tuning is; what is new is kept."""
+        """Progress of tuning; new times are kept."""
         state: State = self._from_claims(self._claims.state.remote())
         self._keep(state.entries)
         return state

@@ -19,7 +19,7 @@ from torch_hybrid_backend.tuning.shared_tuner import SharedTuner, TunedModel
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is tuned: a model by the name of its factory and the folder that it is found in, under `config`, for `budget_s` seconds."""
+    """Model to tune: by the name of its factory and the folder that it is found in, under `config`, for `budget_s` seconds."""
 
     target: str
     folder: str
@@ -29,7 +29,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What became of it. `hosts`: how many machines timed. `notes`: sentences about what went wrong meanwhile."""
+    """Outcome of tuning. `hosts`: how many machines timed. `notes`: sentences about what went wrong meanwhile."""
 
     state: State
     hosts: int

@@ -1,4 +1,4 @@
-"""One process of several that tune a model together: what it tries comes from `Claims`, and it times only while it holds its host's lock."""
+"""Process among several that tune a model together: what it tries comes from `Claims`, and it times only while it holds its host's lock."""
 
 from __future__ import annotations
 

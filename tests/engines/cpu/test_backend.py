@@ -13,6 +13,7 @@ from torch_hybrid_backend.codegen.kernel_cache import Artifact
 from torch_hybrid_backend.core.device import CPU
 from torch_hybrid_backend.core.verdict import Reason, Refused, Supported
 from torch_hybrid_backend.engines.cpu import backend as backend_module
+from torch_hybrid_backend.engines.cpu import target as target_module
 from torch_hybrid_backend.engines.cpu.backend import TvmBackend
 from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.engines.cpu.tir import compiler
@@ -48,6 +49,28 @@ def test_a_named_target_that_this_process_cannot_run(monkeypatch: pytest.MonkeyP
     assert TvmBackend.for_setting("x86-64-v3").target == Target.named("x86-64-v3")
     with pytest.raises(ConfigError, match=r"HYBRID_TARGET.*'x86-64-v4'.*lacks avx512bw, avx512cd.*'native'"):
         TvmBackend.for_setting("x86-64-v4")
+
+
+def test_a_target_of_another_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels are made where nothing times them, and this machine runs a stand-in; x86's instructions have no forms for other machines."""
+    has = dataclasses.replace(_AVX512, features=Target.named("x86-64-v4").features)
+    monkeypatch.setattr(Target, "host", lambda: has)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(target_module.platform, "machine", lambda: "x86_64")
+    assert TvmBackend.for_setting("neoverse-n1", times=False).target == Target.named("neoverse-n1")
+    with pytest.raises(
+        ConfigError,
+        match=r"'neoverse-n1', and this machine \(x86_64\) cannot time its kernels: write a file .*'native'",
+    ):
+        TvmBackend.for_setting("neoverse-n1")
+    monkeypatch.setattr(Target, "host", lambda: dataclasses.replace(has, features=("avx2",), lanes=8))
+    with pytest.raises(ConfigError, match="cannot run its kernels: it lacks abm, avx, bmi1"):
+        TvmBackend.for_setting("neoverse-n1", times=False)
+    monkeypatch.setattr(target_module.platform, "machine", lambda: "aarch64")
+    with pytest.raises(
+        ConfigError, match="'x86-64-v3', and kernels of x86_64 are made on such machines alone; this is aarch64"
+    ):
+        TvmBackend.for_setting("x86-64-v3", times=False)
 
 
 @pytest.mark.parametrize("permitted", [True, False])

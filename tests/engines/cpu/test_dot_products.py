@@ -39,6 +39,27 @@ def test_integer_dot_products(target: Target, left: str, right: str, knows: bool
 
 
 @pytest.mark.parametrize(
+    ("name", "left", "right", "knows", "expected"),
+    [
+        ("neoverse-n1", "int8", "int8", False, ("sdot", "int8", 0)),
+        ("neoverse-n1", "uint8", "int8", True, ("sdot", "int8", -128)),
+        ("neoverse-n1", "uint8", "int8", False, None),
+        ("neoverse-n1", "uint8", "uint8", False, ("udot", "uint8", 0)),
+        ("neoverse-n1", "int8", "uint8", True, ("udot", "uint8", 128)),
+        ("neoverse-v1", "uint8", "int8", False, ("usdot", "uint8", 0)),
+        ("neoverse-v1", "int8", "int8", False, ("sdot", "int8", 0)),
+        ("armv8-a", "int8", "int8", True, None),
+    ],
+)
+def test_integer_dot_products_of_arm(
+    name: str, left: str, right: str, knows: bool, expected: tuple[str, str, int] | None
+) -> None:
+    """Operands of one kind stay as they are; a left one of the other kind is moved, where the sums of weights are known."""
+    dot = integer_dot_product(left, right, Target.named(name), knows_sums=knows)
+    assert (dot and (dot.instruction, dot.left, dot.shift)) == expected
+
+
+@pytest.mark.parametrize(
     ("target", "left", "knows", "bounds", "instruction"),
     [
         (AVX2, "uint8", False, (-64, 64), "vpmaddubsw"),

@@ -21,7 +21,7 @@ def test_lanes(features: tuple[str, ...], lanes: int) -> None:
 
 @pytest.mark.parametrize(
     ("features", "isa"),
-    [((), SSE), (("avx2", "fma"), AVX2), (_AVX512F, AVX512), (("asimd", "asimddp"), NEON)],
+    [((), SSE), (("avx2", "fma"), AVX2), (_AVX512F, AVX512), (("asimd", "asimdhp"), NEON)],
 )
 def test_instruction_sets_without_extensions(features: tuple[str, ...], isa: object) -> None:
     """The vectors decide, but for Arm's, which are as wide as SSE's."""
@@ -29,7 +29,7 @@ def test_instruction_sets_without_extensions(features: tuple[str, ...], isa: obj
 
 
 def test_cpuid_is_asked_for_every_extension() -> None:
-    """What files can demand of a processor is what the C++ side confirms by CPUID."""
+    """Features that files can demand of a processor are those that the C++ side confirms by CPUID."""
     source = Path(__file__).parents[3] / "csrc/src/processor.cc"
     confirmed = re.findall(r'^    \{"(\w+)", ', source.read_text(), re.MULTILINE)
     assert sorted(confirmed) == sorted(X86_FEATURES.values())
@@ -58,6 +58,15 @@ def test_dot_products(features: tuple[str, ...], lanes: int, added: set[str]) ->
     assert isa_of(features, lanes).dot_products == {"vpmaddubsw", "vpmaddwd"} | added
 
 
+@pytest.mark.parametrize(
+    ("features", "has"),
+    [((), set()), (("asimddp",), {"sdot", "udot"}), (("asimddp", "i8mm"), {"sdot", "udot", "usdot"})],
+)
+def test_dot_products_of_arm(features: tuple[str, ...], has: set[str]) -> None:
+    """FEAT_DotProd multiplies bytes with signs, or without; FEAT_I8MM both in one."""
+    assert isa_of(("asimd", *features), 4).dot_products == has
+
+
 def test_tiles() -> None:
     """The dtypes that AMX multiplies; none without its tile registers."""
     tiles = (*_AVX512F, "amx_bf16", "amx_int8")
@@ -68,7 +77,11 @@ def test_tiles() -> None:
 @pytest.mark.parametrize("isa", [SSE, NEON])
 def test_vectors_of_four_lanes_refuse_by_name(isa: object) -> None:
     """Every way of computing beyond arithmetic on vectors has a property, and is refused."""
-    assert {value for field in dataclasses.fields(isa)[2:] if (value := getattr(isa, field.name))} == set()  # type: ignore[arg-type]
+    assert {
+        value
+        for field in dataclasses.fields(isa)[2:]
+        if field.name != "loaded_ahead" and (value := getattr(isa, field.name))
+    } == set()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

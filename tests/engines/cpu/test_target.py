@@ -5,12 +5,14 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from torch_hybrid_backend.engines.cpu import target as target_module
 from torch_hybrid_backend.engines.cpu.target import Target, tvm_target
+from torch_hybrid_backend.errors import ConfigError
 
 X86 = """processor\t: 0
 vendor_id\t: GenuineIntel
@@ -196,18 +198,80 @@ def test_a_named_target_is_the_same_everywhere(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(target_module, "_cpu_and_flags", None)
     monkeypatch.setattr(target_module, "_cores", None)
     monkeypatch.setattr(target_module, "_cache_bytes", None)
-    lanes = {"x86-64-v3": 8, "x86-64-v4": 16}
+    lanes = {"x86-64-v2": 4, "x86-64-v3": 8, "x86-64-v4": 16}
     for name, wide in lanes.items():
         target = Target.named(name)
         assert target.lanes == wide
-        code = f"""
-from torch_hybrid_backend.engines.cpu.isa import X86_FEATURES
+        assert features_in_llvm({"mcpu": name}) == list(target.features)
+    assert len({Target.named(name).fingerprint for name in lanes}) == len(lanes)
+
+
+def features_in_llvm(named: Mapping[str, object]) -> list[str]:
+    """The features that LLVM takes a processor to have, of those that kernels use, by Linux's names; asked in a process of its own."""
+    code = f"""
+from torch_hybrid_backend.engines.cpu.isa import ARM_FEATURES, X86_FEATURES
 from torch_hybrid_backend.engines.cpu.target import Target, _llvm_features
-used = _llvm_features({{"kind": "llvm", "mcpu": {name!r}}})
-print(sorted(linux for llvm, linux in X86_FEATURES.items() if llvm in used))
+used = _llvm_features({{"kind": "llvm", **{named!r}}})
+known = ARM_FEATURES if "neon" in used else X86_FEATURES
+print(*sorted(linux for llvm, linux in known.items() if llvm in used))
 """
-        done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-        assert done.stdout.strip() == str(list(target.features))
-    assert Target.named("x86-64-v3").fingerprint != Target.named("x86-64-v4").fingerprint
-    with pytest.raises(KeyError):
-        Target.named("x86-64-v2")
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize("name", ["cortex-a72", "neoverse-n1", "neoverse-v1"])
+def test_an_arm_processor_has_the_features_that_llvm_gives_it(name: str) -> None:
+    """All of them are those that kernels use."""
+    target = Target.named(name)
+    assert (target.lanes, target.isa.registers) == (4, 32)
+    assert list(target.features) == features_in_llvm({"mtriple": "aarch64-linux-gnu", "mcpu": name})
+
+
+def test_targets_of_equal_features_are_equal() -> None:
+    """A key has features alone: whoever writes them otherwise finds the same kernels."""
+    assert Target.named("cortex-a72") == Target.named("armv8-a") == Target.named("aarch64-linux-gnu")
+    assert Target.named("aarch64-unknown-linux-gnu, +dotprod,+fullfp16") == Target.named("neoverse-n1")
+    assert Target.named("x86-64-v4,+avx512vnni").isa.dot_products >= {"vpdpbusd"}
+    assert Target.named("armv8-a,+dotprod").fingerprint != Target.named("armv8-a").fingerprint
+    assert Target.named("x86_64-linux-gnu").features == ()
+
+
+def test_llvm_gets_no_feature_that_a_target_does_not_name() -> None:
+    """Machine code for Neoverse V1, which has SVE, has none of it."""
+    made = tvm_target(Target.named("neoverse-v1"))
+    assert sorted(made.attrs["mattr"]) == ["+bf16", "+dotprod", "+fullfp16", "+i8mm", "+neon"]
+    assert made.attrs["mtriple"] == "aarch64-linux-gnu"
+    assert features_in_llvm({key: made.attrs[key] for key in ("mtriple", "mcpu")}) == ["asimd"]
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        (
+            "neoverse-n7",
+            r"no target is called 'neoverse-n7'; there are native, x86-64-v2, .*'aarch64-linux-gnu,\+dotprod'.*mean 'neoverse-",
+        ),
+        ("riscv64-linux-gnu", "no target is called 'riscv64-linux-gnu'"),
+        ("aarch64-apple-darwin", "no target is called 'aarch64-apple-darwin'"),
+        ("armv8-a,+dotprods", r"'\+dotprods' is no feature that kernels of aarch64 use.*neon, dotprod.*mean 'dotprod'"),
+        ("armv8-a,dotprod", "features are written as '\\+NAME'"),
+        ("x86-64-v3,+dotprod", "no feature that kernels of x86_64 use"),
+        ("neoverse-v1,+sve", "no kernel uses sve: its vectors have a length that only the processor knows"),
+        ("native,+avx2", "no target is called 'native'"),
+    ],
+)
+def test_a_target_that_does_not_exist(name: str, told: str) -> None:
+    """The error has the names that there are, and the nearest; SVE is refused with the reason."""
+    with pytest.raises(ConfigError, match=rf"HYBRID_TARGET.*{told}"):
+        Target.named(name)
+
+
+def test_a_foreign_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine runs a stand-in, the same on all machines of its kind; on the target's own machine there is none."""
+    monkeypatch.setattr(target_module.platform, "machine", lambda: "x86_64")
+    target = Target.named("neoverse-n1")
+    assert (target.is_foreign, target.here) == (True, Target.named("x86-64-v3"))
+    assert target.label == "aarch64 asimd asimddp asimdhp"
+    assert Target.named("x86-64-v4").here == Target.named("x86-64-v4")
+    monkeypatch.setattr(target_module.platform, "machine", lambda: "aarch64")
+    assert (target.is_foreign, target.here) == (False, target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import platform
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
@@ -23,7 +24,7 @@ from torch_hybrid_backend.engines.cpu.operands.packed_operands import packed_ker
 from torch_hybrid_backend.engines.cpu.policy import POLICY
 from torch_hybrid_backend.engines.cpu.target import NATIVE, Target
 from torch_hybrid_backend.engines.cpu.tir import compiler
-from torch_hybrid_backend.engines.cpu.tir.linker import INSTALL, NO_LINKER, find_linker
+from torch_hybrid_backend.engines.cpu.tir.linker import INSTALL, NO_LINKER, find_linker, lacking_linker
 from torch_hybrid_backend.engines.cpu.variants.alternatives import alternatives
 from torch_hybrid_backend.errors import ConfigError
 from torch_hybrid_backend.loops.fusion import Group
@@ -35,6 +36,9 @@ from torch_hybrid_backend.loops.policy import FusionPolicy
 from torch_hybrid_backend.loops.sdpa_matching import match_sdpa
 from torch_hybrid_backend.machine import may_use_tiles
 from torch_hybrid_backend.sizes.size import Dim, as_size
+
+# The architecture whose kernels other machines make too: of its instructions `tir/arm.py` has forms that run anywhere.
+_ALSO_ELSEWHERE = "aarch64"
 
 
 class TvmBackend:
@@ -52,16 +56,25 @@ class TvmBackend:
         self._target = target
 
     @staticmethod
-    def for_setting(name: str) -> TvmBackend:
-        """The backend for the setting `target`. Raises ConfigError for one whose kernels this process cannot run."""
+    def for_setting(name: str, *, times: bool = True) -> TvmBackend:
+        """The backend for the setting `target`. `times`: kernels will be timed. Raises ConfigError for a target that does not exist, and where
+        this process cannot run its kernels, or time them."""
         if name == NATIVE:
             return TvmBackend()
-        target = Target.named(name)
-        here = TvmBackend().target.features
-        if lacking := sorted({*target.features} - {*here}):
+        target, start = Target.named(name), f"HYBRID_TARGET (or options['target']) is {name!r}, and "
+        if target.is_foreign and target.architecture != _ALSO_ELSEWHERE:
             raise ConfigError(
-                f"HYBRID_TARGET (or options['target']) is {name!r}, and this process cannot run its kernels: it lacks {', '.join(lacking)}; "
-                f"use another target, or {NATIVE!r}"
+                f"{start}kernels of {target.architecture} are made on such machines alone; this is {platform.machine()}: use another target"
+            )
+        if target.is_foreign and times:
+            raise ConfigError(
+                f"{start}this machine ({platform.machine()}) cannot time its kernels: write a file for that processor (hybrid export, or "
+                f"torch_hybrid_backend.export), or use another target, or {NATIVE!r}"
+            )
+        here = TvmBackend().target.features
+        if lacking := sorted({*target.here.features} - {*here}):
+            raise ConfigError(
+                f"{start}this process cannot run its kernels: it lacks {', '.join(lacking)}; use another target, or {NATIVE!r}"
             )
         return TvmBackend(target)
 
@@ -83,7 +96,8 @@ class TvmBackend:
 
     def compiles(self) -> Verdict:
         """A linker is needed; what is in the cache does without."""
-        return Supported() if find_linker() else Refused(Reason.MISSING_DEPENDENCY, NO_LINKER)
+        lacking = NO_LINKER if find_linker() is None else lacking_linker(self.target)
+        return Refused(Reason.MISSING_DEPENDENCY, lacking) if lacking else Supported()
 
     def describe(self) -> Sequence[tuple[str, str]]:
         """TVM, what kernels are compiled for, and what links them."""
@@ -91,7 +105,7 @@ class TvmBackend:
         lanes = f"{self.target.lanes} lanes of float32{' and AMX' if self.target.isa.tiles else ''}"
         return (
             ("tvm", compiler.version() or "not installed"),
-            ("target", f"{self.target.mcpu}: {lanes}, {self.target.cores} cores with {caches}"),
+            ("target", f"{self.target.label}: {lanes}, {self.target.cores} cores with {caches}"),
             ("linker", find_linker() or f"none, so no kernel can be compiled: {INSTALL}"),
         )
 

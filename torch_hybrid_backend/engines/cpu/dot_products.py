@@ -8,13 +8,16 @@ bits. The left operand is read word by word and broadcast, the right one is pack
     vpmaddubsw    4 uint8 by 4 int8     int32     AVX2, AVX-512: the sum of two products has 16 bits, so weights must have 7
     vpmaddwd      2 int16 by 2 int16    int32     there for other operands: 8 bits are widened when they are packed, so nothing saturates
     vdpbf16ps     2 bf16 by 2 bf16      float32   AVX-512 BF16
+    sdot          4 int8 by 4 int8      int32     AArch64 with FEAT_DotProd
+    udot          4 uint8 by 4 uint8    int32     AArch64 with FEAT_DotProd
+    usdot         4 uint8 by 4 int8     int32     AArch64 with FEAT_I8MM
 
 vpmaddubsw stands for three instructions: itself, which adds two neighbouring products in 16 bits, vpmaddwd by ones, which adds two of those
 sums in 32, and the addition. Weights of 7 bits are those that the graph clamps so (`codegen.operands.StridedView.bounds`).
 
 vpdpbusd and vpmaddubsw take the same words, and want their left operand without signs. A signed one is moved up by 128 when its words are
 written, and what that adds to a column's sums, 128 times the sum of its weights, is taken off where they start. Sums are exact and do not
-depend on the instruction.
+depend on the instruction. sdot and udot want both operands with signs, or both without: a left one that differs is moved down, or up, likewise.
 Nothing here imports TVM or torch.
 
 Source: Intel, "Intel 64 and IA-32 Architectures Software Developer's Manual", 2024; oneDNN, "Nuances of int8 computations".
@@ -72,7 +75,15 @@ def integer_dot_product(
     knows_sums: the sums of the right operand are at hand, so that what moves a signed left operand can be made up for. bounds: between which
     the elements of the right operand lie, where that is less than their dtype's.
     """
-    shift, has = 128 if left == "int8" else 0, target.isa.dot_products
+    has = target.isa.dot_products
+    if "usdot" in has and (left, right) == ("uint8", "int8"):
+        return DotProduct("usdot", 4, left, right, "int32")
+    if "sdot" in has and right in ("int8", "uint8") and (knows_sums or left == right):
+        instruction = "sdot" if right == "int8" else "udot"
+        return DotProduct(
+            instruction, 4, right, right, "int32", 0 if left == right else 128 if left == "int8" else -128
+        )
+    shift = 128 if left == "int8" else 0
     if right == "int8" and (knows_sums or shift == 0):
         if "vpdpbusd" in has:
             return DotProduct("vpdpbusd", 4, "uint8", right, "int32", shift)

@@ -27,7 +27,7 @@ class TvmEngine(KernelEngine):
     """Compiles regions to kernels of the processor."""
 
     def __init__(self, config: Config, services: Services) -> None:
-        self._cpu = TvmBackend.for_setting(config.target)
+        self._cpu = TvmBackend.for_setting(config.target, times=config.placement != "estimate")
         super().__init__(self._cpu, config, services)
 
     def keeps_packed(self, weights: torch.fx.Node) -> bool:
@@ -43,6 +43,8 @@ class TvmEngine(KernelEngine):
                 objects.append(folder / f"{number:06}.o")
                 objects[-1].write_bytes(content)
             linked = folder / "library.so"
-            link_together(objects, linked)
+            target = self._cpu.target
+            link_together(objects, linked, target)
             code = linked.read_bytes()
-        return LinkedLibrary(code, platform.system().lower(), platform.machine(), self._cpu.target.features)
+        system = "linux" if target.architecture else platform.system().lower()
+        return LinkedLibrary(code, system, target.architecture or platform.machine(), target.features)

@@ -2,7 +2,7 @@
 
 Names of instruction set extensions stand here, and in `machine.py`, which tells what the operating system and PyTorch let a process use.
 Everything else asks a property of `Target.isa`. A way of computing that an instruction set has no property for is refused by that property, and
-another kernel takes its place. `tir/x86.py` emits the instructions. Nothing here imports TVM or torch.
+another kernel takes its place. `tir/x86.py` and `tir/arm.py` emit the instructions. Nothing here imports TVM or torch.
 
 Sources: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapters 14 to 18; Arm Architecture Reference Manual for
 A-profile, B1.2 (32 registers of 128 bits).
@@ -54,16 +54,49 @@ X86_FEATURES = {
     "vaes": "vaes",
     "vpclmulqdq": "vpclmulqdq",
 }
-_ARM_FEATURES = ("asimd", "asimddp", "asimdhp", "bf16", "i8mm", "sve", "sve2")
+# Likewise, of AArch64.
+ARM_FEATURES = {"neon": "asimd", "dotprod": "asimddp", "fullfp16": "asimdhp", "bf16": "bf16", "i8mm": "i8mm"}
+# LLVM's names of the features whose vectors have no fixed length.
+SCALABLE = frozenset(("sve", "sve2", "sme", "sme2"))
 # All that kernels may depend on, as Linux names them.
-FEATURES = frozenset((*X86_FEATURES.values(), *_ARM_FEATURES))
+FEATURES = frozenset((*X86_FEATURES.values(), *ARM_FEATURES.values()))
 # LLVM's name of an extension -> of the first processor with it, as which a processor is tuned that LLVM takes for one without.
 FIRST_PROCESSOR = {"amx-tile": "sapphirerapids"}
-_WITH_AVX2 = frozenset(("sse4_1", "sse4_2", "popcnt", "avx", "avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"))
+_WITH_SSE4 = frozenset(("sse4_1", "sse4_2", "popcnt"))
+_WITH_AVX2 = _WITH_SSE4 | {"avx", "avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"}
 _WITH_AVX512 = _WITH_AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-# Levels of the x86-64 psABI, as LLVM names them too.
-LEVELS = {"x86-64-v3": _WITH_AVX2, "x86-64-v4": _WITH_AVX512}
 NEON_FEATURES = frozenset(("asimd",))
+_WITH_DOT_PRODUCTS = NEON_FEATURES | {"asimddp", "asimdhp"}
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """Processors that run one machine code. `name`: as in `uname -m`. `triple`: for Linux. `features`: LLVM's name of each that kernels may
+    use -> Linux's. `baseline`: those that every processor has, by Linux's names. `mcpu`: LLVM's name of a processor with no others.
+    `stand_in`: the target that kernels for another architecture are compiled for beside it, so that they are checked where they are made.
+    """
+
+    name: str
+    triple: str
+    features: Mapping[str, str]
+    baseline: frozenset[str]
+    mcpu: str
+    stand_in: str
+
+
+_X86_64 = Architecture("x86_64", "x86_64-linux-gnu", X86_FEATURES, frozenset(), "x86-64", "x86-64-v3")
+_AARCH64 = Architecture("aarch64", "aarch64-linux-gnu", ARM_FEATURES, NEON_FEATURES, "generic", "armv8-a")
+ARCHITECTURES = {each.name: each for each in (_X86_64, _AARCH64)}
+# Targets by name. x86-64: levels of its psABI. Arm: Technical Reference Manuals of Cortex-A72, Neoverse N1 (Armv8.2) and V1 (Armv8.4).
+TARGETS: Mapping[str, tuple[Architecture, frozenset[str]]] = {
+    "x86-64-v2": (_X86_64, _WITH_SSE4),
+    "x86-64-v3": (_X86_64, _WITH_AVX2),
+    "x86-64-v4": (_X86_64, _WITH_AVX512),
+    "armv8-a": (_AARCH64, NEON_FEATURES),
+    "cortex-a72": (_AARCH64, NEON_FEATURES),
+    "neoverse-n1": (_AARCH64, _WITH_DOT_PRODUCTS),
+    "neoverse-v1": (_AARCH64, _WITH_DOT_PRODUCTS | {"bf16", "i8mm"}),
+}
 # PyTorch's name of what it uses (`torch.backends.cpu.get_cpu_capability()`) -> features that are there at least.
 FEATURES_OF_CAPABILITY = {"AVX2": _WITH_AVX2, "AVX512": _WITH_AVX512, "AVX512_VNNI": _WITH_AVX512}
 
@@ -90,13 +123,15 @@ class Isa:
     rounds_to_bfloat16: bool = False
     # Pixels at an image's border are loaded under a mask of bytes (`x86.dot_taps`).
     multiplies_taps: bool = False
+    # Registers of a matrix product's tile for scalars that are loaded ahead; where an instruction reads them from memory there are none.
+    loaded_ahead: int = 0
     # Constant (N, K) and (K, N) weights are read where they lie (`tile_sizes.py`): measured with 8 and 16 lanes.
     reads_unpacked: bool = False
     copies_panels: bool = False
 
 
 SSE = Isa(lanes=4, registers=16)
-NEON = Isa(lanes=4, registers=32)
+NEON = Isa(lanes=4, registers=32, loaded_ahead=4)
 AVX2 = Isa(
     lanes=8,
     registers=16,
@@ -108,6 +143,9 @@ AVX2 = Isa(
 )
 AVX512 = replace(AVX2, lanes=16, registers=32)
 
+# Those of AArch64.
+ARM_DOT_PRODUCTS = frozenset(("sdot", "udot", "usdot"))
+
 _ANY = (SSE.lanes, AVX2.lanes, AVX512.lanes)
 # A feature, the vectors that it is for (in lanes), and what it adds to an instruction set's fields.
 _EXTENSIONS: tuple[tuple[str, tuple[int, ...], Mapping[str, Any]], ...] = (
@@ -118,6 +156,8 @@ _EXTENSIONS: tuple[tuple[str, tuple[int, ...], Mapping[str, Any]], ...] = (
     # These have vectors of 16 lanes whatever else a kernel uses: beside tiles.
     ("avx512_bf16", _ANY, {"rounds_to_bfloat16": True}),
     ("avx512bw", _ANY, {"looks_up_bfloat16": True}),
+    ("asimddp", (NEON.lanes,), {"dot_products": {"sdot", "udot"}}),
+    ("i8mm", (NEON.lanes,), {"dot_products": {"usdot"}}),
 )
 # A feature -> the dtype that it multiplies on tiles; all need `_TILES`.
 _TILES, _TILE_DTYPES = "amx_tile", {"amx_bf16": "bfloat16", "amx_fp16": "float16", "amx_int8": "int8"}
@@ -133,9 +173,8 @@ def widest_lanes(features: tuple[str, ...]) -> int:
 @functools.cache
 def isa_of(features: tuple[str, ...], lanes: int) -> Isa:
     """The instruction set of a processor with `features`, as Linux names them, where kernels use vectors of `lanes` float32."""
-    if set(features) >= NEON_FEATURES:
-        return replace(NEON, lanes=lanes)
-    isa = {AVX512.lanes: AVX512, AVX2.lanes: AVX2}.get(lanes, SSE)
+    is_arm = set(features) >= NEON_FEATURES
+    isa = replace(NEON, lanes=lanes) if is_arm else {AVX512.lanes: AVX512, AVX2.lanes: AVX2}.get(lanes, SSE)
     for feature, widths, added in _EXTENSIONS:
         if feature in features and lanes in widths:
             changes = {

@@ -1,7 +1,8 @@
-"""Target: what kernels are compiled for, as data.
+"""Target: the processor that kernels are compiled for, as data.
 
-`Target.host()` looks at the operating system only: importing TVM costs a second, and a process that finds all its kernels in the
-cache never does. `tvm_target` turns it into TVM's own object inside the compiler process, where LLVM names the processor.
+`Target.named` is a processor by its name or its features, wherever this runs. `Target.host()` looks at the operating system only: importing
+TVM costs a second, and a process that finds all its kernels in the cache never does. `tvm_target` turns either into TVM's own object inside the
+compiler process, where LLVM names the processor.
 """
 
 from __future__ import annotations
@@ -17,17 +18,20 @@ from pathlib import Path
 from typing import Any
 
 from torch_hybrid_backend.engines.cpu.isa import (
+    ARCHITECTURES,
     FEATURES,
     FEATURES_OF_CAPABILITY,
     FIRST_PROCESSOR,
-    LEVELS,
     NEON_FEATURES,
+    SCALABLE,
+    TARGETS,
     X86_FEATURES,
+    Architecture,
     Isa,
     isa_of,
     widest_lanes,
 )
-from torch_hybrid_backend.errors import failures
+from torch_hybrid_backend.errors import ConfigError, did_you_mean, failures
 from torch_hybrid_backend.machine import cpuinfo, flags, flags_within, is_of_tiles
 
 _log = logging.getLogger(__name__)
@@ -48,6 +52,7 @@ class Target:
     `mcpu`: LLVM's name for it, or "native": LLVM looks for itself. `cpu`: vendor, family, model and a hash of all its flags.
     `features`: the extensions that matter to kernels, as Linux spells them, sorted. `lanes`: float32 values in a vector register
     that schedules should use. `cores`: physical cores this process may run on. `l1_bytes`, `l2_bytes`: data cache of one core.
+    `architecture`: of a named target, a name in `ARCHITECTURES`; "" for this machine's.
     """
 
     mcpu: str
@@ -57,6 +62,7 @@ class Target:
     cores: int
     l1_bytes: int
     l2_bytes: int
+    architecture: str = ""
 
     @staticmethod
     def host(root: Path = Path("/")) -> Target:
@@ -68,9 +74,50 @@ class Target:
 
     @staticmethod
     def named(name: str) -> Target:
-        """A level of x86-64 ("x86-64-v3"): equal on all machines, so that they share kernels. Raises KeyError for other names."""
-        features = tuple(sorted(LEVELS[name]))
-        return Target(name, name, features, widest_lanes(features), _NAMED_CORES, _DEFAULT_L1_BYTES, _DEFAULT_L2_BYTES)
+        """The target called `name`: one of `TARGETS`, or a triple of Linux such as "aarch64-linux-gnu"; behind either, more features by LLVM's
+        names ("neoverse-n1,+i8mm"). Targets of equal features are equal, on all machines, so that they share kernels. Raises ConfigError for
+        another name, and for a feature that kernels do not use.
+        """
+        base, *more = (part.strip() for part in name.split(","))
+        if base in TARGETS:
+            architecture, known = TARGETS[base]
+        else:
+            found = [each for each in ARCHITECTURES.values() if _is_triple(base, each)]
+            if not found:
+                names = (NATIVE, *TARGETS, *(each.triple for each in ARCHITECTURES.values()))
+                raise ConfigError(
+                    f"HYBRID_TARGET (or options['target']) is {name!r}, and no target is called {base!r}; there are {', '.join(names)}; "
+                    f"features may follow any but {NATIVE}, such as '{names[-1]},+dotprod'. {did_you_mean(base, names)}".rstrip(
+                        " ."
+                    )
+                )
+            architecture, known = found[0], found[0].baseline
+        features = tuple(sorted(known | {_feature(each, architecture, name) for each in more}))
+        return Target(
+            base if base in TARGETS and architecture.features is X86_FEATURES else architecture.mcpu,
+            "",
+            features,
+            widest_lanes(features),
+            _NAMED_CORES,
+            _DEFAULT_L1_BYTES,
+            _DEFAULT_L2_BYTES,
+            architecture.name,
+        )
+
+    @property
+    def is_foreign(self) -> bool:
+        """True if this machine cannot run the target's machine code, whatever its features."""
+        return self.architecture not in ("", platform.machine())
+
+    @property
+    def here(self) -> Target:
+        """The target that this machine runs kernels of: for a foreign one its stand-in, which is the same on all machines."""
+        return Target.named(ARCHITECTURES[platform.machine()].stand_in) if self.is_foreign else self
+
+    @property
+    def label(self) -> str:
+        """The target in words."""
+        return " ".join((self.architecture, *self.features)) if self.architecture else self.mcpu
 
     def within(self, capability: str) -> Target:
         """This processor with no more than what PyTorch uses of it (`torch.backends.cpu.get_cpu_capability()`).
@@ -97,8 +144,31 @@ class Target:
     @property
     def fingerprint(self) -> str:
         """A text for cache keys: equal for two processes exactly where a kernel of one is the right kernel for the other."""
-        parts = (self.mcpu, self.cpu, ",".join(self.features), self.lanes, self.cores, self.l1_bytes, self.l2_bytes)
+        machine = (self.architecture, self.mcpu, self.cpu)
+        parts = (*machine, ",".join(self.features), self.lanes, self.cores, self.l1_bytes, self.l2_bytes)
         return "|".join(map(str, parts))
+
+
+def _is_triple(text: str, architecture: Architecture) -> bool:
+    """True if a text is a triple of Linux with glibc, such as "aarch64-linux-gnu" or "aarch64-unknown-linux-gnu"."""
+    return re.fullmatch(rf"{architecture.name}-(\w+-)?linux-gnu", text) is not None
+
+
+def _feature(text: str, architecture: Architecture, target: str) -> str:
+    """Linux's name of a feature that is written as "+dotprod". Raises ConfigError for others."""
+    name = text.removeprefix("+")
+    if text.startswith("+") and name in architecture.features:
+        return architecture.features[name]
+    start = f"HYBRID_TARGET (or options['target']) is {target!r}: "
+    if name in SCALABLE:
+        raise ConfigError(
+            f"{start}no kernel uses {name}: its vectors have a length that only the processor knows, and schedules cut up registers of a known "
+            "length; leave it out, as processors with it also run NEON"
+        )
+    raise ConfigError(
+        f"{start}{text!r} is no feature that kernels of {architecture.name} use; features are written as '+NAME', of "
+        f"{', '.join(architecture.features)}. {did_you_mean(name, architecture.features)}".rstrip(" .")
+    )
 
 
 # Schedules unroll themselves what is to be unrolled. LLVM, to find out whether more would gain, runs through the iterations of every loop that
@@ -116,10 +186,16 @@ def tvm_target(target: Target) -> Any:
     import tvm
     from tvm.target import codegen
 
+    if target.architecture:
+        # LLVM gets every feature by name, so that machine code uses none that a file does not tell of.
+        of = ARCHITECTURES[target.architecture]
+        attributes = [f"+{llvm}" for llvm, linux in of.features.items() if linux in target.features]
+        named = {"mtriple": of.triple, "mcpu": target.mcpu, "mattr": attributes, "num-cores": target.cores}
+        return tvm.target.Target({**_LLVM, **named})
     if target.mcpu != NATIVE:
         return tvm.target.Target({**_LLVM, "mcpu": target.mcpu, "num-cores": target.cores})
     mcpu = str(codegen.llvm_get_system_cpu())
-    named: dict[str, Any] = {**_LLVM, "mcpu": mcpu, "num-cores": target.cores}
+    named = {**_LLVM, "mcpu": mcpu, "num-cores": target.cores}
     if platform.machine().lower() not in ("x86_64", "amd64") or not target.features:
         return tvm.target.Target(named)
     used = _llvm_features(named)

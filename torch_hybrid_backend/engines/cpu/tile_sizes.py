@@ -28,6 +28,7 @@ _MAX_ROWS = 14
 
 def max_rows(vectors: int, target: Target, spare: int = 0) -> int:
     """The tallest tile whose accumulators leave registers for one row of vectors, one broadcast scalar and `spare` more."""
+    spare += target.isa.loaded_ahead
     return max(1, min(_MAX_ROWS, (target.isa.registers - 1 - spare - vectors) // vectors))
 
 

@@ -306,7 +306,7 @@ class Artifact:
 
     share: other processes that open the file share its memory. False copies it, for files that others may write to. threads: how many
     compare checksums and decode. verify: is called with the manifest's text, as bytes, and the signatures before anything else of the file is
-    read; what it raises is raised.
+    read; what it raises is raised. runs: refuse a file whose libraries are for other machines; without, its plans cannot be made.
 
     Addresses hold for as long as this object lives, or a plan of it. Raises ArtifactError for a file that cannot be used, with what to do.
     """
@@ -317,6 +317,7 @@ class Artifact:
         *,
         share: bool = True,
         threads: int = 1,
+        runs: bool = True,
         verify: Callable[[bytes, Sequence[tuple[bytes, bytes]]], object] | None = None,
     ) -> None:
         self._ops = ops = _ops()
@@ -324,7 +325,7 @@ class Artifact:
         weakref.finalize(self, ops.free_artifact, self.handle).atexit = False
         if verify is not None:
             verify(_bytes_at(*ops.artifact_manifest(self.handle)), self.signatures)
-        _opening(ops.artifact_read, self.handle, threads)
+        _opening(ops.artifact_read, self.handle, threads, runs)
 
     @functools.cached_property
     def manifest(self) -> str:

@@ -54,11 +54,12 @@ class Builder:
     """Makes statements of one kernel. Owns its loop variables: an index made by another builder cannot be printed.
 
     schedule_rank: the kernel's; `ways` is how many ranks there were for it, 1 where the schedule has not asked. address: the dtype of loop
-    variables and of places in memory, "int32" or "int64".
+    variables and of places in memory, "int32" or "int64". emulates: dot products of AArch64 are written as arithmetic, for any machine.
     """
 
-    def __init__(self, schedule_rank: int = 0, address: str = "int32") -> None:
+    def __init__(self, schedule_rank: int = 0, address: str = "int32", *, emulates: bool = False) -> None:
         self.schedule_rank = schedule_rank
+        self.emulates = emulates
         self.address = address
         self.ways = 1
         self._vars: dict[LoopVar, TirExpr] = {}

@@ -50,7 +50,11 @@ def load() -> None:
 
 
 def compile_kernel(job: Job) -> None:
-    """Emit, compile and link one kernel: a library with the entry point `__tvm_ffi_<symbol>`. Raises CompileError, or whatever TVM raises."""
+    """Emit, compile and link one kernel: a library with the entry point `__tvm_ffi_<symbol>`. Raises CompileError, or whatever TVM raises.
+
+    A kernel for a foreign target is compiled twice: for the target, as an object file that the library carries, and for this machine, so that
+    the same loops are run and checked here.
+    """
     from torch_hybrid_backend.engines.cpu.tir.emit import emit_kernel
     from torch_hybrid_backend.engines.cpu.tir.pipeline import build
 
@@ -62,10 +66,15 @@ def compile_kernel(job: Job) -> None:
         output.with_suffix(".s").write_text(built.inspect_source("asm"))
     object_file = output.with_suffix(".o")
     built.write_to_file(str(object_file), "o")
+    runs_here = output.with_suffix(".here.o") if job.target.is_foreign else object_file
+    if job.target.is_foreign:
+        function = emit_kernel(job.kernel, job.symbol, job.target, emulates=True)
+        build(job.symbol, function, _tvm_target(job.target.here)).write_to_file(str(runs_here), "o")
     try:
-        link(object_file, output)
+        link(runs_here, output, carried=object_file)
     finally:
         object_file.unlink(missing_ok=True)
+        runs_here.unlink(missing_ok=True)
 
 
 @functools.cache

@@ -5,7 +5,8 @@ from __future__ import annotations
 from tvm import tirx
 
 from torch_hybrid_backend.engines.cpu.dot_products import DotProduct
-from torch_hybrid_backend.engines.cpu.tir import x86
+from torch_hybrid_backend.engines.cpu.isa import ARM_DOT_PRODUCTS
+from torch_hybrid_backend.engines.cpu.tir import arm, x86
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, TirBuffer, TirExpr
 
 
@@ -26,4 +27,5 @@ def dot_product(
     """total + the products of `left`, words, and `right`, in every lane."""
     if dot.instruction == "":
         return total + left * right
-    return x86.dot_product(builder, dot.instruction, lanes, total, left, right)
+    of = arm if dot.instruction in ARM_DOT_PRODUCTS else x86
+    return of.dot_product(builder, dot.instruction, lanes, total, left, right)

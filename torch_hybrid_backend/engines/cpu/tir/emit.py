@@ -16,12 +16,13 @@ from torch_hybrid_backend.loops.layout import Layout
 from torch_hybrid_backend.sizes.size import MAX_SIZE
 
 
-def emit_kernel(kernel: Kernel, name: str, target: Target) -> Any:
-    """The kernel as a TIR function called `name`; its arguments are 1-D arrays, those it reads first, then sizes.
+def emit_kernel(kernel: Kernel, name: str, target: Target, *, emulates: bool = False) -> Any:
+    """The kernel as a TIR function called `name`; its arguments are 1-D arrays, those it reads first, then sizes. `emulates`: dot products of
+    AArch64 are written as arithmetic that every machine has, in the same loops.
 
     Raises ScheduleError where no schedule serves it, or the one that does has no such `schedule_rank`.
     """
-    builder = Builder(kernel.schedule_rank, "int64" if counts_far(kernel) else "int32")
+    builder = Builder(kernel.schedule_rank, "int64" if counts_far(kernel) else "int32", emulates=emulates)
     if builder.address == "int64" and not isinstance(kernel, MapKernel | RowKernel):
         raise ScheduleError(f"no schedule of a {type(kernel).__name__} counts beyond {MAX_SIZE} elements")
     arrays: dict[Buffer, tuple[TirBuffer, Layout]] = {}

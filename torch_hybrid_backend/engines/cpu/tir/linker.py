@@ -4,10 +4,13 @@ The library's file ends with the object file itself, behind what loaders read: `
 
 `ld` alone needs 4 ms for it, a C++ compiler driver 15 ms (2-core Zen 5, GNU binutils): kernels have no constructors, so the start-up
 files that a driver adds serve nothing. The driver, which also brings the compiler's own runtime library, stays the second choice.
+
+Kernels for another architecture are linked by Zig's driver, which has a linker and stubs of glibc for every one, or by a cross compiler.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import struct
 import subprocess
@@ -15,8 +18,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from torch_hybrid_backend.engines.cpu.isa import ARCHITECTURES
+from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.errors import CompileError
 
+# The oldest glibc that libraries for another architecture run with: that of the wheel.
+_GLIBC = "2.28"
 _DRIVERS = ("cc", "gcc", "clang", "c++", "g++")
 LINKERS = _DRIVERS if sys.platform == "darwin" else ("ld", *_DRIVERS)
 
@@ -26,19 +33,37 @@ def find_linker() -> str | None:
     return next(filter(None, map(shutil.which, LINKERS)), None)
 
 
+def lacking_linker(target: Target) -> str:
+    """A sentence that says what to install to link kernels for a foreign target; "" where there is a linker, and for other targets."""
+    if not target.is_foreign or _cross_drivers(target):
+        return ""
+    return (
+        f"no linker for {target.architecture} was found: `pip install ziglang`, or put {ARCHITECTURES[target.architecture].triple}-gcc on the "
+        f"PATH (Debian: apt-get install gcc-{target.architecture}-linux-gnu)"
+    )
+
+
+def _cross_drivers(target: Target) -> list[list[str]]:
+    """The beginnings of command lines that compile and link for a foreign target, best first."""
+    triple = ARCHITECTURES[target.architecture].triple
+    zig = [sys.executable, "-m", "ziglang", "cc", "-target", f"{triple}.{_GLIBC}"]
+    gcc = shutil.which(f"{triple}-gcc")
+    return [*([zig] if importlib.util.find_spec("ziglang") else []), *([[gcc]] if gcc else [])]
+
+
 # The end of a library's file: the size of the object file before it, and what tells that there is one.
 _TRAILER = struct.Struct("<Q8s")
 _MARK = b"object\r\n"
 
 
-def link(object_file: Path, library: Path) -> None:
-    """Make `library` from `object_file`, and append the object file to it.
+def link(object_file: Path, library: Path, carried: Path | None = None) -> None:
+    """Make `library` from `object_file`, and append the object file `carried` to it: that of a foreign target, by default the same one.
 
     Raises CompileError where there is no linker, naming what to install, or where none succeeds; also where a symbol stays undefined: such
     a library could not be loaded.
     """
-    _link([object_file], library)
-    content = object_file.read_bytes()
+    _link(_commands([object_file], library))
+    content = (carried or object_file).read_bytes()
     with library.open("ab") as file:
         file.write(content + _TRAILER.pack(len(content), _MARK))
 
@@ -52,14 +77,19 @@ def object_of(library: bytes) -> bytes | None:
     return library[end - size : end] if mark == _MARK and size <= end else None
 
 
-def link_together(objects: Sequence[Path], library: Path) -> None:
-    """Make one library of several kernels' object files; equal files give equal bytes. Raises CompileError as `link` does."""
-    _link(objects, library, "-s")
+def link_together(objects: Sequence[Path], library: Path, target: Target) -> None:
+    """Make one library of object files of several kernels for `target`; equal files give equal bytes. Raises CompileError as `link` does."""
+    if not target.is_foreign:
+        return _link(_commands(objects, library, "-s"))
+    if lacking := lacking_linker(target):
+        raise CompileError(lacking, recurs=False)
+    files = ["-shared", "-s", "-Wl,-z,noexecstack,--no-undefined", "-o", str(library), *map(str, objects), "-lm"]
+    return _link([[*driver, *files] for driver in _cross_drivers(target)])
 
 
-def _link(objects: Sequence[Path], library: Path, *options: str) -> None:
+def _link(commands: Sequence[Sequence[str]]) -> None:
     failures = []
-    for command in _commands(objects, library, options):
+    for command in commands:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False
         )
@@ -71,7 +101,7 @@ def _link(objects: Sequence[Path], library: Path, *options: str) -> None:
     raise CompileError("kernels cannot be linked:\n" + "\n".join(failures), recurs=False)
 
 
-def _commands(objects: Sequence[Path], library: Path, options: Sequence[str]) -> list[list[str]]:
+def _commands(objects: Sequence[Path], library: Path, *options: str) -> list[list[str]]:
     """Command lines to try, best first; only programs that are on the PATH."""
     commands = []
     drivers = [found for name in _DRIVERS if (found := shutil.which(name))][:1]
