@@ -54,8 +54,6 @@ def test_a_file_for_arm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         "processor": "aarch64",
         "features": ["asimd", "asimddp", "asimdhp"],
         "library": "library",
-        "byte_order": "little",
-        "word_bits": 64,
     }
     segment = next(each for each in json.loads(artifact.manifest)["segments"] if each["name"] == "library")
     begin = path.read_bytes()[segment["offset"] : segment["offset"] + 20]
