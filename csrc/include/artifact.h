@@ -41,8 +41,8 @@ static_assert(sizeof(Signature) == 96);
 
 class Artifact {
  public:
-  // Reads the header, and the text of the manifest, whose checksum is right: `manifest_text` and
-  // `signatures` may be asked for, and nothing else.
+  // Reads the header and the manifest's text, and compares the text's checksum. Until Read has
+  // returned, only `manifest_text` and `signatures` may be asked for.
   static std::shared_ptr<Artifact> Open(const std::string& path, bool share);
   Artifact(const Artifact&) = delete;
   Artifact& operator=(const Artifact&) = delete;
@@ -73,7 +73,7 @@ class Artifact {
  private:
   explicit Artifact(const std::string& path) : path_(path) {}
 
-  void ReadBegin(bool share);
+  void ReadManifestText(bool share);
   void ReadHeader(int file, uint64_t file_bytes);
   void Map(int file, uint64_t file_bytes, bool share);
   void CheckPadding() const;

@@ -172,7 +172,7 @@ std::shared_ptr<Artifact> Artifact::Open(const std::string& path, bool share) {
   }
   return Named(path, [&] {
     std::shared_ptr<Artifact> artifact(new Artifact(path));
-    artifact->ReadBegin(share);
+    artifact->ReadManifestText(share);
     return artifact;
   });
 }
@@ -199,7 +199,7 @@ void Artifact::Read(unsigned threads, bool runs) {
   });
 }
 
-void Artifact::ReadBegin(bool share) {
+void Artifact::ReadManifestText(bool share) {
   // Not blocking: a pipe would wait for its writer.
   const File file(open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   if (file.get() < 0) Refuse("it cannot be opened: " + SystemError());

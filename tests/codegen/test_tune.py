@@ -109,7 +109,7 @@ class _OneVariant(Tuner):
         assert device == CPU
         return {} if self.reported else {options[0].key: self.name}
 
-    def report(self, device: Device, options: Sequence[KernelOptions]) -> None:
+    def report(self, device: Device, options: Sequence[KernelOptions], is_disturbed: bool) -> None:
         self.reported += options
 
     def compiler(self, own: JobCompiler) -> JobCompiler:

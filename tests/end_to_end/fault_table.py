@@ -11,6 +11,7 @@ DOCUMENT = TESTS.parent / "docs" / "faults.md"
 _FIRST = ("test_faults_compiler", "test_faults_cache", "test_faults_engines", "test_faults_process", "test_faults")
 # Those of `tests/reports` follow the others, in the order of their names.
 OF_FILES = (
+    "end_to_end.test_foreign_targets",
     "runtime.native.test_artifact",
     "artifact.test_model",
     "artifact.test_signing",

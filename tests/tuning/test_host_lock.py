@@ -19,7 +19,7 @@ from torch_hybrid_backend.tuning.host_lock import HostLock
 lock = HostLock(sys.argv[1].encode().decode("unicode_escape"))
 lock.acquire()
 print("held", flush=True)
-time.sleep(60)
+time.sleep(float(sys.argv[2]))
 """
 
 
@@ -29,9 +29,14 @@ def name() -> str:
     return f"\0torch_hybrid_backend.tests.{os.getpid()}"
 
 
+def _holder(name: str, seconds: float) -> subprocess.Popen[str]:
+    """A process that waits for the lock, says so when it has it, and ends after some seconds."""
+    command = [sys.executable, "-c", _HOLD, name.replace("\0", "\\x00"), str(seconds)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
 def test_one_process_holds_it_and_its_death_frees_it(name: str) -> None:
-    command = [sys.executable, "-c", _HOLD, name.replace("\0", "\\x00")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+    with _holder(name, 60) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         lock = HostLock(name)
@@ -47,15 +52,14 @@ def test_who_gives_way_lets_another_in(name: str) -> None:
     lock = HostLock(name)
     lock.acquire()
     assert lock.try_acquire()  # it is ours
-    command = [sys.executable, "-c", _HOLD, name.replace("\0", "\\x00")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as waiting:
-        assert waiting.stdout is not None
-        time.sleep(0.5)  # it may not wait yet: then it finds the lock free
-        lock.release()
-        assert waiting.stdout.readline() == "held\n"
+    with _holder(name, 0.1) as waiting:
+        deadline = time.monotonic() + 60
+        while waiting.poll() is None and time.monotonic() < deadline:
+            lock.give_way()
+            assert lock.is_held
         waiting.kill()
-    lock.give_way()
-    assert lock.is_held
+        assert waiting.stdout is not None
+        assert waiting.stdout.read() == "held\n"
     lock.release()
     assert not lock.is_held
 

@@ -31,7 +31,7 @@ def sign(path: str | os.PathLike[str], key: Ed25519PrivateKey | str | os.PathLik
 
     path = Path(path)
     private = private_key(key)
-    artifact = Artifact(path, share=False, runs=False)  # what is signed has passed every check
+    artifact = Artifact(path, share=False, runs=False)  # every check but whether this machine can run it
     content = bytearray(path.read_bytes())
     _, _, count, size, _, _ = HEADER.unpack_from(content)
     manifest = bytes(content[PAGE_BYTES : PAGE_BYTES + size])

@@ -239,7 +239,7 @@ class KernelEngine(EngineBase):
                 lambda kernels: self.built(kernels, backend.target, Deadline(_TUNING_ROUND_S)),
                 run_program,
                 inputs,
-                functools.partial(self._keep_times, backend.device, load),
+                functools.partial(self._keep_times, backend.device),
                 self._services.progress,
             )
             return self._region(region.kernels, options)
@@ -254,7 +254,7 @@ class KernelEngine(EngineBase):
         before = {option.key: option.times for option in region.options}
         changed = [option for option in options if option.times != before[option.key] and not option.is_partial]
         for option in {option.key: option for option in changed}.values():
-            self._keep_times(backend.device, load, option.key, option.times)
+            self._keep_times(backend.device, option.key, option.times, load.is_felt())
         log.info("variants of %d kernels timed in %.2f s", len(found), time.monotonic() - start)
         return self._region(region.kernels, options)
 
@@ -305,8 +305,8 @@ class KernelEngine(EngineBase):
         """Microseconds by the variant's name, infinity for one that cannot run; empty if the kernel was never timed."""
         return self._services.timings.get(TIMINGS, kernel_key, device)
 
-    def _keep_times(self, device: Device, load: OtherLoad, kernel_key: str, times: Mapping[str, float]) -> None:
-        self._services.timings.put(TIMINGS, kernel_key, device, times, is_disturbed=load.is_felt())
+    def _keep_times(self, device: Device, kernel_key: str, times: Mapping[str, float], is_disturbed: bool) -> None:
+        self._services.timings.put(TIMINGS, kernel_key, device, times, is_disturbed=is_disturbed)
 
     def _options(self, region: RegionKernels) -> tuple[KernelOptions, ...]:
         """The variants of each kernel to compile: the one known to be fastest, or those to be timed."""

@@ -28,6 +28,7 @@ from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.engine import RunProgram
 from torch_hybrid_backend.errors import tells_of_later
 from torch_hybrid_backend.loops.kernels import Kernel
+from torch_hybrid_backend.measuring.other_load import OtherLoad
 from torch_hybrid_backend.progress import Progress
 
 _ROUNDS = 5
@@ -36,7 +37,8 @@ Compile = Callable[[Sequence[Kernel]], Sequence[Artifact | Exception]]
 
 
 class Tuner:
-    """Policy of a thread: variants that it tries, and where they are compiled. This one tries all, here; others derive from it (`tuned_by`)."""
+    """Policy for tuning in a thread: the variants to try, and the compiler to use. The base class tries all variants, with this process's
+    compiler; others derive from it (`tuned_by`)."""
 
     def claim(self, device: Device, options: Sequence[KernelOptions]) -> Mapping[str, str]:
         """The variants that the next round tries: kernel key -> name of an untried variant. Empty if there is nothing left to try here.
@@ -45,18 +47,19 @@ class Tuner:
         """
         return {option.key: option.untried[0].name for option in options}
 
-    def report(self, device: Device, options: Sequence[KernelOptions]) -> None:
-        """Take the kernels that were claimed, with the times of the round, in which nothing was found out of a variant without a time."""
+    def report(self, device: Device, options: Sequence[KernelOptions], is_disturbed: bool) -> None:
+        """Take the times of a round for the kernels that were claimed. A claimed variant without a time stays unknown, for a later process to
+        try. is_disturbed: other load was felt."""
 
     def stop(self) -> None:
-        """Claim nothing from now on: the user wants an end."""
+        """End tuning after Ctrl-C. The base class does nothing: `tune` has ended its region."""
 
     def compiler(self, own: JobCompiler) -> JobCompiler:
         """The compiler to use in place of this process's `own`."""
         return own
 
 
-_tuner: ContextVar[Tuner] = ContextVar("tuner", default=Tuner())  # noqa: B039 - it has no state
+_tuner: ContextVar[Tuner] = ContextVar("tuner", default=Tuner())  # noqa: B039 - a Tuner has no state
 
 
 def tuner() -> Tuner:
@@ -80,30 +83,40 @@ def tune(
     compile_kernels: Compile,
     run_program: RunProgram,
     inputs: Sequence[torch.Tensor],
-    keep_times: Callable[[str, Mapping[str, float]], None],
+    keep_times: Callable[[str, Mapping[str, float], bool], None],
     start_progress: Callable[[str, int], Progress],
 ) -> list[KernelOptions]:
     """The options with the fastest variants chosen; none is left `untried` unless Ctrl-C stopped tuning, or other processes have claimed it.
 
-    keep_times: a callback, called with each kernel's key and times after each round. start_progress: starts the display of progress and gain.
+    keep_times: a callback, called after each round with each kernel's key and times, and True if other load was felt. start_progress: starts
+    the display of progress and gain.
     """
     found = list(options)
     device = kernels.backend.device
+    load = OtherLoad()
+
+    def compile_quietly(wanted: Sequence[Kernel]) -> Sequence[Artifact | Exception]:
+        nonlocal load
+        made = compile_kernels(wanted)
+        load = OtherLoad()  # what compiled here is none
+        return made
+
     total = len({(option.key, variant.name) for option in options for variant in option.untried})
     with start_progress(f"tuning {kernels.region.name}", total) as progress:
         try:
             while claimed := tuner().claim(device, _distinct(option for option in found if option.untried)):
                 trials = [_only(option, claimed.get(option.key)) for option in found]
-                tried = try_next_variant(kernels, trials, compile_kernels, run_program, inputs)
+                tried = try_next_variant(kernels, trials, compile_quietly, run_program, inputs)
+                is_disturbed = load.is_felt()
                 found = [
                     replace(new, untried=tuple(v for v in old.untried if v.name != claimed.get(old.key)))
                     for old, new in zip(found, tried, strict=True)
                 ]
                 after = _distinct(option for option in found if option.key in claimed)
                 for option in after:
-                    keep_times(option.key, option.times)
+                    keep_times(option.key, option.times, is_disturbed)
                     progress.step(_gain(options, found))
-                tuner().report(device, after)
+                tuner().report(device, after, is_disturbed)
         except KeyboardInterrupt:
             tuner().stop()
             progress.say("stopped: the best kernels so far are used; a later process goes on from here")

@@ -14,7 +14,7 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from torch_hybrid_backend.errors import ArgumentError, HybridError, failures
+from torch_hybrid_backend.errors import ArgumentError, HybridError, failures, ignored
 from torch_hybrid_backend.machine import most_threads
 from torch_hybrid_backend.serve import check_installed, deployment
 from torch_hybrid_backend.serve.rpc import ADDER
@@ -183,8 +183,9 @@ def set_safe_defaults(environment: MutableMapping[str, str], is_new: bool, on_lo
     if on_loopback:
         environment.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # for Linux as well, whatever its name says
     # Ray would take a share of all memory, and where /dev/shm is too small, as in a container, a file in /tmp in its place.
-    store_bytes = max(_LEAST_STORE_BYTES, shutil.disk_usage("/dev/shm").free * 9 // 10)
-    environment.setdefault("RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES", str(store_bytes))
+    with ignored(OSError):  # there is no /dev/shm
+        store_bytes = max(_LEAST_STORE_BYTES, shutil.disk_usage("/dev/shm").free * 9 // 10)
+        environment.setdefault("RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES", str(store_bytes))
     has_token = "RAY_AUTH_TOKEN" in environment or "RAY_AUTH_TOKEN_PATH" in environment
     if not has_token and not (Path.home() / ".ray" / "auth_token").exists():
         environment["RAY_AUTH_TOKEN"] = secrets.token_hex(32)

@@ -36,7 +36,7 @@ def keeping_none() -> Iterator[None]:
 
 @contextlib.contextmanager
 def returning_only(kind: str) -> Iterator[None]:
-    """Return no kept times of other kinds to this thread within the context, so that it takes them anew. They are kept as ever."""
+    """Return no kept times of other kinds to this thread within the context, so that it takes them anew, and keeps them."""
     token = _returned.set(kind)
     try:
         yield
@@ -79,7 +79,7 @@ class TimingCache:
         self.put_entry(kind, self.entry_key(key, device), times, is_disturbed=is_disturbed)
 
     def put_entry(self, kind: str, key: str, times: Mapping[str, float], *, is_disturbed: bool = False) -> None:
-        """The same under the key of an entry (`entry_key`), which may be another machine's."""
+        """Keep times as `put` does, under an entry's key (`entry_key`), which may be another machine's."""
         if not _keeps.get():
             return
         entry, takers = dict(times), 0
@@ -102,6 +102,10 @@ class TimingCache:
         """All times that `get` would return, by the keys of entries: those of other machines, too."""
         return {key: self._usable(kind, key) for key in self._store.keys(kind)}
 
+    def entry_key(self, key: str, device: Device) -> str:
+        """The key in the store of what is kept for this machine as it is now: 64 hexadecimal digits."""
+        return hashlib.sha256(json.dumps([key, self._machine(device)]).encode()).hexdigest()
+
     def _usable(self, kind: str, key: str) -> KeptTimes:
         times, takers = self._kept(kind, key)
         if 0 < takers < _ENOUGH:
@@ -119,7 +123,3 @@ class TimingCache:
         except (ValueError, AttributeError, TypeError, KeyError):
             return KeptTimes(), 0
         return (times, takers) if all(us >= 0 for us in times.values()) else (KeptTimes(), 0)
-
-    def entry_key(self, key: str, device: Device) -> str:
-        """The key in the store of what is kept for this machine as it is now: 64 hexadecimal digits."""
-        return hashlib.sha256(json.dumps([key, self._machine(device)]).encode()).hexdigest()

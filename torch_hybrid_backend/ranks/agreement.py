@@ -171,7 +171,7 @@ class Agreement:
             if (apart := peers.posted(f"{self._graph}/apart/{lowest}")) is not None:
                 return apart
             if not is_here and peers.posted(f"{self._graph}/here/{lowest}") is not None:
-                # It waits itself now, which ends before this.
+                # The lowest rank waits for the others now; its wait ends before this one.
                 is_here, wait = True, _Wait(peers, 0, patience_s=self._limit_s + 2 * PATIENCE_S)
             if why := _late({lowest}, wait) if is_here else self._not_to_come({lowest}, wait, waiting):
                 return why
@@ -226,8 +226,8 @@ def _late(ranks: set[int], wait: _Wait) -> str:
 
 
 class _Wait:
-    """A wait for ranks. It ends when one is dead, makes this very call with a plan that it has, has not been compiling for `patience_s`, by
-    default `PATIENCE_S`, or after `limit_s` more."""
+    """A wait for ranks. The wait ends when a rank is dead, when a rank is in this very call with a plan that it has, or when no rank has
+    compiled for `patience_s` (default `PATIENCE_S`). Compiling extends the wait by `limit_s` at most."""
 
     def __init__(self, peers: Peers, limit_s: float, patience_s: float | None = None) -> None:
         self.why = ""

@@ -75,13 +75,11 @@ class Peers:
         self._lock = threading.Lock()
         self._seen: dict[int, tuple[str, float]] = {}  # rank -> its last sign of life, and when it was first seen
         self._calls = Counter[Group]()  # how many calls of graphs with collectives of a group have begun
-        self._ready_calls: dict[
-            int, list[tuple[Group, int]]
-        ] = {}  # those of a plan that run: the groups, and the numbers
+        # Calls of plans that run now: their groups, and the call's number in each.
+        self._ready_calls: dict[int, list[tuple[Group, int]]] = {}
         self._numbers = itertools.count()
-        self._first_seen: dict[
-            int, tuple[str, int]
-        ] = {}  # rank -> its calls of plans, and the sign that first had them
+        # rank -> its calls of plans, and the number of the sign of life that first had them.
+        self._first_seen: dict[int, tuple[str, int]] = {}
         self._is_open = is_open
         self._process = os.getpid()
         self._end = threading.Event()

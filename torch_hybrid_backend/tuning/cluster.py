@@ -263,6 +263,7 @@ class _Run:
 
     def _look(self, progress: Progress, *, begins: bool) -> State | None:
         """Take what was found since the last look, and begin what can begin. The final state once nothing runs any more."""
+        begins = begins and not self._state().is_over
         for each in self._hosts.values():
             if begins and each.actor is None and each.name not in self._failed:
                 self._begin(each)

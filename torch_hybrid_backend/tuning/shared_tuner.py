@@ -19,7 +19,6 @@ from torch_hybrid_backend.codegen.tune import Tuner, tuned_by
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.factory import Factory
-from torch_hybrid_backend.measuring.other_load import OtherLoad
 from torch_hybrid_backend.measuring.timing_cache import TimingCache, keeping_none, returning_only
 from torch_hybrid_backend.storage.store import Content, collecting
 from torch_hybrid_backend.tuning.claims import Entry, Interval, Wanted
@@ -50,7 +49,6 @@ class SharedTuner(Tuner):
         self._compiler = compiler
         self._lock = HostLock()
         self._began = 0.0
-        self._load = OtherLoad()
         self.is_stopped = False  # by Ctrl-C
 
     @contextlib.contextmanager
@@ -91,14 +89,13 @@ class SharedTuner(Tuner):
         self.release()
         self._lock.give_way()
         self._began = time.monotonic()
-        self._load = OtherLoad()
         of_entries = {self._timings.entry_key(option.key, device): option for option in options}
         claimed = self._claims.claim(self._worker, [_wanted(key, option) for key, option in of_entries.items()])
         return {of_entries[key].key: name for key, name in claimed.items()}
 
-    def report(self, device: Device, options: Sequence[KernelOptions]) -> None:
+    def report(self, device: Device, options: Sequence[KernelOptions], is_disturbed: bool) -> None:
         found = [_wanted(self._timings.entry_key(option.key, device), option) for option in options]
-        self._claims.report(self._worker, found, self._load.is_felt())
+        self._claims.report(self._worker, found, is_disturbed)
 
     def stop(self) -> None:
         self.is_stopped = True

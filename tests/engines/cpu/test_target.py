@@ -275,3 +275,10 @@ def test_a_foreign_target(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Target.named("x86-64-v4").here == Target.named("x86-64-v4")
     monkeypatch.setattr(target_module.platform, "machine", lambda: "aarch64")
     assert (target.is_foreign, target.here) == (False, target)
+
+
+def test_kernels_of_a_foreign_target_are_not_those_of_its_own_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel for another architecture is a library of its stand-in: what a machine of that architecture compiles has another key."""
+    here = Target.named("neoverse-n1").fingerprint
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert Target.named("neoverse-n1").fingerprint != here

@@ -38,7 +38,7 @@ from torch_hybrid_backend.machine import may_use_tiles
 from torch_hybrid_backend.sizes.size import Dim, as_size
 
 # The architecture whose kernels other machines make too: of its instructions `tir/arm.py` has forms that run anywhere.
-_ALSO_ELSEWHERE = "aarch64"
+_CROSS_COMPILED = ("x86_64", "aarch64")
 
 
 class TvmBackend:
@@ -61,8 +61,8 @@ class TvmBackend:
         this process cannot run its kernels, or time them."""
         if name == NATIVE:
             return TvmBackend()
-        target, start = Target.named(name), f"HYBRID_TARGET (or options['target']) is {name!r}, and "
-        if target.is_foreign and target.architecture != _ALSO_ELSEWHERE:
+        target, start = Target.named(name), f"target (HYBRID_TARGET, options['target'] or --target) is {name!r}, and "
+        if target.is_foreign and (platform.machine(), target.architecture) != _CROSS_COMPILED:
             raise ConfigError(
                 f"{start}kernels of {target.architecture} are made on such machines alone; this is {platform.machine()}: use another target"
             )

@@ -73,7 +73,6 @@ _WITH_DOT_PRODUCTS = NEON_FEATURES | {"asimddp", "asimdhp"}
 class Architecture:
     """Processors that run one machine code. `name`: as in `uname -m`. `triple`: for Linux. `features`: LLVM's name of each that kernels may
     use -> Linux's. `baseline`: those that every processor has, by Linux's names. `mcpu`: LLVM's name of a processor with no others.
-    `stand_in`: the target that kernels for another architecture are compiled for beside it, so that they are checked where they are made.
     """
 
     name: str
@@ -81,11 +80,10 @@ class Architecture:
     features: Mapping[str, str]
     baseline: frozenset[str]
     mcpu: str
-    stand_in: str
 
 
-_X86_64 = Architecture("x86_64", "x86_64-linux-gnu", X86_FEATURES, frozenset(), "x86-64", "x86-64-v3")
-_AARCH64 = Architecture("aarch64", "aarch64-linux-gnu", ARM_FEATURES, NEON_FEATURES, "generic", "armv8-a")
+_X86_64 = Architecture("x86_64", "x86_64-linux-gnu", X86_FEATURES, frozenset(), "x86-64")
+_AARCH64 = Architecture("aarch64", "aarch64-linux-gnu", ARM_FEATURES, NEON_FEATURES, "generic")
 ARCHITECTURES = {each.name: each for each in (_X86_64, _AARCH64)}
 # Targets by name. x86-64: levels of its psABI. Arm: Technical Reference Manuals of Cortex-A72, Neoverse N1 (Armv8.2) and V1 (Armv8.4).
 TARGETS: Mapping[str, tuple[Architecture, frozenset[str]]] = {

@@ -1,8 +1,8 @@
 """Target: the processor that kernels are compiled for, as data.
 
-`Target.named` is a processor by its name or its features, wherever this runs. `Target.host()` looks at the operating system only: importing
-TVM costs a second, and a process that finds all its kernels in the cache never does. `tvm_target` turns either into TVM's own object inside the
-compiler process, where LLVM names the processor.
+`Target.named` is a processor by its name or its features, wherever this runs. `Target.host()` asks the operating system and CPUID, not TVM:
+importing TVM costs a second, and a process that finds all its kernels in the cache never does. `tvm_target` turns either into TVM's own object
+inside the compiler process, where LLVM names the processor.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ NATIVE = "native"
 LINE_BYTES = 64
 # Where the operating system does not tell: the smallest of any processor with AVX2 or NEON in use.
 _DEFAULT_L1_BYTES, _DEFAULT_L2_BYTES = 32 << 10, 256 << 10
+# Kernels for another architecture are compiled for this target beside it, so that they are checked where they are made.
+_STAND_IN = "x86-64-v3"
 # Kernels for a named target are cut up for so many cores, whatever runs them: with fewer, each core has more parts; some kernels use no more.
 _NAMED_CORES = 8
 
@@ -75,7 +77,7 @@ class Target:
     @staticmethod
     def named(name: str) -> Target:
         """The target called `name`: one of `TARGETS`, or a triple of Linux such as "aarch64-linux-gnu"; behind either, more features by LLVM's
-        names ("neoverse-n1,+i8mm"). Targets of equal features are equal, on all machines, so that they share kernels. Raises ConfigError for
+        names ("neoverse-n1,+i8mm"). A target is the same on all machines, so that they share kernels. Raises ConfigError for
         another name, and for a feature that kernels do not use.
         """
         base, *more = (part.strip() for part in name.split(","))
@@ -85,9 +87,10 @@ class Target:
             found = [each for each in ARCHITECTURES.values() if _is_triple(base, each)]
             if not found:
                 names = (NATIVE, *TARGETS, *(each.triple for each in ARCHITECTURES.values()))
+                likely = did_you_mean(base, names).rstrip(" ")
                 raise ConfigError(
-                    f"HYBRID_TARGET (or options['target']) is {name!r}, and no target is called {base!r}; there are {', '.join(names)}; "
-                    f"features may follow any but {NATIVE}, such as '{names[-1]},+dotprod'. {did_you_mean(base, names)}".rstrip(
+                    f"target (HYBRID_TARGET, options['target'] or --target) is {name!r}, and no target is called {base!r}; there are "
+                    f"{', '.join(names)}; features may follow any but {NATIVE}, such as '{names[-1]},+dotprod'. {likely}".rstrip(
                         " ."
                     )
                 )
@@ -112,7 +115,7 @@ class Target:
     @property
     def here(self) -> Target:
         """The target that this machine runs kernels of: for a foreign one its stand-in, which is the same on all machines."""
-        return Target.named(ARCHITECTURES[platform.machine()].stand_in) if self.is_foreign else self
+        return Target.named(_STAND_IN) if self.is_foreign else self
 
     @property
     def label(self) -> str:
@@ -144,7 +147,7 @@ class Target:
     @property
     def fingerprint(self) -> str:
         """A text for cache keys: equal for two processes exactly where a kernel of one is the right kernel for the other."""
-        machine = (self.architecture, self.mcpu, self.cpu)
+        machine = (self.architecture, self.mcpu, self.cpu, self.here.mcpu if self.is_foreign else "")
         parts = (*machine, ",".join(self.features), self.lanes, self.cores, self.l1_bytes, self.l2_bytes)
         return "|".join(map(str, parts))
 
@@ -159,7 +162,7 @@ def _feature(text: str, architecture: Architecture, target: str) -> str:
     name = text.removeprefix("+")
     if text.startswith("+") and name in architecture.features:
         return architecture.features[name]
-    start = f"HYBRID_TARGET (or options['target']) is {target!r}: "
+    start = f"target (HYBRID_TARGET, options['target'] or --target) is {target!r}: "
     if name in SCALABLE:
         raise ConfigError(
             f"{start}no kernel uses {name}: its vectors have a length that only the processor knows, and schedules cut up registers of a known "

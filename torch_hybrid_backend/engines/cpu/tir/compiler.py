@@ -65,12 +65,12 @@ def compile_kernel(job: Job) -> None:
     if job.assembly:
         output.with_suffix(".s").write_text(built.inspect_source("asm"))
     object_file = output.with_suffix(".o")
-    built.write_to_file(str(object_file), "o")
     runs_here = output.with_suffix(".here.o") if job.target.is_foreign else object_file
-    if job.target.is_foreign:
-        function = emit_kernel(job.kernel, job.symbol, job.target, emulates=True)
-        build(job.symbol, function, _tvm_target(job.target.here)).write_to_file(str(runs_here), "o")
     try:
+        built.write_to_file(str(object_file), "o")
+        if job.target.is_foreign:
+            function = emit_kernel(job.kernel, job.symbol, job.target, emulates=True)
+            build(job.symbol, function, _tvm_target(job.target.here)).write_to_file(str(runs_here), "o")
         link(runs_here, output, carried=object_file)
     finally:
         object_file.unlink(missing_ok=True)

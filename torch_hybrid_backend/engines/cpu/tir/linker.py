@@ -80,11 +80,13 @@ def object_of(library: bytes) -> bytes | None:
 def link_together(objects: Sequence[Path], library: Path, target: Target) -> None:
     """Make one library of object files of several kernels for `target`; equal files give equal bytes. Raises CompileError as `link` does."""
     if not target.is_foreign:
-        return _link(_commands(objects, library, "-s"))
-    if lacking := lacking_linker(target):
+        commands = _commands(objects, library, "-s")
+    elif lacking := lacking_linker(target):
         raise CompileError(lacking, recurs=False)
-    files = ["-shared", "-s", "-Wl,-z,noexecstack,--no-undefined", "-o", str(library), *map(str, objects), "-lm"]
-    return _link([[*driver, *files] for driver in _cross_drivers(target)])
+    else:
+        files = ["-shared", "-s", "-Wl,-z,noexecstack,--no-undefined", "-o", str(library), *map(str, objects), "-lm"]
+        commands = [[*driver, *files] for driver in _cross_drivers(target)]
+    _link(commands)
 
 
 def _link(commands: Sequence[Sequence[str]]) -> None:
