@@ -76,7 +76,7 @@ def tune_on_cluster(
         raise ArgumentError(f"--ray {address} is no Ray cluster that can be reached: {error}") from error
     try:
         roles = roles_of(_probed(ray, threads), wanted, versions())
-        run = _Run(ray, request, roles, open_services(request.config), threads, start)
+        run = _Run(ray, request, roles, open_services(request.config), start)
         return run.tune(progress)
     finally:
         ray.shutdown()
@@ -137,7 +137,12 @@ def described(threads: int | None) -> dict[str, Any]:
     """Description of this node: fields of `Node`. `threads`: kernel threads; None: as they are."""
     if threads is not None:
         torch.set_num_threads(threads)
-    return {"host": host(), "fingerprint": fingerprint(CPU), "versions": versions()}
+    return {
+        "host": host(),
+        "fingerprint": fingerprint(CPU),
+        "threads": torch.get_num_threads(),
+        "versions": versions(),
+    }
 
 
 def _on(node: str) -> Any:
@@ -221,11 +226,9 @@ class _Host:
 class _Run:
     """A cluster at work. Owns the actors."""
 
-    def __init__(
-        self, ray: Any, request: Request, roles: Roles, services: Services, threads: int | None, start: float
-    ) -> None:
+    def __init__(self, ray: Any, request: Request, roles: Roles, services: Services, start: float) -> None:
         self._ray, self._request, self._roles, self._services = ray, request, roles, services
-        self._threads = threads if threads is not None else int(roles.fingerprint.split("|threads ")[1].split(" ")[0])
+        self._threads = next(node.threads for nodes in roles.timing.values() for node in nodes)
         self._start = start
         self._numbers = itertools.count()
         self._notes = list(roles.left_out)
