@@ -132,6 +132,20 @@ def test_sampling_draws_from_the_likeliest_tokens() -> None:
     assert drawn(top_k=3, top_p=0.7) <= {0, 2}
 
 
+@pytest.mark.parametrize("temperature", [1e-310, 1e-39, 1e-6])
+def test_tiny_temperatures_take_the_likeliest_token(temperature: float) -> None:
+    logits, generator = torch.tensor([0.25, -torch.inf, 3e4, 2.9e4]), torch.Generator().manual_seed(0)
+    for given in ({}, {"top_k": 2, "top_p": 0.9}):
+        assert Sampling(temperature, **given).choose(logits, generator) == 2  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e39, 1e300, 10**400])
+def test_other_extreme_temperatures_draw(temperature: float) -> None:
+    logits, generator = torch.tensor([0.25, -torch.inf, 3e4, 3e4]), torch.Generator().manual_seed(0)
+    drawn = {Sampling(temperature).choose(logits, generator) for _ in range(100)}
+    assert drawn == ({2, 3} if temperature < 1 else {0, 2, 3})
+
+
 def test_seeds() -> None:
     """A seed gives the same tokens again, and leaves PyTorch's own random numbers alone."""
     sampling, logits = Sampling(temperature=1.0), torch.zeros(50)

@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from torch_hybrid_backend.artifact.model import LoadedEntry
 
 
+# Below the first the likeliest token is taken: logits divided by less could be infinite. The second gives all tokens the same probability.
+_LEAST_TEMPERATURE = 1e-5
+_MOST_TEMPERATURE = 1e30
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """The choice of a token by its logits, as transformers' `generate` makes it: first the temperature, then `top_k`, then `top_p`.
@@ -51,9 +56,9 @@ class Sampling:
 
     def choose(self, logits: torch.Tensor, generator: torch.Generator | None = None) -> int:
         """A token for logits (vocabulary,). `generator`: None draws from PyTorch's default one."""
-        if self.temperature == 0:
+        if self.temperature < _LEAST_TEMPERATURE:
             return int(logits.argmax())
-        scores = logits.float() / self.temperature
+        scores = logits.float() / min(self.temperature, _MOST_TEMPERATURE)
         if self.top_k is not None:
             smallest = scores.topk(min(self.top_k, len(scores))).values[-1]
             scores = scores.masked_fill(scores < smallest, -torch.inf)
