@@ -42,6 +42,12 @@ def test_every_datatype_goes_there_and_back(name: str, shape: tuple[int, ...], b
     assert torch.equal(back.tensors["x"], tensor)
 
 
+def test_infinities_and_a_mark_of_utf8_are_allowed() -> None:
+    values = [float("inf"), float("-inf"), 3.4028235e38, 0.0]
+    request = decode(b"\xef\xbb\xbf" + _body({**_X, "data": values}))
+    assert torch.equal(request.tensors["x"], torch.tensor(values).view(2, 2))
+
+
 def _length(output: Any, length: int | None) -> str | None:
     return None if length is None else str(len(json.dumps({"inputs": [output]})))
 
@@ -69,7 +75,8 @@ def test_outputs_that_are_asked_for() -> None:
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        (b"\xff", "is no JSON"),
+        (b"\xff", "is no JSON in UTF-8"),
+        (b"\xff\xfe{", "is no JSON in UTF-8"),
         (b"[" * 100_000, "is no JSON"),
         (b"[]", 'with a list "inputs"'),
         (_body(3), "an input is 3"),
@@ -78,6 +85,7 @@ def test_outputs_that_are_asked_for() -> None:
         (_body({**_X, "datatype": "BYTES"}), "must be one of BOOL"),
         (_body({**_X, "shape": [2, -1]}), "none below 0"),
         (_body({**_X, "shape": [2, 2.0]}), "whole numbers"),
+        (_body({**_X, "shape": [3, 10**18]}), "the size 1000000000000000000, which is too large: at most 2147483647"),
         (_body({**_X, "shape": [2**24, 2**24]}), "must be a list of"),
         (_body({**_X, "shape": [2**24, 2**25, 0]}), "2.48 elements"),
         (_body({**_X, "shape": [1] * 65}), "at most 64 dimensions"),
@@ -91,6 +99,10 @@ def test_outputs_that_are_asked_for() -> None:
         (_body({**_X, "datatype": "UINT8", "data": [1, 2, 3, -1]}), "does not fit in UINT8"),
         (_body({**_X, "datatype": "INT64", "data": [1, 2, 3, 2**70]}), "does not fit in INT64"),
         (_body({**_X, "datatype": "INT64", "data": [1, 2, 3, 4.5]}), "4.5, which is no INT64"),
+        (_body({**_X, "data": [1, 2, float("inf"), -1e39]}), "does not fit in FP32: it has -1e.39"),
+        (_body({**_X, "data": [1, 2, 3, 10**39]}), "does not fit in FP32"),
+        (_body({**_X, "datatype": "FP16", "data": [1, 2, 3, 70000]}), "does not fit in FP16"),
+        (_body({**_X, "datatype": "BF16", "data": [1, 2, 3, 3.4e38]}), "does not fit in BF16"),
         (_body(_X, _X), "'x' is there twice"),
         (_body({k: v for k, v in _X.items() if k != "data"}), "neither"),
         (_body({**_X, "parameters": []}), '"parameters" is'),

@@ -37,6 +37,7 @@ DATATYPES = {
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, dtype) for dtype, name in DATATYPES.items()}
 # What is computed of a shape then takes no time: a request may have millions of sizes.
 _MOST_DIMENSIONS = 64
+_MOST_SIZE = 2**31 - 1
 _MOST_ELEMENTS = 2**48
 
 
@@ -59,6 +60,16 @@ def datatype_of(tensor: torch.Tensor) -> str:
     return DATATYPES[str(tensor.dtype).removeprefix("torch.")]
 
 
+def json_of(body: bytes) -> Any:
+    """What the JSON in a body says. Raises RequestError (400) for what is none."""
+    try:
+        return json.loads(body.decode("utf-8-sig"))
+    except failures(UnicodeDecodeError) as error:
+        raise RequestError("the body is no JSON in UTF-8") from error
+    except failures(ValueError, RecursionError) as error:
+        raise RequestError(f"the body is no JSON: {error}") from error
+
+
 def decode(body: bytes, json_length: str | None = None) -> Tensors:
     """The request in a body. `json_length`: the value of `BINARY_HEADER`. Raises RequestError (400) for what is none."""
     length = len(body)
@@ -68,10 +79,7 @@ def decode(body: bytes, json_length: str | None = None) -> Tensors:
                 f"{BINARY_HEADER} is {json_length!r}; it must be the length of the JSON, at most {len(body)}"
             )
         length = int(json_length)
-    try:
-        said = json.loads(body[:length])
-    except failures(ValueError, RecursionError) as error:
-        raise RequestError(f"the body is no JSON: {error}") from error
+    said = json_of(body[:length])
     if not isinstance(said, dict) or not isinstance(inputs := said.get("inputs"), list):
         raise RequestError('the body must be a JSON object with a list "inputs"')
     rest = memoryview(body)[length:]
@@ -134,8 +142,10 @@ def form_of(name: object, datatype: object, shape: object) -> tuple[str, str, li
     if not isinstance(datatype, str) or datatype not in _DTYPES:
         hint = did_you_mean(datatype, _DTYPES) if isinstance(datatype, str) else ""
         raise RequestError(f"the datatype of {name!r} is {datatype!r}. {hint}It must be one of {', '.join(_DTYPES)}")
-    if not isinstance(shape, list) or not all(type(n) is int and 0 <= n < 2**31 for n in shape):
+    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
         raise RequestError(f"the shape of {name!r} is {shape!r}; it must be a list of whole numbers, none below 0")
+    if shape and (largest := max(shape)) > _MOST_SIZE:
+        raise RequestError(f"the shape of {name!r} has the size {largest}, which is too large: at most {_MOST_SIZE}")
     if len(shape) > _MOST_DIMENSIONS or math.prod(n or 1 for n in shape) > _MOST_ELEMENTS:
         raise RequestError(
             f"the shape of {name!r} is {shape!r}; it must have at most {_MOST_DIMENSIONS} dimensions and 2^48 elements, sizes of 0 taken as 1"
@@ -179,9 +189,14 @@ def _tensor_of_json(name: str, data: object, datatype: str, shape: list[int]) ->
     if kinds == (int,) and flat and not (limits := torch.iinfo(dtype)).min <= min(flat) <= max(flat) <= limits.max:
         raise RequestError(f"the data of {name!r} does not fit in {datatype}: it has {min(flat)} to {max(flat)}")
     try:
-        return torch.tensor(flat, dtype=dtype).view(shape)
+        tensor = torch.tensor(flat, dtype=dtype).view(shape)
     except failures(RuntimeError, OverflowError, TypeError, ValueError) as error:
         raise RequestError(f"the data of {name!r} does not fit in {datatype}: {error}") from error
+    if dtype.is_floating_point and (is_infinite := tensor.isinf()).any():
+        for value, is_large in zip(flat, is_infinite.flatten().tolist(), strict=True):
+            if is_large and abs(value) != math.inf:
+                raise RequestError(f"the data of {name!r} does not fit in {datatype}: it has {value!r}")
+    return tensor
 
 
 def _outputs(said: Mapping[str, Any], binary: bool) -> dict[str, bool] | None:
