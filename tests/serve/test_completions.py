@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -132,11 +132,20 @@ class _Texts:
 
     max_body_bytes = 2**20
 
-    def __init__(self, model: ServedModel, tokenizer: _Watched) -> None:
+    def __init__(self, model: ServedModel, tokenizer: Any) -> None:
         self.model, self.tokenizer = model, tokenizer
+        self.statuses: list[int] = []
 
     def answered(self, status: int) -> None:
-        pass
+        self.statuses.append(status)
+
+
+class _Failing(_Texts):
+    """A service that fails at the second token."""
+
+    async def tokens(self, model: ServedModel, tokens: Iterator[int]) -> AsyncGenerator[int, None]:
+        yield next(tokens)
+        raise ZeroDivisionError("of a token")
 
 
 class _Watched:
@@ -168,15 +177,32 @@ class _Watched:
         ({"prompt": [99999]}, "the model knows 0 to"),
         ({"prompt": [1] * 40}, "the file has room for 32"),
         ({"prompt": []}, "at least one"),
-        ({"max_tokens": 0}, "max_new_tokens is 0"),
-        ({"max_tokens": "4"}, "max_new_tokens is '4'"),
+        ({"prompt": [10**20]}, "the prompt has the token 100000000000000000000; the model knows 0 to"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"max_tokens": "4"}, "max_tokens is '4'"),
         ({"temperature": -1}, "temperature is -1"),
         ({"top_p": 2}, "top_p is 2"),
         ({"seed": "a"}, "seed is 'a'"),
         ({"stop": "x"}, "stop needs a tokenizer"),
         ({"stop": 3}, "stop is 3"),
         ({"stop": "x" * 257}, "1 to 256 letters"),
-        ({"stop_token_ids": "x"}, "stop_tokens is"),
+        ({"stop": False}, "stop is False"),
+        ({"stop_token_ids": "x"}, "stop_token_ids is 'x'"),
+        ({"stop_token_ids": 5}, "stop_token_ids is 5"),
+        ({"stop_token_ids": [1000]}, r"stop_token_ids is \[1000\]; it must be a list of token ids from 0 to"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids is"),
+        ({"stream": "yes"}, "stream is 'yes'; it must be true or false"),
+        ({"stream": 1}, "stream is 1"),
+        ({"stream_options": 3}, "stream_options is 3"),
+        ({"stream_options": {"include_usage": 1}}, "include_usage is 1"),
+        ({"stream_options": {"usage": True}}, "stream_options has 'usage'"),
+        ({"temperature": 0, "top_p": "a"}, "top_p is 'a'"),
+        ({"temprature": 0}, "has 'temprature', which this server does not know. Did you mean 'temperature'"),
+        ({"repetition_penalty": 1.0}, "has 'repetition_penalty'"),
+        ({"min_p": 0.1}, "has 'min_p'"),
+        ({"min_tokens": 3}, "has 'min_tokens'"),
+        ({"ignore_eos": True}, "has 'ignore_eos'"),
+        ({"model": None}, '"model" is missing'),
         ({"logprobs": 2}, "logprobs is 2"),
         ({"echo": True}, "echo is True"),
     ],
@@ -186,6 +212,57 @@ def test_wrong_requests(decoder: tuple[Path, Path], given: dict[str, Any], said:
     with pytest.raises(RequestError, match=said) as caught:
         read_completion(body, ServedModel(decoder[0]), None)
     assert caught.value.status == 400
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"user": "a", "metadata": {"b": "c"}, "store": True},
+        {
+            "n": 1,
+            "best_of": 1,
+            "echo": False,
+            "logprobs": None,
+            "suffix": None,
+            "logit_bias": {},
+            "presence_penalty": 0.0,
+        },
+        {"stop": "", "stream": None, "stream_options": None, "temperature": 0, "top_p": 1},
+        {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}},
+    ],
+)
+def test_what_changes_nothing_is_accepted(decoder: tuple[Path, Path], given: dict[str, Any]) -> None:
+    body = json.dumps({"model": "model", "prompt": _PROMPT, **given}).encode()
+    assert read_completion(body, ServedModel(decoder[0]), None).stream is (given.get("stream") is True)
+
+
+def test_bodies_of_another_encoding(decoder: tuple[Path, Path]) -> None:
+    with pytest.raises(RequestError, match="the body is no JSON in UTF-8"):
+        read_completion("{}".encode("utf-16"), ServedModel(decoder[0]), None)
+
+
+@pytest.mark.parametrize("temperature", [1e-39, 1e-310])
+def test_tiny_temperatures_are_greedy(decoder: tuple[Path, Path], temperature: float) -> None:
+    given = {"model": "model", "prompt": _PROMPT, "max_tokens": 8, "stop_token_ids": [], "seed": 1, "top_p": 0.9}
+    body = json.dumps({**given, "temperature": temperature}).encode()
+    assert list(read_completion(body, ServedModel(decoder[0]), None).tokens) == _expected(decoder, 8)
+
+
+def test_failures_have_openais_shape(decoder: tuple[Path, Path]) -> None:
+    """With the status 500, and amid a stream as its last event."""
+    testclient = pytest.importorskip("starlette.testclient", reason="needs the extra serve")
+    from torch_hybrid_backend.serve.web import application
+
+    service = _Failing(ServedModel(decoder[0]), None)
+    body = {"model": "model", "prompt": _PROMPT, "temperature": 0, "stop_token_ids": []}
+    with testclient.TestClient(application(service)) as client:  # type: ignore[arg-type]
+        whole = client.post("/v1/completions", json=body)
+        stream = client.post("/v1/completions", json={**body, "stream": True})
+    error = {"message": "ZeroDivisionError: of a token", "type": "server_error", "param": None, "code": None}
+    assert (whole.status_code, whole.json()) == (500, {"error": error})
+    *parts, last = stream.text.strip().split("\n\n")
+    assert (len(parts), json.loads(last.removeprefix("data: "))) == (1, {"error": error})
+    assert service.statuses == [500, 200]
 
 
 def test_half_a_surrogate_pair_is_no_text(decoder: tuple[Path, Path]) -> None:

@@ -154,8 +154,9 @@ class LoadedModel:
     ) -> Iterator[int]:
         """Iterate over the tokens that follow a prompt, in a file of `export_generation`.
 
-        ids: the prompt, (n,) or (1, n). max_new_tokens: None fills the file's `max_length`. temperature: 0 (or less than 1e-5) takes the likeliest
-        token each time; above, tokens are drawn from the `top_k` likeliest ones, and from the likeliest ones that together have the probability `top_p`.
+        ids: the prompt, (n,) or (1, n). max_new_tokens: None fills the file's `max_length`. temperature: 0, or below 1e-5, takes the likeliest
+        token each time; above, tokens are drawn from the `top_k` likeliest ones, and from the likeliest ones that together have the
+        probability `top_p`.
         seed: None draws from PyTorch's default generator (`torch.manual_seed`). stop_tokens: the first of them is the last token that is
         returned; None for the model's own, () for none. Every generation begins with an empty cache; the model's next generation ends it.
 

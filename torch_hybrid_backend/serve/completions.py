@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
@@ -10,9 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 from uuid import uuid4
 
+from torch_hybrid_backend.artifact.generation import Sampling
 from torch_hybrid_backend.artifact.tokenizer import token_texts
-from torch_hybrid_backend.errors import ArgumentError, HybridError, RequestError, failures
+from torch_hybrid_backend.errors import ArgumentError, HybridError, RequestError, did_you_mean, failures
+from torch_hybrid_backend.serve.protocol import json_of
 from torch_hybrid_backend.serve.served_model import ServedModel
+
+_LOG = logging.getLogger("ray.serve")
 
 # Members of a request that would change the answer and are not served, with the values that change nothing.
 _FIXED: Mapping[str, tuple[object, ...]] = {
@@ -25,6 +30,31 @@ _FIXED: Mapping[str, tuple[object, ...]] = {
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
 }
+# Members of OpenAI's that change nothing in an answer.
+_WITHOUT_EFFECT = (
+    "metadata",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
+)
+_SERVED = (
+    "max_tokens",
+    "model",
+    "prompt",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "stream",
+    "stream_options",
+    "temperature",
+    "top_k",
+    "top_p",
+)
+_KNOWN = (*_SERVED, *_FIXED, *_WITHOUT_EFFECT)
+_STREAM_OPTIONS = ("include_obfuscation", "include_usage")
 _DEFAULT_TOKENS = 16
 _MOST_STOPS = 4
 _LONGEST_STOP = 256  # each new token is compared with every beginning of a stop string
@@ -55,22 +85,23 @@ class Completion:
 
 def read_completion(body: bytes, model: ServedModel, tokenizer: Any) -> Completion:
     """The request in a body. Raises RequestError: 404 for another model, 400 for what the model cannot do."""
-    try:
-        said = json.loads(body)
-    except failures(ValueError, RecursionError) as error:
-        raise RequestError(f"the body is no JSON: {error}") from error
+    said = json_of(body)
     if not isinstance(said, dict):
         raise RequestError("the body must be a JSON object")
-    if (name := said.get("model")) != model.name:
+    if (name := said.get("model")) is None:
+        raise RequestError(f'"model" is missing; this server has {model.name!r}')
+    if name != model.name:
         raise RequestError(f"there is no model {name!r}; this server has {model.name!r}", 404)
     if not model.generates:
         raise RequestError(f"{model.name} does not generate text: send requests to /v2/models/{model.name}/infer")
+    _refuse_unknown(said, _KNOWN, _SERVED, "the request")
     for member, harmless in _FIXED.items():
         if said.get(member) not in harmless:
             raise RequestError(
                 f"{member} is {said[member]!r}; this server knows {' or '.join(map(repr, harmless[1:]))} alone"
             )
-    stops = said.get("stop") or []
+    streams, with_usage = _streaming(said)
+    stops = [] if said.get("stop") in (None, "") else said["stop"]
     stops = [stops] if isinstance(stops, str) else stops
     if (
         not isinstance(stops, list)
@@ -82,34 +113,40 @@ def read_completion(body: bytes, model: ServedModel, tokenizer: Any) -> Completi
         )
     if stops and tokenizer is None:
         raise RequestError("stop needs a tokenizer, which this server was started without: send stop_token_ids")
-    prompt = _prompt(said.get("prompt"), tokenizer)
-    temperature = _or(said.get("temperature"), 1.0)
+    prompt = _prompt(said.get("prompt"), tokenizer, model.vocabulary)
+    temperature, top_k, top_p = _or(said.get("temperature"), 1.0), said.get("top_k"), said.get("top_p")
     stop_tokens = said.get("stop_token_ids")
+    if stop_tokens is not None:
+        _check_stop_tokens(stop_tokens, model.vocabulary)
+    most = _or(said.get("max_tokens"), _DEFAULT_TOKENS)
+    if type(most) is not int or most < 1:
+        raise RequestError(f"max_tokens is {most!r}; it must be a whole number, at least 1")
     settings = model.model.manifest.generation
     assert settings is not None
-    room, most = settings.max_length - len(prompt), _or(said.get("max_tokens"), _DEFAULT_TOKENS)
+    room = settings.max_length - len(prompt)
     try:
+        if temperature == 0:  # nothing is drawn, and clients send top_p all the same
+            Sampling(1.0, top_k, top_p)
+            top_k = top_p = None
         tokens = model.model.generate(
             prompt,
-            min(most, room) if type(most) is int and room > 0 else most,
+            min(most, room) if room > 0 else most,
             temperature=temperature,
-            # At temperature 0 nothing is drawn, and clients send top_p all the same.
-            top_k=said.get("top_k") if temperature else None,
-            top_p=said.get("top_p") if temperature else None,
+            top_k=top_k,
+            top_p=top_p,
             seed=said.get("seed"),
             stop_tokens=stop_tokens,
         )
     except ArgumentError as error:
         raise RequestError(str(error)) from error
-    options = said.get("stream_options") or {}
     return Completion(
         model,
         prompt,
         tokens,
         tuple(stops),
         frozenset(settings.stop_tokens if stop_tokens is None else stop_tokens),
-        said.get("stream") is True,
-        isinstance(options, dict) and options.get("include_usage") is True,
+        streams,
+        with_usage,
         tokenizer,
     )
 
@@ -129,7 +166,8 @@ async def events(completion: Completion, service: Generates) -> AsyncGenerator[b
             async for part in parts:
                 count = part.count
                 yield _event(_said(completion, part.text, part.ids, part.reason))
-    except HybridError as error:  # the status has been sent: clients read the error among the events
+    except failures(Exception) as error:  # the status has been sent: clients read the error among the events
+        _LOG.exception("a stream of tokens failed")
         yield _event(failed(error))
         return
     if completion.usage_in_stream:
@@ -140,7 +178,8 @@ async def events(completion: Completion, service: Generates) -> AsyncGenerator[b
 def failed(error: Exception) -> dict[str, Any]:
     """The body of an answer about an error, as OpenAI's clients read it."""
     kind = "invalid_request_error" if isinstance(error, RequestError) else "server_error"
-    return {"error": {"message": str(error), "type": kind, "param": None, "code": None}}
+    message = str(error) if isinstance(error, HybridError) else f"{type(error).__name__}: {error}"
+    return {"error": {"message": message, "type": kind, "param": None, "code": None}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +232,37 @@ class _Stops:
         return self._held
 
 
-def _prompt(given: Any, tokenizer: Any) -> Sequence[int]:
+def _refuse_unknown(said: Mapping[str, Any], known: Sequence[str], served: Sequence[str], what: str) -> None:
+    """Raise RequestError for a member that is not known, whatever its value."""
+    for member in said:
+        if member not in known:
+            raise RequestError(
+                f"{what} has {member!r}, which this server does not know. {did_you_mean(member, known)}It serves {', '.join(served)}"
+            )
+
+
+def _streaming(said: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Whether the answer is a stream, and whether that ends with the usage."""
+    options = _or(said.get("stream_options"), {})
+    if not isinstance(options, dict):
+        raise RequestError(f'stream_options is {options!r}; it must be an object, such as {{"include_usage": true}}')
+    _refuse_unknown(options, _STREAM_OPTIONS, _STREAM_OPTIONS, "stream_options")
+    return _flag(said, "stream"), _flag(options, "include_usage")
+
+
+def _flag(said: Mapping[str, Any], member: str) -> bool:
+    value = said.get(member)
+    if value is not None and not isinstance(value, bool):
+        raise RequestError(f"{member} is {value!r}; it must be true or false")
+    return value is True
+
+
+def _check_stop_tokens(given: object, vocabulary: int) -> None:
+    if not isinstance(given, list) or not all(type(each) is int and 0 <= each < vocabulary for each in given):
+        raise RequestError(f"stop_token_ids is {given!r}; it must be a list of token ids from 0 to {vocabulary - 1}")
+
+
+def _prompt(given: Any, tokenizer: Any, vocabulary: int) -> Sequence[int]:
     if isinstance(given, list) and len(given) == 1 and isinstance(given[0], str | list):
         given = given[0]
     if isinstance(given, str):
@@ -210,6 +279,11 @@ def _prompt(given: Any, tokenizer: Any) -> Sequence[int]:
         return ids
     if not isinstance(given, list) or not all(type(each) is int for each in given):
         raise RequestError("prompt must be a text or a list of token ids, one of them")
+    for each in given:
+        if not 0 <= each < vocabulary:
+            raise RequestError(
+                f"the prompt has the token {each}; the model knows 0 to {vocabulary - 1}: use the tokenizer of this model"
+            )
     return given
 
 

@@ -191,6 +191,15 @@ class ServedModel:
         return max((each.rows[1] for each in self.entries if each.rows is not None), default=None)
 
     @property
+    def vocabulary(self) -> int:
+        """The number of tokens that a model knows which generates text."""
+        settings = self.model.manifest.generation
+        assert settings is not None, "the model generates text"
+        logits = self.model.flat_entry(settings.decode).entry.outputs[0]
+        assert isinstance(logits, TensorForm), "an entry of a decoder returns logits"
+        return int(logits.sizes[-1])
+
+    @property
     def fallback_parts(self) -> int:
         """The number of parts of the model that only Python can run."""
         return sum(len(entry.python_parts) for entry in self.model.manifest.entries)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
@@ -14,11 +15,13 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from torch_hybrid_backend._version import __version__
-from torch_hybrid_backend.errors import RequestError
+from torch_hybrid_backend.errors import RequestError, failures
 from torch_hybrid_backend.serve import completions, people
 from torch_hybrid_backend.serve.completions import Generates
 from torch_hybrid_backend.serve.protocol import BINARY_HEADER, Tensors, decode, encode
 from torch_hybrid_backend.serve.served_model import ServedModel
+
+_LOG = logging.getLogger("ray.serve")
 
 
 class Service(Generates, Protocol):
@@ -112,6 +115,9 @@ class _Routes:
             return await self._counted(self._completions, request)
         except RequestError as error:
             return JSONResponse(completions.failed(error), error.status)
+        except failures(Exception) as error:  # OpenAI's clients read no other shape
+            _LOG.exception("a completion failed")
+            return JSONResponse(completions.failed(error), 500)
 
     async def _completions(self, request: Request) -> Response:
         body = await read_body(request, self._service.max_body_bytes)
