@@ -327,6 +327,8 @@ def test_sharing_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
         (["--key", private], "--key is for"),
         (["push", place, "--key", place], "holds no private key"),
         (["sign", str(tmp_path / "absent"), "--key", private], "there is no such folder"),
+        (["--clear", "push", place], "push takes no --clear"),
+        (["pull", place, "--forget-failures"], "pull takes no --forget-failures"),
     ):
         assert _run("cache", *arguments) == (1, "")
         assert re.search(told, capsys.readouterr().err), arguments

@@ -331,6 +331,9 @@ def _share(parsed: argparse.Namespace, config: Config, store: Store, out: TextIO
 
 def _cache(parsed: argparse.Namespace, out: TextIO) -> int:
     config = Config.from_env(os.environ)
+    if parsed.share is not None and (parsed.clear or parsed.forget_failures):
+        option = "--clear" if parsed.clear else "--forget-failures"
+        raise ConfigError(f"hybrid cache {parsed.share} takes no {option}: run one after the other")
     store = Store(config.cache_dir)
     if parsed.share is not None:
         _share(parsed, config, store, out)

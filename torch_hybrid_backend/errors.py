@@ -131,6 +131,14 @@ class OperatorRefusedError(HybridError):
         self.is_mistake = is_mistake
 
 
+def unreachable(option: str, error: BaseException) -> ArgumentError:
+    """The error for an option with the address of a Ray cluster, for what `ray.init` raised, in one line."""
+    why = " ".join(str(error).split()) or type(error).__name__
+    if type(error).__name__ == "AuthenticationError":  # of Ray, which need not be installed; its text is a page
+        why = f"{why.partition('. ')[0]}; set RAY_AUTH_TOKEN to the cluster's token"
+    return ArgumentError(f"{option} is no Ray cluster that can be reached: {why}")
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """True if an error says that memory could not be had: by Python, by an allocator of PyTorch's (which raises RuntimeError on CPU)."""
     import torch  # not above: processes that compile kernels import this module, and must stay small

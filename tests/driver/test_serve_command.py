@@ -20,6 +20,7 @@ from tests.serve.conftest import free_port
 from torch_hybrid_backend import cli
 from torch_hybrid_backend.driver.export import export
 from torch_hybrid_backend.driver.serve_command import set_safe_defaults
+from torch_hybrid_backend.errors import unreachable
 
 _COMMAND = (sys.executable, "-m", "torch_hybrid_backend.cli", "serve")
 
@@ -43,6 +44,32 @@ def test_wrong_arguments(given: tuple[str, ...], said: str, tmp_path: Path, caps
     pytest.importorskip("ray", reason="needs the extra serve")
     assert cli.main(["serve", str(tmp_path / "none.hybrid"), *given]) == 1
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "said"),
+    [
+        ("", (), "is a folder; name a file that `hybrid export` wrote"),
+        ("one.hybrid", ("--host", "300.1.1.1"), "--host 300.1.1.1 cannot be served on"),
+    ],
+)
+def test_what_cannot_be_served(
+    name: str, given: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder, and an address of no machine."""
+    pytest.importorskip("ray", reason="needs the extra serve")
+    (tmp_path / "one.hybrid").touch()
+    assert cli.main(["serve", str(tmp_path / name), *given]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_a_cluster_without_its_token_is_one_line() -> None:
+    exceptions = pytest.importorskip("ray.exceptions", reason="needs the extra serve")
+    error = unreachable("--address h:1", exceptions.AuthenticationError("No token was found. See a page."))
+    told = str(error)
+    assert told.startswith("--address h:1 is no Ray cluster that can be reached: No token was found")
+    assert told.endswith("; set RAY_AUTH_TOKEN to the cluster's token")
+    assert "\n" not in told
 
 
 def test_settings_of_ray_are_safe() -> None:

@@ -30,6 +30,7 @@ sys.exit(main(sys.argv[1:]))
     [
         (("--budget-s", "0"), "--budget-s is 0; it must be a number of seconds above 0"),
         (("--budget-s", "nan"), "--budget-s is nan"),
+        (("--budget-s", "inf"), "--budget-s is inf"),
         (("--threads", "0"), "--threads is 0; it must be a number from 1 to"),
         (("--fingerprint", "EPYC"), "--fingerprint is for --ray"),
     ],
@@ -59,6 +60,29 @@ def test_no_factory(
     monkeypatch.setenv("HYBRID_CACHE_DIR", str(tmp_path))
     assert cli.main(["tune", target]) == 1
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("raise FileNotFoundError('no weights')", "the factory failed: FileNotFoundError: no weights"),
+        ("raise SystemExit(0)", "the factory ended the program: SystemExit: 0"),
+        (
+            "return nn.Linear(8, 8), (torch.ones(2, 8), 3)",
+            "the model fails on these inputs: TypeError: Linear.forward() takes",
+        ),
+        ("return nn.Linear(8, 8), (torch.ones(2, 7),)", "the model fails on these inputs: RuntimeError: mat1 and mat2"),
+    ],
+)
+def test_faults_of_the_user_are_one_line(
+    body: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tvm")
+    monkeypatch.setenv("HYBRID_CACHE_DIR", str(tmp_path / "cache"))
+    script = tmp_path / "fault_of_a_user.py"
+    script.write_text(f"import torch\nfrom torch import nn\ndef make():\n    {body}\n")
+    assert cli.main(["tune", f"{script}:make"]) == 1
+    assert f"hybrid: {script}:make: {said}" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.full

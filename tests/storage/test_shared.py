@@ -346,6 +346,10 @@ def test_commands_tell_that_a_place_cannot_be_reached(filled: Store, tmp_path: P
     ):
         with pytest.raises(CacheError, match="cannot be used: there is no such folder"):
             use(location_of(str(tmp_path / "nowhere")))
+        with pytest.raises(CacheError, match="cannot be used: there is no such folder"):
+            use(location_of("memory://hybrid-nowhere"))
+        with pytest.raises(CacheError, match=r"http://127.0.0.1:9 cannot be used: Cannot connect"):
+            use(location_of("http://127.0.0.1:9"))
     (tmp_path / "file").touch()
     with pytest.raises(CacheError, match="cannot be used"):
         push(filled, location_of(str(tmp_path / "file")))

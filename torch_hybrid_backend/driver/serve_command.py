@@ -9,12 +9,13 @@ import re
 import secrets
 import shutil
 import signal
+import socket
 import threading
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from torch_hybrid_backend.errors import ArgumentError, HybridError, failures, ignored
+from torch_hybrid_backend.errors import ArgumentError, HybridError, failures, ignored, unreachable
 from torch_hybrid_backend.machine import most_threads
 from torch_hybrid_backend.serve import check_installed, deployment
 from torch_hybrid_backend.serve.rpc import ADDER
@@ -99,8 +100,12 @@ def serve(parsed: argparse.Namespace, out: TextIO) -> int:
     for name, least in (("port", 1), ("grpc_port", 1), ("metrics_port", 0)):
         if (value := getattr(parsed, name)) is not None and not least <= value <= 65535:
             raise ArgumentError(f"--{name.replace('_', '-')} is {value}; it must be a number from {least} to 65535")
+    if parsed.file.is_dir():
+        raise ArgumentError(f"{parsed.file} is a folder; name a file that `hybrid export` wrote")
     if not parsed.file.is_file():
         raise ArgumentError(f"there is no file {parsed.file}; write one with `hybrid export`")
+    if parsed.address is None:
+        _check_host(parsed.host)
     set_safe_defaults(os.environ, is_new=parsed.address is None, on_loopback=not parsed.metrics_port)
     ray: Any = importlib.import_module("ray")
     ray_serve: Any = importlib.import_module("ray.serve")
@@ -119,8 +124,8 @@ def serve(parsed: argparse.Namespace, out: TextIO) -> int:
     if parsed.address is not None:
         try:
             ray.init(parsed.address, log_to_driver=False)
-        except failures(ConnectionError, RuntimeError, ValueError) as error:
-            raise ArgumentError(f"--address {parsed.address} is no Ray cluster that can be reached: {error}") from error
+        except failures(OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+            raise unreachable(f"--address {parsed.address}", error) from error
     else:
         # One more than run at once: a rollout begins a replica before it ends another.
         ray.init(
@@ -147,6 +152,18 @@ def serve(parsed: argparse.Namespace, out: TextIO) -> int:
             ray_serve.shutdown()
         ray.shutdown()
     return 0
+
+
+def _check_host(host: str) -> None:
+    """Raise ArgumentError for an address that this machine does not have."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+    except failures(OSError, UnicodeError) as error:
+        raise ArgumentError(
+            f"--host {host} cannot be served on: {error}; it must be an address of this machine"
+        ) from error
 
 
 class _EndedError(BaseException):

@@ -26,7 +26,6 @@ def add_parser(commands: Any) -> None:
     tune.add_argument(
         "--budget-s",
         type=float,
-        default=math.inf,
         metavar="S",
         help="seconds after which no further variant is tried; by default all are",
     )
@@ -52,8 +51,9 @@ def tune(parsed: argparse.Namespace, out: TextIO) -> int:
 
     from torch_hybrid_backend.tuning.local import Request, tune_here
 
-    if not parsed.budget_s > 0:
+    if parsed.budget_s is not None and not 0 < parsed.budget_s < math.inf:
         raise ArgumentError(f"--budget-s is {parsed.budget_s:g}; it must be a number of seconds above 0")
+    budget_s = math.inf if parsed.budget_s is None else parsed.budget_s
     if parsed.threads is not None and not 1 <= parsed.threads <= most_threads():
         raise ArgumentError(f"--threads is {parsed.threads}; it must be a number from 1 to {most_threads()}")
     if parsed.fingerprint is not None and parsed.ray is None:
@@ -67,14 +67,14 @@ def tune(parsed: argparse.Namespace, out: TextIO) -> int:
         if parsed.threads is not None:
             torch.set_num_threads(parsed.threads)
         with progress:
-            summary = tune_here(Request(parsed.target, os.getcwd(), config, parsed.budget_s), progress)
+            summary = tune_here(Request(parsed.target, os.getcwd(), config, budget_s), progress)
     else:
         set_safe_defaults(os.environ, is_new=parsed.ray == "local")
         from torch_hybrid_backend.tuning.cluster import tune_on_cluster
 
         place, _, name = factory.target.rpartition(":")
         target = f"{Path(place).resolve()}:{name}" if place.endswith(".py") else factory.target
-        request = Request(target, os.getcwd(), replace(config, progress=False), parsed.budget_s)
+        request = Request(target, os.getcwd(), replace(config, progress=False), budget_s)
         with progress:
             summary = tune_on_cluster(parsed.ray, request, progress, parsed.fingerprint, parsed.threads)
     out.write(f"{summary}\n")

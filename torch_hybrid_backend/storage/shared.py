@@ -383,6 +383,10 @@ class _Remote:
 
     def names(self) -> list[tuple[str, str]]:
         system, root = self._opened()
+        try:
+            system.ls(root, detail=False)  # `find` takes a place that cannot be reached for an empty one
+        except FileNotFoundError as error:
+            raise FileNotFoundError("there is no such folder") from error
         return _legal(str(path).removeprefix(root).strip("/") for path in system.find(root))
 
     def _opened(self) -> tuple[Any, str]:

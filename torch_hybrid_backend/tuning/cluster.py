@@ -25,7 +25,7 @@ from torch_hybrid_backend.codegen.engine import TIMINGS
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.device import CPU
 from torch_hybrid_backend.driver.session import open_services
-from torch_hybrid_backend.errors import ArgumentError, CacheError, HybridError, failures, ignored
+from torch_hybrid_backend.errors import ArgumentError, CacheError, HybridError, failures, ignored, unreachable
 from torch_hybrid_backend.factory import Factory
 from torch_hybrid_backend.machine import fingerprint
 from torch_hybrid_backend.progress import Progress
@@ -72,8 +72,8 @@ def tune_on_cluster(
     try:
         here = {"include_dashboard": False} if address == "local" else {}
         ray.init(address, log_to_driver=False, logging_level="warning", **here)
-    except failures(ConnectionError, RuntimeError, ValueError) as error:
-        raise ArgumentError(f"--ray {address} is no Ray cluster that can be reached: {error}") from error
+    except failures(OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        raise unreachable(f"--ray {address}", error) from error
     try:
         roles = roles_of(_probed(ray, threads), wanted, versions())
         run = _Run(ray, request, roles, open_services(request.config), start)
@@ -333,6 +333,7 @@ class _Run:
             self._state()  # raises where that is what the process had lost
             cause = error.cause if isinstance(error.cause, BaseException) else error
             why = str(cause) if isinstance(cause, HybridError) else f"{type(cause).__name__}: {cause}"
+            why = why.removeprefix(f"{self._request.target}: ")
             raise HybridError(f"{self._request.target} cannot be tuned on {each.worker}: {why}") from error
         except self._ray.exceptions.RayError as error:
             state = self._state()

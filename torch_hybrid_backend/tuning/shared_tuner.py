@@ -18,6 +18,7 @@ from torch_hybrid_backend.codegen.search import KernelOptions
 from torch_hybrid_backend.codegen.tune import Tuner, tuned_by
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.device import Device
+from torch_hybrid_backend.errors import HybridError, failures
 from torch_hybrid_backend.factory import Factory
 from torch_hybrid_backend.measuring.timing_cache import TimingCache, keeping_none, returning_only
 from torch_hybrid_backend.storage.store import Content, collecting
@@ -113,10 +114,17 @@ class TunedModel:
     """A model by its factory, tuned on the inputs that the factory gives. Inference: calls are under `torch.no_grad`."""
 
     def __init__(self, factory: Factory, config: Config) -> None:
-        """Raises ConfigError for a factory that makes no model."""
+        """Raises ConfigError for a factory that makes no model, HybridError for one that fails."""
         self._factory, self._config = factory, replace(config, background=False)
-        with factory.importable():
-            self._model, self._args, self._kwargs = factory.load()()
+        try:
+            with factory.importable():
+                self._model, self._args, self._kwargs = factory.load()()
+        except HybridError:
+            raise
+        except SystemExit as error:
+            raise HybridError(f"{factory.target}: the factory ended the program: SystemExit: {error}") from error
+        except failures(Exception) as error:  # the user's code
+            raise HybridError(f"{factory.target}: the factory failed: {_in_one_line(error)}") from error
 
     def tune(self, tuner: SharedTuner, *, keeps: bool) -> None:
         """Call the model once, compiled anew, and try what the tuner claims. `keeps`: keep times in this process's own cache, too."""
@@ -140,4 +148,23 @@ class TunedModel:
         # Dynamo tells compilations apart by their backend: a new partial is a new compilation.
         backend: Any = functools.partial(compile_for_dynamo, config=replace(self._config, placement=placement))
         with self._factory.importable(), torch.no_grad():
-            torch.compile(self._model, backend=backend)(*self._args, **self._kwargs)
+            try:
+                torch.compile(self._model, backend=backend)(*self._args, **self._kwargs)
+            except HybridError:
+                raise
+            except failures(Exception):  # the user's code, or what Dynamo makes of its error
+                self._check_in_eager()
+                raise
+
+    def _check_in_eager(self) -> None:
+        """Raise HybridError if the model fails on its inputs without `torch.compile` as well."""
+        try:
+            self._model(*self._args, **self._kwargs)
+        except failures(Exception) as error:  # the user's code
+            why = _in_one_line(error)
+            raise HybridError(f"{self._factory.target}: the model fails on these inputs: {why}") from error
+
+
+def _in_one_line(error: Exception) -> str:
+    """The kind of an error and the first line of its text."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".rstrip(": ")

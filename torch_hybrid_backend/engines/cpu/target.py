@@ -81,6 +81,11 @@ class Target:
         another name, and for a feature that kernels do not use.
         """
         base, *more = (part.strip() for part in name.split(","))
+        if base == NATIVE:
+            raise ConfigError(
+                f"target (HYBRID_TARGET, options['target'] or --target) is {name!r}, and features cannot follow {NATIVE}: it has all that this "
+                f"machine has; write {NATIVE} alone, or features behind the name of a processor, such as 'x86-64-v3,+avx512f'"
+            )
         if base in TARGETS:
             architecture, known = TARGETS[base]
         else:
@@ -168,9 +173,10 @@ def _feature(text: str, architecture: Architecture, target: str) -> str:
             f"{start}no kernel uses {name}: its vectors have a length that only the processor knows, and schedules cut up registers of a known "
             "length; leave it out, as processors with it also run NEON"
         )
+    hint = did_you_mean(f"+{name}", [f"+{each}" for each in architecture.features])
     raise ConfigError(
         f"{start}{text!r} is no feature that kernels of {architecture.name} use; features are written as '+NAME', of "
-        f"{', '.join(architecture.features)}. {did_you_mean(name, architecture.features)}".rstrip(" .")
+        f"{', '.join(architecture.features)}. {hint}".rstrip(" .")
     )
 
 
