@@ -9,8 +9,8 @@ import pytest
 from torch_hybrid_backend.tuning.claims import Claims, Interval, Wanted
 
 
-def _wanted(key: str = "k", times: dict[str, float] | None = None, untried: str = "abc") -> Wanted:
-    return Wanted(key, "", {"": 10.0} if times is None else times, tuple(untried))
+def _wanted(key: str = "k", times: dict[str, float] | None = None, untried: str = "abc", chosen: str = "") -> Wanted:
+    return Wanted(key, chosen, {"": 10.0} if times is None else times, tuple(untried))
 
 
 def test_no_variant_is_tried_twice() -> None:
@@ -39,8 +39,8 @@ def test_times_of_two_machines_are_compared_through_a_variant_that_both_timed() 
     claims = Claims({})
     claims.claim("one", [_wanted()])
     claims.claim("two", [_wanted(times={"": 20.0})])
-    claims.report("one", [_wanted(times={"": 10.0, "a": 8.0}, untried="bc")], is_disturbed=False)
-    claims.report("two", [_wanted(times={"": 20.0, "b": 6.0}, untried="ac")], is_disturbed=True)
+    claims.report("one", [_wanted(times={"": 10.0, "a": 8.0}, untried="bc", chosen="a")], is_disturbed=False)
+    claims.report("two", [_wanted(times={"": 20.0, "b": 6.0}, untried="ac", chosen="b")], is_disturbed=True)
     assert claims.entries()["k"].times == {"": 10.0, "a": 8.0, "b": 3.0}
     assert claims.entries()["k"].is_disturbed
     state = claims.state()
@@ -55,6 +55,15 @@ def test_times_of_operators_alone_are_no_gain() -> None:
     claims.claim("one", [_wanted(times={"": 10.0, "onednn alone": 3.0})])
     state = claims.state()
     assert (state.faster, state.now_us) == (0, 10.0)
+
+
+def test_a_kernel_is_faster_where_another_variant_is_chosen() -> None:
+    """A shorter time of a variant that nobody has chosen is no gain."""
+    claims = Claims({})
+    claims.claim("one", [_wanted()])
+    claims.report("one", [_wanted(times={"": 10.0, "a": 9.99}, untried="bc")], is_disturbed=False)
+    state = claims.state()
+    assert (state.faster, state.before_us, state.now_us) == (0, 10.0, 10.0)
 
 
 def test_infinite_times_are_kept_as_they_are() -> None:

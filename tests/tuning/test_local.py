@@ -106,3 +106,10 @@ def test_summary_in_words() -> None:
         "only times are kept: the next process compiles the fastest kernels",
         "other load was felt: such times count when three runs have taken them (docs/guides/tuning.md)",
     ]
+
+
+def test_nothing_to_tune() -> None:
+    """The summary says why."""
+    text = str(Summary(State({}, 0, 0, 0, 0, 0.0, 0.0, False, False, ()), 1, 1.0, Path("/cache")))
+    assert text.startswith("no kernel of this model has variants to time: kernels below 1,000,000 multiply-adds")
+    assert "0 of 0" not in text

@@ -184,5 +184,5 @@ def _gain(before: Sequence[KernelOptions], after: Sequence[KernelOptions]) -> st
     old_us, new_us = sum(old for old, _, _ in known), sum(new for _, new, _ in known)
     if not known or not old_us:
         return "no kernel has another variant"
-    faster = sum(not same for _, _, same in known)
+    faster = sum(not same and new < old for old, new, same in known)
     return f"{faster} of {len(known)} kernels faster, {old_us / 1e3:.2f} ms to {new_us / 1e3:.2f} ms ({1 - new_us / old_us:.1%} less)"

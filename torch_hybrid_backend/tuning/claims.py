@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torch_hybrid_backend.codegen.search import ALONE
-
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
@@ -47,8 +45,8 @@ class Entry:
 class State:
     """Progress of tuning.
 
-    `entries`: by key, those that changed since the last time. `tried`, `left`: numbers of variants. `faster`: kernels that have a faster
-    variant now. `before_us`, `now_us`: microseconds of all kernels that were timed, each counted once. `is_over`: nothing more is claimed.
+    `entries`: by key, those that changed since the last time. `tried`, `left`: numbers of variants. `faster`: kernels of which a faster variant
+    is chosen now. `before_us`, `now_us`: microseconds of all kernels that were timed, each counted once. `is_over`: nothing more is claimed.
     `is_disturbed`: other load was felt.
     """
 
@@ -67,6 +65,7 @@ class State:
 @dataclass(slots=True)
 class _Kernel:
     before: str
+    chosen: str  # the fastest of those that processes have chosen
     times: dict[str, float]
     names: set[str]
     done: set[str] = field(default_factory=set)  # in this run, with times or without
@@ -100,7 +99,9 @@ class Claims:
         for each in wanted:
             kernel = self._kernels.get(each.key)
             if kernel is None:
-                kernel = self._kernels[each.key] = _Kernel(each.chosen, dict(self._known.get(each.key, {})), set())
+                kernel = self._kernels[each.key] = _Kernel(
+                    each.chosen, each.chosen, dict(self._known.get(each.key, {})), set()
+                )
             kernel.names.update(each.untried)
             self._merge(each.key, each.chosen, each.times)
         if self._is_over:
@@ -147,9 +148,9 @@ class Claims:
         entries = {key: self._entry(key) for key in self._changed}
         self._changed.clear()
         timed = [
-            (before, min(us for name, us in kernel.times.items() if not name.endswith(ALONE)))
+            (before, kernel.times[kernel.chosen])
             for kernel in self._kernels.values()
-            if math.isfinite(before := kernel.times.get(kernel.before, math.inf))
+            if math.isfinite(before := kernel.times.get(kernel.before, math.inf)) and kernel.chosen in kernel.times
         ]
         return State(
             entries,
@@ -184,3 +185,6 @@ class Claims:
         if new:
             known.update(new)
             self._changed.add(key)
+        kernel = self._kernels[key]
+        if known.get(chosen, math.inf) < known.get(kernel.chosen, math.inf):
+            kernel.chosen = chosen

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch_hybrid_backend.codegen.engine import TIMINGS
+from torch_hybrid_backend.codegen.search import MIN_WORK
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.units import time_in_words
 from torch_hybrid_backend.driver.session import open_services
@@ -15,6 +16,11 @@ from torch_hybrid_backend.factory import Factory
 from torch_hybrid_backend.progress import Progress
 from torch_hybrid_backend.tuning.claims import Claims, State
 from torch_hybrid_backend.tuning.shared_tuner import SharedTuner, TunedModel
+
+_NONE = (
+    f"no kernel of this model has variants to time: kernels below {MIN_WORK:,.0f} multiply-adds and those with one variant are not tuned, and "
+    "times that the cache has are not taken again"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +49,9 @@ class Summary:
         gain = f", {time_in_words(state.before_us)} to {time_in_words(state.now_us)}" if state.before_us else ""
         lines = [
             *self.notes,
-            f"{state.faster} of {state.kernels} kernels faster{gain}",
+            f"{state.faster} of {state.kernels} kernels faster{gain}"
+            if state.kernels or not self.is_settled
+            else _NONE,
             f"{state.tried} variants are timed ({self.hosts} machine{'s' * (self.hosts != 1)}, {self.seconds:.0f} s)",
         ]
         if state.left:
