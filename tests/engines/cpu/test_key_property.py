@@ -145,7 +145,7 @@ def test_timings(one: Any, two: Any) -> None:
     """Timings are kept under a key of their region, contenders, versions and machine, and of no other, however those are spelled."""
 
     def key(region: str, contenders: dict[str, str], machine: str) -> str:
-        return TimingCache(STORE, lambda device: machine)._key(timing_key(region, contenders), CPU)
+        return TimingCache(STORE, lambda device: machine).entry_key(timing_key(region, contenders), CPU)
 
     assert (key(*one) == key(*two)) == (one == two)
     region, contenders, machine = one
