@@ -116,6 +116,7 @@ class TunedModel:
     def __init__(self, factory: Factory, config: Config) -> None:
         """Raises ConfigError for a factory that makes no model, HybridError for one that fails."""
         self._factory, self._config = factory, replace(config, background=False)
+        self._runs_in_eager = False
         try:
             with factory.importable():
                 self._model, self._args, self._kwargs = factory.load()()
@@ -129,6 +130,7 @@ class TunedModel:
     def tune(self, tuner: SharedTuner, *, keeps: bool) -> None:
         """Call the model once, compiled anew, and try what the tuner claims. `keeps`: keep times in this process's own cache, too."""
         with tuner.alone(), tuned_by(tuner), contextlib.nullcontext() if keeps else keeping_none():
+            self._check_in_eager()
             self._call("tune")
 
     def settle(self, tuner: SharedTuner, timings: TimingCache, entries: Mapping[str, Entry]) -> list[Content]:
@@ -148,21 +150,19 @@ class TunedModel:
         # Dynamo tells compilations apart by their backend: a new partial is a new compilation.
         backend: Any = functools.partial(compile_for_dynamo, config=replace(self._config, placement=placement))
         with self._factory.importable(), torch.no_grad():
-            try:
-                torch.compile(self._model, backend=backend)(*self._args, **self._kwargs)
-            except HybridError:
-                raise
-            except failures(Exception):  # the user's code, or what Dynamo makes of its error
-                self._check_in_eager()
-                raise
+            torch.compile(self._model, backend=backend)(*self._args, **self._kwargs)
 
     def _check_in_eager(self) -> None:
-        """Raise HybridError if the model fails on its inputs without `torch.compile` as well."""
+        """Raise HybridError if the model fails on its inputs. Dynamo would show a page of its own frames."""
+        if self._runs_in_eager:
+            return
         try:
-            self._model(*self._args, **self._kwargs)
+            with self._factory.importable(), torch.no_grad():
+                self._model(*self._args, **self._kwargs)
         except failures(Exception) as error:  # the user's code
             why = _in_one_line(error)
             raise HybridError(f"{self._factory.target}: the model fails on these inputs: {why}") from error
+        self._runs_in_eager = True
 
 
 def _in_one_line(error: Exception) -> str:
