@@ -61,7 +61,7 @@ def datatype_of(tensor: torch.Tensor) -> str:
 
 
 def json_of(body: bytes) -> Any:
-    """What the JSON in a body says. Raises RequestError (400) for what is none."""
+    """The value of the JSON in a body. Raises RequestError (400) for what is none."""
     try:
         return json.loads(body.decode("utf-8-sig"))
     except failures(UnicodeDecodeError) as error:

@@ -13,16 +13,16 @@ from torch_hybrid_backend.errors import HybridError
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node. `host`: the boot id of its physical host. `threads`: kernel threads, which the fingerprint has, too. `versions`: of what must be
-    equal on all nodes. `lacks`: why it cannot take part."""
+    """A node. `host`: the boot id of its physical host. `versions`: of what must be equal on all nodes. `lacks`: why it cannot take part.
+    `threads`: kernel threads, which the fingerprint has, too."""
 
     id: str
     name: str
     host: str = ""
     fingerprint: str = ""
-    threads: int = 0
     versions: Mapping[str, str] = field(default_factory=dict)
     lacks: str = ""
+    threads: int = 0
 
 
 @dataclass(frozen=True, slots=True)
