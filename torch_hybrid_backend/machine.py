@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch_hybrid_backend._version import __version__
-from torch_hybrid_backend.errors import failures
+from torch_hybrid_backend.errors import ArgumentError, failures
 
 if TYPE_CHECKING:
     from torch_hybrid_backend.core.device import Device
@@ -150,6 +150,14 @@ def most_threads() -> int:
     """Largest number of threads that options may ask for. OpenMP's libraries end the process where there can be no so many. The runner has
     the same bound (`csrc/runner/worker_threads.cc`)."""
     return max(256, 4 * processors())
+
+
+def check_threads(value: object, name: str) -> None:
+    """Raise ArgumentError unless `value`, that of the option `name`, is a number of threads that a call may have."""
+    if type(value) is not int or not 1 <= value <= most_threads():
+        raise ArgumentError(
+            f"{name} is {value!r}; it must be a whole number from 1 to {most_threads()} (256 or 4 times the processors)"
+        )
 
 
 @functools.cache

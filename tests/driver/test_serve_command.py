@@ -30,7 +30,7 @@ _COMMAND = (sys.executable, "-m", "torch_hybrid_backend.cli", "serve")
     [
         (("--replicas", "0"), "--replicas is '0'; it must be a number, at least 1, or a range such as 1..4"),
         (("--replicas", "3..2"), "--replicas is '3..2'"),
-        (("--threads", "0"), "--threads is 0; it must be a whole number, at least 1"),
+        (("--threads", "0"), "--threads is 0; it must be a whole number from 1 to"),
         (("--threads", "1000000"), "--threads is 1000000; it must be a whole number from 1 to "),
         (
             ("--replicas", "1..1000000"),

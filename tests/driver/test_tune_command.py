@@ -31,7 +31,7 @@ sys.exit(main(sys.argv[1:]))
         (("--budget-s", "0"), "--budget-s is 0; it must be a number of seconds above 0"),
         (("--budget-s", "nan"), "--budget-s is nan"),
         (("--budget-s", "inf"), "--budget-s is inf"),
-        (("--threads", "0"), "--threads is 0; it must be a number from 1 to"),
+        (("--threads", "0"), "--threads is 0; it must be a whole number from 1 to"),
         (("--fingerprint", "EPYC"), "--fingerprint is for --ray"),
     ],
 )

@@ -123,3 +123,11 @@ def plan(
         "constants": constants,
         "outputs": list(outputs),
     }
+
+
+def doubling_plan() -> tuple[dict[str, Any], dict[str, Any]]:
+    """The form of three elements, and the plan of y = 2 (2 x) + 5 for them, by kernels of csrc/tests/host_kernels.cc."""
+    row = tensor("float32", 3)
+    values = [value("input", 0, row), value("arena", 0, row), value("arena", 64, row), value("fresh", 0, row)]
+    steps = [kernel("double", 0, 1), kernel("double", 1, 2), kernel("plus", 2, 3, sizes=[5])]
+    return row, plan(values, steps, inputs=1, outputs=[3], arena=128)

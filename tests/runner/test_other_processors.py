@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.runner.hybrid_files import HybridFile, kernel, named, plan, value
-from tests.runner.hybrid_files import tensor as form
+from tests.runner.hybrid_files import HybridFile, doubling_plan, named
 from tests.runner.runner_in_python import run
 from torch_hybrid_backend import __version__
 
@@ -98,12 +97,10 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Machine], byt
 def _file(path: Path, library: bytes, processor: str, *features: str) -> Path:
     """A file: y = 2 (2 x) + 5 for three elements, with a sample. Its library is said to be for that processor."""
     file = HybridFile(library, processor=processor, features=features)
-    row = form("float32", 3)
-    values = [value("input", 0, row), value("arena", 0, row), value("arena", 64, row), value("fresh", 0, row)]
-    steps = [kernel("double", 0, 1), kernel("double", 1, 2), kernel("plus", 2, 3, sizes=[5])]
+    row, doubled = doubling_plan()
     file.entry(
         "forward",
-        plan(values, steps, inputs=1, outputs=[3], arena=128),
+        doubled,
         inputs=[named("x", row)],
         sources=[["input", 0]],
         results=[["output", 0]],

@@ -18,7 +18,7 @@ from torch import nn
 
 import torch_hybrid_backend
 from tests.artifact.exported_for_tests import exported
-from tests.runner.hybrid_files import HybridFile, kernel, named, plan, value
+from tests.runner.hybrid_files import HybridFile, doubling_plan, kernel, named, plan, value
 from tests.runner.hybrid_files import tensor as form
 from tests.runner.runner_in_python import Model, Runner, RunnerError, dlpack, run
 from torch_hybrid_backend.machine import most_threads
@@ -43,12 +43,10 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 def doubling(kernels: bytes, tmp_path: Path) -> Path:
     """A file: y = 2 (2 x) + 5 for three elements, with a sample."""
     file = HybridFile(kernels)
-    row = form("float32", 3)
-    values = [value("input", 0, row), value("arena", 0, row), value("arena", 64, row), value("fresh", 0, row)]
-    steps = [kernel("double", 0, 1), kernel("double", 1, 2), kernel("plus", 2, 3, sizes=[5])]
+    row, doubled = doubling_plan()
     file.entry(
         "forward",
-        plan(values, steps, inputs=1, outputs=[3], arena=128),
+        doubled,
         inputs=[named("x", row), {"name": "scale", "value": 2}],
         sources=[["input", 0]],
         results=[["output", 0], ["literal", True]],

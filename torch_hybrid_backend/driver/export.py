@@ -65,7 +65,7 @@ from torch_hybrid_backend.driver.ready import Ready
 from torch_hybrid_backend.driver.saved_graph import saved_graph
 from torch_hybrid_backend.driver.session import Session, open_session
 from torch_hybrid_backend.driver.stages import Assignment
-from torch_hybrid_backend.engines.cpu.target import NATIVE, Target
+from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.errors import ArgumentError, NotExportableError, failures
 from torch_hybrid_backend.progress import Progress
 from torch_hybrid_backend.report import Explanation, about_call
@@ -170,7 +170,7 @@ def write_programs(
 ) -> ExportReport:
     """Compile programs of one model, each on a call of it, and write them to a file as entries. `generation`: what those of a decoder are."""
     config = with_instructions(dataclasses.replace(config, background=False, prefer_kernels=True))
-    if config.target != NATIVE and Target.named(config.target).is_foreign:
+    if Target.foreign(config.target) is not None:
         config = dataclasses.replace(config, placement="estimate")  # this machine cannot time such kernels
     name = type(model).__name__ if isinstance(model, torch.nn.Module) else "Model"
     session = open_session(config)
@@ -279,7 +279,7 @@ def _loaded_program(path: Path) -> torch.export.ExportedProgram:
     try:
         return torch.export.load(path)
     except failures(Exception) as error:  # whatever PyTorch raises for a file that is none, or damaged
-        raise ArgumentError(f"{path} is no program that torch.export.save wrote: {_first_line(error)}") from error
+        raise ArgumentError(f"{path} is no program that torch.export.save wrote: {_first_lines(error)}") from error
 
 
 def exported_program(
@@ -320,11 +320,6 @@ def _apart(model: torch.nn.Module, *arguments: Any) -> Any:
                 leaves[number] = copy.deepcopy(leaf.detach())  # with its strides
             seen.add(memory)
     return tree_unflatten(leaves, structure)
-
-
-def _first_line(error: Exception) -> str:
-    """The first line of an error's text, or its kind where it has none."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _example(program: torch.export.ExportedProgram, args: Any, kwargs: Any) -> Call:
@@ -478,9 +473,7 @@ class _Exporter:
             tuple(part for entry in self._entries for part in entry.python_parts),
             any(entry.needs_torch for entry in self._entries),
             tuple(each for entry in self._entries for each in entry.served),
-            target.label
-            if self._config.target != NATIVE and (target := Target.named(self._config.target)).is_foreign
-            else "",
+            target.label if (target := Target.foreign(self._config.target)) is not None else "",
         )
 
     def _take_libraries(self, assignment: Assignment) -> None:

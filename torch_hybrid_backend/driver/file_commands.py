@@ -27,7 +27,7 @@ from torch_hybrid_backend.core.precision import PRECISIONS
 from torch_hybrid_backend.core.units import time_in_words
 from torch_hybrid_backend.errors import ArgumentError, failures
 from torch_hybrid_backend.factory import Factory
-from torch_hybrid_backend.machine import most_threads
+from torch_hybrid_backend.machine import check_threads
 from torch_hybrid_backend.report.share import counted
 from torch_hybrid_backend.runtime.native.ops import Artifact
 
@@ -365,10 +365,7 @@ def sign(parsed: argparse.Namespace, out: TextIO) -> int:
 
 def _set_threads(count: int | None) -> None:
     if count is not None:
-        if not 1 <= count <= most_threads():
-            raise ArgumentError(
-                f"--threads is {count}; it must be a whole number from 1 to {most_threads()} (256 or 4 times the processors)"
-            )
+        check_threads(count, "--threads")
         torch.set_num_threads(count)
 
 

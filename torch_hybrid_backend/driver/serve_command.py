@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from torch_hybrid_backend.errors import ArgumentError, HybridError, failures, ignored, unreachable
-from torch_hybrid_backend.machine import most_threads
+from torch_hybrid_backend.machine import check_threads, most_threads
 from torch_hybrid_backend.serve import check_installed, deployment
 from torch_hybrid_backend.serve.rpc import ADDER
-from torch_hybrid_backend.serve.settings import check_threads
 
 APPLICATION = "hybrid"
 _LEAST_STORE_BYTES = 75 * 2**20  # Ray refuses less

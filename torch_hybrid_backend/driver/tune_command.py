@@ -13,7 +13,7 @@ from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.driver.serve_command import set_safe_defaults
 from torch_hybrid_backend.errors import ArgumentError
 from torch_hybrid_backend.factory import Factory
-from torch_hybrid_backend.machine import most_threads
+from torch_hybrid_backend.machine import check_threads
 from torch_hybrid_backend.progress import Progress
 
 
@@ -54,8 +54,8 @@ def tune(parsed: argparse.Namespace, out: TextIO) -> int:
     if parsed.budget_s is not None and not 0 < parsed.budget_s < math.inf:
         raise ArgumentError(f"--budget-s is {parsed.budget_s:g}; it must be a number of seconds above 0")
     budget_s = math.inf if parsed.budget_s is None else parsed.budget_s
-    if parsed.threads is not None and not 1 <= parsed.threads <= most_threads():
-        raise ArgumentError(f"--threads is {parsed.threads}; it must be a number from 1 to {most_threads()}")
+    if parsed.threads is not None:
+        check_threads(parsed.threads, "--threads")
     if parsed.fingerprint is not None and parsed.ray is None:
         raise ArgumentError("--fingerprint is for --ray: without a cluster this machine is tuned for")
     config = Config.from_env(os.environ)

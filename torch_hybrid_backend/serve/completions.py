@@ -242,7 +242,7 @@ def _refuse_unknown(said: Mapping[str, Any], known: Sequence[str], served: Seque
 
 
 def _streaming(said: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Two truths: the answer is a stream, and the stream ends with the usage."""
+    """Flags of an answer: the answer is a stream, the stream ends with the usage. Raises RequestError."""
     options = _or(said.get("stream_options"), {})
     if not isinstance(options, dict):
         raise RequestError(f'stream_options is {options!r}; it must be an object, such as {{"include_usage": true}}')

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch_hybrid_backend.errors import ArgumentError
-from torch_hybrid_backend.machine import most_threads
+from torch_hybrid_backend.machine import check_threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +72,6 @@ class Settings:
                 f"the artifact {artifact!r} is not in {self.folder}: only files of that folder are served"
             )
         return path
-
-
-def check_threads(value: object, name: str) -> None:
-    """Raise ArgumentError unless `value` is a number of threads that a replica may have."""
-    check_count(value, name)
-    assert isinstance(value, int)
-    if value > most_threads():
-        raise ArgumentError(
-            f"{name} is {value}; it must be a whole number from 1 to {most_threads()} (256 or 4 times the processors)"
-        )
 
 
 def check_count(value: object, name: str) -> None:

@@ -36,7 +36,7 @@ from torch_hybrid_backend.tuning.claims import Claims, Entry, Interval, State, W
 from torch_hybrid_backend.tuning.host_lock import host
 from torch_hybrid_backend.tuning.local import Request, Summary
 from torch_hybrid_backend.tuning.nodes import Node, Roles, roles_of
-from torch_hybrid_backend.tuning.remote_compiler import RemoteCompiler
+from torch_hybrid_backend.tuning.remote_compiler import RemoteCompiler, on_node
 from torch_hybrid_backend.tuning.shared_tuner import SharedTuner, TunedModel
 
 _LOOK_EVERY_S = 0.5
@@ -100,7 +100,7 @@ def _probed(ray: Any, threads: int | None) -> list[Node]:
         if each["Alive"]
     ]
     asked = {
-        ray.remote(_probe()).options(num_cpus=0, scheduling_strategy=_on(node)).remote(threads): (node, name)
+        ray.remote(_probe()).options(num_cpus=0, scheduling_strategy=on_node(node)).remote(threads): (node, name)
         for node, name in alive
     }
     ray.wait(list(asked), num_returns=len(asked), timeout=_PROBE_S)
@@ -143,11 +143,6 @@ def described(threads: int | None) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "versions": versions(),
     }
-
-
-def _on(node: str) -> Any:
-    affinity = importlib.import_module("ray.util.scheduling_strategies").NodeAffinitySchedulingStrategy
-    return affinity(node, soft=False)
 
 
 class _ClaimsElsewhere:
@@ -235,7 +230,7 @@ class _Run:
         known = {key: dict(times) for key, times in services.timings.entries(TIMINGS).items()}
         left_s = request.budget_s - (time.monotonic() - start)
         here = ray.get_runtime_context().get_node_id()
-        self._claims = ray.remote(Claims).options(num_cpus=0, scheduling_strategy=_on(here)).remote(known, left_s)
+        self._claims = ray.remote(Claims).options(num_cpus=0, scheduling_strategy=on_node(here)).remote(known, left_s)
         self._hosts = {name: _Host(name, nodes) for name, nodes in roles.timing.items()}
         self._failed: set[str] = set()
 
@@ -266,7 +261,6 @@ class _Run:
 
     def _look(self, progress: Progress, *, begins: bool) -> State | None:
         """Take what was found since the last look, and begin what can begin. The final state once nothing runs any more."""
-        begins = begins and not self._state().is_over
         for each in self._hosts.values():
             if begins and each.actor is None and each.name not in self._failed:
                 self._begin(each)
@@ -313,7 +307,7 @@ class _Run:
         each.worker = f"{node.name} {next(self._numbers)}"
         each.actor = (
             self._ray.remote(TimingWorker)
-            .options(num_cpus=0, max_restarts=0, scheduling_strategy=_on(node.id))
+            .options(num_cpus=0, max_restarts=0, scheduling_strategy=on_node(node.id))
             .remote(
                 each.worker,
                 self._request,

@@ -87,12 +87,17 @@ class RemoteCompiler:
                 ray.cancel(ref, force=True)
 
     def _begin(self, ray: Any, job: Job, until: float) -> Any:
-        affinity = importlib.import_module("ray.util.scheduling_strategies").NodeAffinitySchedulingStrategy
         return (
             ray.remote(compile_here)
-            .options(num_cpus=1, max_retries=3, scheduling_strategy=affinity(next(self._nodes), soft=True))
+            .options(num_cpus=1, max_retries=3, scheduling_strategy=on_node(next(self._nodes), soft=True))
             .remote(self.module.__name__, job, max(1.0, until - time.monotonic()))
         )
+
+
+def on_node(node: str, *, soft: bool = False) -> Any:
+    """Ray's strategy to run on a node, by its id. `soft`: elsewhere if the node is gone."""
+    strategies: Any = importlib.import_module("ray.util.scheduling_strategies")
+    return strategies.NodeAffinitySchedulingStrategy(node, soft=soft)
 
 
 def compile_here(module: str, job: Job, limit_s: float) -> bytes | CompileError:

@@ -112,6 +112,12 @@ class Target:
             architecture.name,
         )
 
+    @staticmethod
+    def foreign(name: str) -> Target | None:
+        """The target of the setting `target` if this machine cannot run its code, else None. Raises as `named`."""
+        target = None if name == NATIVE else Target.named(name)
+        return target if target is not None and target.is_foreign else None
+
     @property
     def is_foreign(self) -> bool:
         """True if this machine cannot run the target's machine code, whatever its features."""
