@@ -8,7 +8,7 @@ import pytest
 import torch
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)  # not "session": tests of other folders would find the setting after these
 def by_estimate() -> Iterator[None]:
     """Have placement estimate, in processes that tests start too; no network."""
     with pytest.MonkeyPatch.context() as patch:
