@@ -60,10 +60,15 @@ def test_dot_products(features: tuple[str, ...], lanes: int, added: set[str]) ->
 
 @pytest.mark.parametrize(
     ("features", "has"),
-    [((), set()), (("asimddp",), {"sdot", "udot"}), (("asimddp", "i8mm"), {"sdot", "udot", "usdot"})],
+    [
+        ((), set()),
+        (("asimddp",), {"sdot", "udot"}),
+        (("asimddp", "i8mm"), {"sdot", "udot", "usdot"}),
+        (("bf16",), {"bfdot"}),
+    ],
 )
 def test_dot_products_of_arm(features: tuple[str, ...], has: set[str]) -> None:
-    """FEAT_DotProd multiplies bytes with signs, or without; FEAT_I8MM both in one."""
+    """FEAT_DotProd multiplies bytes with signs, or without; FEAT_I8MM both in one; FEAT_BF16 bfloat16."""
     assert isa_of(("asimd", *features), 4).dot_products == has
 
 

@@ -11,6 +11,7 @@ bits. The left operand is read word by word and broadcast, the right one is pack
     sdot          4 int8 by 4 int8      int32     AArch64 with FEAT_DotProd
     udot          4 uint8 by 4 uint8    int32     AArch64 with FEAT_DotProd
     usdot         4 uint8 by 4 int8     int32     AArch64 with FEAT_I8MM
+    bfdot         2 bf16 by 2 bf16      float32   AArch64 with FEAT_BF16
 
 vpmaddubsw stands for three instructions: itself, which adds two neighbouring products in 16 bits, vpmaddwd by ones, which adds two of those
 sums in 32, and the addition. Weights of 7 bits are those that the graph clamps so (`codegen.operands.StridedView.bounds`).
@@ -62,9 +63,8 @@ MULTIPLICATION = DotProduct("", 1, "int32", "int32", "int32")
 
 def bf16_dot_product(target: Target) -> DotProduct | None:
     """The processor's dot product of bfloat16; None where it has none."""
-    if "vdpbf16ps" not in target.isa.dot_products:
-        return None
-    return DotProduct("vdpbf16ps", 2, "bfloat16", "bfloat16", "float32")
+    found = next((name for name in ("vdpbf16ps", "bfdot") if name in target.isa.dot_products), None)
+    return None if found is None else DotProduct(found, 2, "bfloat16", "bfloat16", "float32")
 
 
 def integer_dot_product(

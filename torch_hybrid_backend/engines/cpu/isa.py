@@ -142,7 +142,7 @@ AVX2 = Isa(
 AVX512 = replace(AVX2, lanes=16, registers=32)
 
 # Those of AArch64.
-ARM_DOT_PRODUCTS = frozenset(("sdot", "udot", "usdot"))
+ARM_DOT_PRODUCTS = frozenset(("sdot", "udot", "usdot", "bfdot"))
 
 _ANY = (SSE.lanes, AVX2.lanes, AVX512.lanes)
 # A feature, the vectors that it is for (in lanes), and what it adds to an instruction set's fields.
@@ -156,6 +156,7 @@ _EXTENSIONS: tuple[tuple[str, tuple[int, ...], Mapping[str, Any]], ...] = (
     ("avx512bw", _ANY, {"looks_up_bfloat16": True}),
     ("asimddp", (NEON.lanes,), {"dot_products": {"sdot", "udot"}}),
     ("i8mm", (NEON.lanes,), {"dot_products": {"usdot"}}),
+    ("bf16", (NEON.lanes,), {"dot_products": {"bfdot"}}),
 )
 # A feature -> the dtype that it multiplies on tiles; all need `_TILES`.
 _TILES, _TILE_DTYPES = "amx_tile", {"amx_bf16": "bfloat16", "amx_fp16": "float16", "amx_int8": "int8"}

@@ -25,13 +25,13 @@ from torch_hybrid_backend.partition.regions import partition_graph
 
 
 def convolved(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    if x.dtype == torch.float32:
+    if x.is_floating_point():
         return nn.functional.conv2d(x, w, None, 1, 1)
     return nn.functional.conv2d(x.float() * 0.5, w.float() * 0.5, None, 1, 1)
 
 
 def multiplied(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return torch.mm(x, w) if x.dtype == torch.float32 else torch._int_mm(x, w)
+    return torch.mm(x, w) if x.is_floating_point() else torch._int_mm(x, w)
 
 
 def inner_loop(assembly: str, instruction: str) -> list[str]:
@@ -47,6 +47,7 @@ def inner_loop(assembly: str, instruction: str) -> list[str]:
         ("neoverse-n1", torch.int8, "sdot"),
         ("neoverse-n1", torch.uint8, "sdot"),
         ("neoverse-v1", torch.uint8, "usdot"),
+        ("neoverse-v1", torch.bfloat16, "bfdot"),
     ],
 )
 @pytest.mark.parametrize("function", [multiplied, convolved])
@@ -55,7 +56,7 @@ def test_inner_loops_spill_nothing(function: object, name: str, left: torch.dtyp
     target = Target.named(name)
     backend = TvmBackend(target)
     shapes = ((56, 256), (256, 64)) if function is multiplied else ((1, 64, 14, 14), (64, 64, 3, 3))
-    right = torch.float32 if left == torch.float32 else torch.int8
+    right = left if left.is_floating_point else torch.int8
     inputs = [torch.zeros(shapes[0], dtype=left), torch.zeros(shapes[1], dtype=right)]
     engine = KernelEngine(backend, Config(compile_threads=1), services())
     (segment,) = partition_graph(trace(function, *inputs), [engine], Config()).graph.segments
@@ -93,9 +94,41 @@ def test_sums_are_exact(name: str, dtype: torch.dtype) -> None:
         assert torch.equal(compiled(x), model(x))
 
 
+class _Attention(nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [
+        (nn.Linear(68, 40), [(13, 68)]),
+        (nn.Linear(18, 5), [(2, 18)]),
+        (nn.Conv2d(8, 20, 3, padding=1), [(1, 8, 9, 9)]),
+        (nn.Conv2d(8, 24, 1), [(2, 8, 7, 7)]),
+        (_Attention(), [(1, 2, 33, 16)] * 3),
+    ],
+)
+def test_products_of_bfloat16(model: nn.Module, sizes: list[tuple[int, ...]]) -> None:
+    """The arithmetic in place of the instructions is as near to the exact product as bfloat16's results are."""
+    torch.manual_seed(0)
+    model, inputs = model.bfloat16().eval(), [torch.randn(size).bfloat16() for size in sizes]
+    options = {
+        "target": "neoverse-v1",
+        "placement": "estimate",
+        "prefer_kernels": True,
+        "engines": "tvm",
+        "strict": True,
+    }
+    with torch.no_grad():
+        result = torch.compile(model, backend="hybrid", options=options, dynamic=False)(*inputs)
+        exact = model.double()(*[x.double() for x in inputs])
+    torch.testing.assert_close(result.double(), exact, rtol=2**-8, atol=2**-8 * exact.abs().max().item())
+
+
 def test_an_unknown_instruction() -> None:
     """The error names those that there are."""
     with pytest.raises(
-        ValueError, match="'vpdpbusd' in 4 lanes is no dot product of AArch64; there are sdot, udot, usdot"
+        ValueError, match="'vpdpbusd' in 4 lanes is no dot product of AArch64; there are sdot, udot, usdot, bfdot"
     ):
         arm.dot_product(Builder(), "vpdpbusd", 4, None, None, None)

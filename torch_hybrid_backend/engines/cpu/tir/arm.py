@@ -1,52 +1,84 @@
 """Dot products of AArch64, by LLVM's intrinsics; and the same sums as arithmetic, for machines without these instructions.
 
-Source: Arm Architecture Reference Manual for A-profile, C7.2: SDOT, UDOT, USDOT (vector).
+Sums of integers are exact in both. bfdot adds two products, and that to the lane's sum; so does the arithmetic, which rounds to nearest. The
+instruction rounds to odd, and takes denormal numbers for 0. Their results differ by roundings of float32, of a 65,000th of bfloat16's.
+
+Source: Arm Architecture Reference Manual for A-profile, C7.2: SDOT, UDOT, USDOT, BFDOT (vector).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from tvm import tirx
 
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, TirExpr
 
-# Of each instruction, how the bytes of its left and its right operand are widened.
+# Of each instruction on bytes, how those of its left and its right operand are widened.
 _WIDENED = {"sdot": ("sext", "sext"), "udot": ("zext", "zext"), "usdot": ("zext", "sext")}
-_HEAD = "define linkonce_odr <4 x i32> @hybrid_{name}(<4 x i32> %c, <16 x i8> %a, <16 x i8> %b) alwaysinline {{"
+_OF_BFLOAT = ("bfdot",)
+_ALL = (*_WIDENED, *_OF_BFLOAT)
 
 
 def dot_product(
     builder: Builder, instruction: str, lanes: int, total: TirExpr, left: TirExpr, right: TirExpr
 ) -> TirExpr:
     """total + the products of `left`, words, and `right`, in each of 4 lanes, by an instruction of `dot_products.DotProduct`."""
-    if instruction not in _WIDENED or lanes != 4:
+    if instruction not in _ALL or lanes != 4:
         raise ValueError(
-            f"{instruction!r} in {lanes} lanes is no dot product of AArch64; there are {', '.join(_WIDENED)}, in 4 lanes"
+            f"{instruction!r} in {lanes} lanes is no dot product of AArch64; there are {', '.join(_ALL)}, in 4 lanes"
         )
     builder.llvm_helpers[_arithmetic(instruction) if builder.emulates else _intrinsic(instruction)] = None
-    left = tirx.reinterpret("int8x16", left)
-    return tirx.call_pure_extern("int32x4", f"hybrid_{instruction}", total, left, tirx.reinterpret("int8x16", right))
+    sums = "float32x4" if instruction in _OF_BFLOAT else "int32x4"
+    # TVM has no vectors of bfloat: operands are words, and LLVM makes what it wants of them.
+    return tirx.call_pure_extern(sums, f"hybrid_{instruction}", total, left, tirx.reinterpret("int32x4", right))
+
+
+def _function(name: str, lines: Sequence[str]) -> str:
+    """LLVM's text of a function of sums %c and words %a and %b, which returns %r."""
+    sums = "<4 x float>" if name in _OF_BFLOAT else "<4 x i32>"
+    head = f"define linkonce_odr {sums} @hybrid_{name}({sums} %c, <4 x i32> %a, <4 x i32> %b) alwaysinline {{"
+    return "\n  ".join(["", head, *lines, f"ret {sums} %r"]) + "\n}\n"
 
 
 def _intrinsic(name: str) -> str:
-    full = f"@llvm.aarch64.neon.{name}.v4i32.v16i8"
-    return f"""
-declare <4 x i32> {full}(<4 x i32>, <16 x i8>, <16 x i8>)
-{_HEAD.format(name=name)}
-  %r = call <4 x i32> {full}(<4 x i32> %c, <16 x i8> %a, <16 x i8> %b)
-  ret <4 x i32> %r
-}}
-"""
+    sums, operands, suffix = (
+        ("<4 x float>", "<8 x bfloat>", "v4f32.v8bf16")
+        if name in _OF_BFLOAT
+        else ("<4 x i32>", "<16 x i8>", "v4i32.v16i8")
+    )
+    full = f"@llvm.aarch64.neon.{name}.{suffix}"
+    lines = [f"%{to} = bitcast <4 x i32> %{word} to {operands}" for to, word in ("xa", "yb")]
+    lines.append(f"%r = call {sums} {full}({sums} %c, {operands} %x, {operands} %y)")
+    return f"\ndeclare {sums} {full}({sums}, {operands}, {operands}){_function(name, lines)}"
 
 
 def _arithmetic(name: str) -> str:
-    left, right = _WIDENED[name]
-    lines = [f"%x = {left} <16 x i8> %a to <16 x i32>", f"%y = {right} <16 x i8> %b to <16 x i32>"]
+    return _function(name, _sums_of_pairs() if name in _OF_BFLOAT else _sums_of_bytes(*_WIDENED[name]))
+
+
+def _sums_of_bytes(left: str, right: str) -> list[str]:
+    lines = ["%i = bitcast <4 x i32> %a to <16 x i8>", "%j = bitcast <4 x i32> %b to <16 x i8>"]
+    lines += [f"%x = {left} <16 x i8> %i to <16 x i32>", f"%y = {right} <16 x i8> %j to <16 x i32>"]
     lines.append("%p = mul <16 x i32> %x, %y")
     before = "%c"
     for j in range(4):
         places = ", ".join(f"i32 {4 * lane + j}" for lane in range(4))
+        after = f"%s{j}" if j < 3 else "%r"
         lines.append(f"%q{j} = shufflevector <16 x i32> %p, <16 x i32> poison, <4 x i32> <{places}>")
-        lines.append(f"%s{j} = add <4 x i32> {before}, %q{j}")
-        before = f"%s{j}"
-    body = "\n  ".join([*lines, f"ret <4 x i32> {before}"])
-    return f"\n{_HEAD.format(name=name)}\n  {body}\n}}\n"
+        lines.append(f"{after} = add <4 x i32> {before}, %q{j}")
+        before = after
+    return lines
+
+
+def _sums_of_pairs() -> list[str]:
+    """Halves of words become float32 by moving their bits: LLVM's conversion would call a function on some machines."""
+    lines = []
+    for word in "ab":
+        lines += [
+            f"%{word}0 = shl <4 x i32> %{word}, splat (i32 16)",
+            f"%{word}1 = and <4 x i32> %{word}, splat (i32 -65536)",
+            *(f"%{word}f{side} = bitcast <4 x i32> %{word}{side} to <4 x float>" for side in (0, 1)),
+        ]
+    products = [f"%p{side} = fmul <4 x float> %af{side}, %bf{side}" for side in (0, 1)]
+    return [*lines, *products, "%s = fadd <4 x float> %p0, %p1", "%r = fadd <4 x float> %c, %s"]
