@@ -8,6 +8,7 @@ import pytest
 
 from torch_hybrid_backend.engines.cpu.dot_products import bf16_dot_product, integer_dot_product
 from torch_hybrid_backend.engines.cpu.target import Target
+from torch_hybrid_backend.sizes.size import Dim, symbol
 
 AVX2 = Target("haswell", "x86", ("avx", "avx2", "fma"), 8, 2, 32 << 10, 1 << 20)
 AVX_VNNI = dataclasses.replace(AVX2, features=(*AVX2.features, "avx_vnni"))
@@ -57,6 +58,42 @@ def test_integer_dot_products_of_arm(
     """Operands of one kind stay as they are; a left one of the other kind is moved, where the sums of weights are known."""
     dot = integer_dot_product(left, right, Target.named(name), knows_sums=knows)
     assert (dot and (dot.instruction, dot.left, dot.shift)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "left", "right", "knows", "rows", "expected"),
+    [
+        ("neoverse-v1", "int8", "int8", False, 2, ("smmla", "int8", 0)),
+        ("neoverse-v1", "uint8", "uint8", False, symbol("m"), ("ummla", "uint8", 0)),
+        ("neoverse-v1", "uint8", "int8", False, 5, ("usmmla", "uint8", 0)),
+        ("neoverse-v1", "int8", "uint8", True, 5, ("ummla", "uint8", 128)),
+        ("neoverse-v1", "int8", "uint8", False, 5, None),
+        ("neoverse-v1", "int8", "int8", False, 1, ("sdot", "int8", 0)),
+        ("neoverse-n1", "int8", "int8", False, 5, ("sdot", "int8", 0)),
+    ],
+)
+def test_products_of_pairs_of_rows(
+    name: str, left: str, right: str, knows: bool, rows: Dim, expected: tuple[str, str, int] | None
+) -> None:
+    """FEAT_I8MM multiplies two rows by two columns; a single row is left to dot products."""
+    dot = integer_dot_product(left, right, Target.named(name), knows_sums=knows, rows=rows)
+    assert (dot and (dot.instruction, dot.left, dot.shift)) == expected
+    assert dot is None or (dot.rows, dot.group) == ((2, 8) if "mmla" in dot.instruction else (1, 4))
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "depth", "instruction"),
+    [
+        ("neoverse-v1", 2, 8, "bfmmla"),
+        ("neoverse-v1", 1, 8, "bfdot"),
+        ("neoverse-v1", 2, 6, "bfdot"),
+        ("neoverse-n1", 2, 8, None),
+    ],
+)
+def test_products_of_bfloat16_of_arm(name: str, rows: int, depth: int, instruction: str | None) -> None:
+    """Pairs of rows where depths are whole words of four."""
+    dot = bf16_dot_product(Target.named(name), rows, depth)
+    assert (dot and dot.instruction) == instruction
 
 
 @pytest.mark.parametrize(

@@ -63,8 +63,8 @@ def test_dot_products(features: tuple[str, ...], lanes: int, added: set[str]) ->
     [
         ((), set()),
         (("asimddp",), {"sdot", "udot"}),
-        (("asimddp", "i8mm"), {"sdot", "udot", "usdot"}),
-        (("bf16",), {"bfdot"}),
+        (("asimddp", "i8mm"), {"sdot", "udot", "usdot", "smmla", "ummla", "usmmla"}),
+        (("bf16",), {"bfdot", "bfmmla"}),
     ],
 )
 def test_dot_products_of_arm(features: tuple[str, ...], has: set[str]) -> None:

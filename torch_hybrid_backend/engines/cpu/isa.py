@@ -142,7 +142,7 @@ AVX2 = Isa(
 AVX512 = replace(AVX2, lanes=16, registers=32)
 
 # Those of AArch64.
-ARM_DOT_PRODUCTS = frozenset(("sdot", "udot", "usdot", "bfdot"))
+ARM_DOT_PRODUCTS = frozenset(("sdot", "udot", "usdot", "bfdot", "smmla", "ummla", "usmmla", "bfmmla"))
 
 _ANY = (SSE.lanes, AVX2.lanes, AVX512.lanes)
 # A feature, the vectors that it is for (in lanes), and what it adds to an instruction set's fields.
@@ -155,8 +155,8 @@ _EXTENSIONS: tuple[tuple[str, tuple[int, ...], Mapping[str, Any]], ...] = (
     ("avx512_bf16", _ANY, {"rounds_to_bfloat16": True}),
     ("avx512bw", _ANY, {"looks_up_bfloat16": True}),
     ("asimddp", (NEON.lanes,), {"dot_products": {"sdot", "udot"}}),
-    ("i8mm", (NEON.lanes,), {"dot_products": {"usdot"}}),
-    ("bf16", (NEON.lanes,), {"dot_products": {"bfdot"}}),
+    ("i8mm", (NEON.lanes,), {"dot_products": {"usdot", "smmla", "ummla", "usmmla"}}),
+    ("bf16", (NEON.lanes,), {"dot_products": {"bfdot", "bfmmla"}}),
 )
 # A feature -> the dtype that it multiplies on tiles; all need `_TILES`.
 _TILES, _TILE_DTYPES = "amx_tile", {"amx_bf16": "bfloat16", "amx_fp16": "float16", "amx_int8": "int8"}

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.engines.cpu.arm_for_tests import OPTIONS, random_bytes
 from tests.partition.engines_for_tests import trace
 from tests.services_for_tests import services
 from torch_hybrid_backend.codegen.assemble import assemble
@@ -41,17 +42,20 @@ def inner_loop(assembly: str, instruction: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "left", "instruction"),
+    ("name", "left", "function", "instruction"),
     [
-        ("armv8-a", torch.float32, "fmla"),
-        ("neoverse-n1", torch.int8, "sdot"),
-        ("neoverse-n1", torch.uint8, "sdot"),
-        ("neoverse-v1", torch.uint8, "usdot"),
-        ("neoverse-v1", torch.bfloat16, "bfdot"),
+        ("armv8-a", torch.float32, multiplied, "fmla"),
+        ("armv8-a", torch.float32, convolved, "fmla"),
+        ("neoverse-n1", torch.int8, multiplied, "sdot"),
+        ("neoverse-n1", torch.uint8, convolved, "sdot"),
+        ("neoverse-v1", torch.uint8, convolved, "usdot"),
+        ("neoverse-v1", torch.int8, multiplied, "smmla"),
+        ("neoverse-v1", torch.uint8, multiplied, "usmmla"),
+        ("neoverse-v1", torch.bfloat16, convolved, "bfdot"),
+        ("neoverse-v1", torch.bfloat16, multiplied, "bfmmla"),
     ],
 )
-@pytest.mark.parametrize("function", [multiplied, convolved])
-def test_inner_loops_spill_nothing(function: object, name: str, left: torch.dtype, instruction: str) -> None:
+def test_inner_loops_spill_nothing(name: str, left: torch.dtype, function: object, instruction: str) -> None:
     """At least twelve sums stay in registers."""
     target = Target.named(name)
     backend = TvmBackend(target)
@@ -85,12 +89,9 @@ class _Layer(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
 def test_sums_are_exact(name: str, dtype: torch.dtype) -> None:
     """Extremes included: by the arithmetic in place of the instructions, in the loops and with the packing that the target has."""
-    low, high = (-128, 127) if dtype == torch.int8 else (0, 255)
-    model, x = _Layer(), torch.randint(low, high + 1, (1, 8, 9, 9), dtype=dtype)
-    x.view(-1)[:200:2], x.view(-1)[1:200:2] = low, high
-    options = {"target": name, "placement": "estimate", "prefer_kernels": True, "engines": "tvm", "strict": True}
+    model, x = _Layer(), random_bytes((1, 8, 9, 9), dtype)
     with torch.no_grad():
-        compiled = torch.compile(model, backend="hybrid", options=options)
+        compiled = torch.compile(model, backend="hybrid", options={**OPTIONS, "target": name})
         assert torch.equal(compiled(x), model(x))
 
 
@@ -113,14 +114,8 @@ def test_products_of_bfloat16(model: nn.Module, sizes: list[tuple[int, ...]]) ->
     """The arithmetic in place of the instructions is as near to the exact product as bfloat16's results are."""
     torch.manual_seed(0)
     model, inputs = model.bfloat16().eval(), [torch.randn(size).bfloat16() for size in sizes]
-    options = {
-        "target": "neoverse-v1",
-        "placement": "estimate",
-        "prefer_kernels": True,
-        "engines": "tvm",
-        "strict": True,
-    }
     with torch.no_grad():
+        options = {**OPTIONS, "target": "neoverse-v1"}
         result = torch.compile(model, backend="hybrid", options=options, dynamic=False)(*inputs)
         exact = model.double()(*[x.double() for x in inputs])
     torch.testing.assert_close(result.double(), exact, rtol=2**-8, atol=2**-8 * exact.abs().max().item())
@@ -129,6 +124,7 @@ def test_products_of_bfloat16(model: nn.Module, sizes: list[tuple[int, ...]]) ->
 def test_an_unknown_instruction() -> None:
     """The error names those that there are."""
     with pytest.raises(
-        ValueError, match="'vpdpbusd' in 4 lanes is no dot product of AArch64; there are sdot, udot, usdot, bfdot"
+        ValueError,
+        match="'vpdpbusd' in 4 lanes is no dot product of AArch64; there are sdot, udot, usdot, bfdot, smmla",
     ):
         arm.dot_product(Builder(), "vpdpbusd", 4, None, None, None)

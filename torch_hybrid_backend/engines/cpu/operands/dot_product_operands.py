@@ -23,14 +23,17 @@ from torch_hybrid_backend.engines.cpu.operands.packing import is_depthwise, pack
 from torch_hybrid_backend.engines.cpu.operands.vnni_packing import (
     channel_sums,
     column_sums,
+    constant_row_pairs,
     constant_words,
     image_words,
     left_words,
+    of_row_pairs,
     pack_conv_words,
     pack_right,
     pack_taps,
     packed_conv_words_value,
     packed_right_value,
+    row_pairs,
     tap_words_shape,
 )
 from torch_hybrid_backend.engines.cpu.operations import CpuMatMulOp, convolution_with
@@ -78,7 +81,8 @@ class DotProductOperands:
 
     def takes_matmul(self, op: MatMulOp) -> bool:
         """Adds a product of bfloat16, where the processor has dot products for it; whether it did."""
-        k, n, dot = op.a.shape[2], op.out.shape[2], bf16_dot_product(self._target)
+        m, k, n = op.a.shape[1], op.a.shape[2], op.out.shape[2]
+        dot = bf16_dot_product(self._target, m, k)
         if dot is None or not op.a.dtype == op.b.dtype == "bfloat16":
             return False
         # Without padding: other ways of computing the kernel read its left operand too.
@@ -103,7 +107,9 @@ class DotProductOperands:
         packer, weight = self._packer, strided_view(op.b)
         is_known = weight is not None and weight.is_constant
         bounds = None if weight is None else weight.bounds
-        of_bytes = integer_dot_product(op.a.dtype, op.b.dtype, self._target, knows_sums=True, bounds=bounds)
+        of_bytes = integer_dot_product(
+            op.a.dtype, op.b.dtype, self._target, knows_sums=True, bounds=bounds, rows=op.a.shape[1]
+        )
         dot = of_bytes or MULTIPLICATION
         packed, tile = self._right(op.b, dot, op.out.shape[2])
         form = packed.shape[0], packed.shape[1] * tile
@@ -154,7 +160,11 @@ class DotProductOperands:
         return self._packer.pack(b, ahead, each_call, ("b", tile, dot)), tile
 
     def _left(self, a: Value, dot: DotProduct) -> Value:
-        """The left operand that is read word by word: itself where its words lie together, else a copy."""
+        """The left operand that is read word by word: itself where its words lie together, else a copy; one in pairs of rows where they are
+        multiplied together."""
+        if dot.rows > 1:
+            ahead, each_call = partial(constant_row_pairs, dot=dot), partial(row_pairs, dot=dot)
+            return of_row_pairs(self._packer.pack(a, ahead, each_call, ("a", dot)), a.shape[1], dot)
         view = strided_view(a)
         if view is not None and view.buffer in self._layouts:
             own = self._layouts[view.buffer]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch_hybrid_backend.engines.cpu.dot_products import DotProduct
 from torch_hybrid_backend.engines.cpu.kernels import CpuConvKernel, CpuMatMulKernel, FusedConvKernel
 from torch_hybrid_backend.engines.cpu.schedules import elementwise
 from torch_hybrid_backend.engines.cpu.schedules.attention import rules as attention_rules
@@ -13,9 +14,9 @@ from torch_hybrid_backend.engines.cpu.schedules.convolution import fused as fuse
 from torch_hybrid_backend.engines.cpu.schedules.convolution import rules as convolution_rules
 from torch_hybrid_backend.engines.cpu.schedules.matmul import amx as amx_matmul
 from torch_hybrid_backend.engines.cpu.schedules.matmul import packed as packed_matmul
+from torch_hybrid_backend.engines.cpu.schedules.matmul import row_pairs, weight_only_amx
 from torch_hybrid_backend.engines.cpu.schedules.matmul import unpacked as unpacked_matmul
 from torch_hybrid_backend.engines.cpu.schedules.matmul import weight_only as dequantized_matmul
-from torch_hybrid_backend.engines.cpu.schedules.matmul import weight_only_amx
 from torch_hybrid_backend.engines.cpu.schedules.reduction import rows as reduction_rows
 from torch_hybrid_backend.engines.cpu.weights import AmxTiles, InPlace, Panels, Quantized, Weight
 from torch_hybrid_backend.loops.kernels import AttentionKernel, Kernel, MapKernel, RowKernel
@@ -43,6 +44,8 @@ def schedule_of(kernel: Kernel) -> Schedule | None:
 
 def _matmul(weight: Weight) -> Schedule | None:
     match weight:
+        case Panels(dot=DotProduct(rows=2)):
+            return row_pairs.emit
         case Panels():
             return packed_matmul.emit
         case InPlace():

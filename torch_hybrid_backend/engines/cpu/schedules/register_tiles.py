@@ -216,7 +216,7 @@ class RegisterTile:
             steps.append(b.bind(name, value))
             return name
 
-        kind = f"{storage_dtype(dot.right)}x{self.lanes * dot.group}"
+        kind = f"{storage_dtype(dot.right)}x{self.lanes // dot.rows * dot.group}"
         if one_by_one:
             left = [bound(word, f"int32x{self.lanes}") for word in words if word is not None]
             for v, vector in enumerate(vectors):
@@ -321,3 +321,18 @@ class RegisterTile:
         """The tile = buffer[offset ...], dense: the inverse of `spill`."""
         start = as_index(offset)
         return self.fill(lambda row, vector, lane: self.builder.load(buffer, start + lane + self.offset(row, vector)))
+
+
+def unzipped(tile: RegisterTile) -> tuple[RegisterTile, Stmt]:
+    """A tile of rows for one of blocks of 2 x 2 (`dot_products`), to be declared before the statement that fills it: vector v of rows 2 r and
+    2 r + 1 is made of blocks 2 v and 2 v + 1 of row r."""
+    b, lanes = tile.builder, tile.lanes
+    rows = RegisterTile(b, tile.printer, 2 * tile.rows, tile.vectors // 2, lanes, tile.dtype)
+    steps = []
+    for row in range(tile.rows):
+        for vector in range(rows.vectors):
+            blocks = [b.load_vector(tile.buffer, tile.offset(row, 2 * vector + second), lanes) for second in range(2)]
+            for side in range(2):
+                both = tir.shuffle(blocks, [4 * block + 2 * side + column for block in range(2) for column in range(2)])
+                steps.append(b.store_vector(rows.buffer, rows.offset(2 * row + side, vector), both, lanes))
+    return rows, b.seq(*steps)

@@ -1,9 +1,9 @@
-"""Dot products of AArch64, by LLVM's intrinsics; and the same sums as arithmetic, for machines without these instructions.
+"""Products of AArch64 by LLVM's intrinsics, as `dot_products` has them; and the same sums as arithmetic, for machines without them.
 
-Sums of integers are exact in both. bfdot adds two products, and that to the lane's sum; so does the arithmetic, which rounds to nearest. The
-instruction rounds to odd, and takes denormal numbers for 0. Their results differ by roundings of float32, of a 65,000th of bfloat16's.
+Sums of integers are exact in both. bfdot adds two products, and that to the lane's sum; bfmmla does so twice. The arithmetic has this order,
+and rounds to nearest; the instructions round to odd, and take denormal numbers for 0. So results differ by roundings of float32.
 
-Source: Arm Architecture Reference Manual for A-profile, C7.2: SDOT, UDOT, USDOT, BFDOT (vector).
+Source: Arm Architecture Reference Manual for A-profile, C7.2: SDOT, UDOT, USDOT, BFDOT (vector), SMMLA, UMMLA, USMMLA, BFMMLA.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from torch_hybrid_backend.engines.cpu.tir.builder import Builder, TirExpr
 
 # Of each instruction on bytes, how those of its left and its right operand are widened.
 _WIDENED = {"sdot": ("sext", "sext"), "udot": ("zext", "zext"), "usdot": ("zext", "sext")}
-_OF_BFLOAT = ("bfdot",)
-_ALL = (*_WIDENED, *_OF_BFLOAT)
+# Those of blocks of 2 x 2 multiply as these do.
+_OF_PAIRS = {"smmla": "sdot", "ummla": "udot", "usmmla": "usdot", "bfmmla": "bfdot"}
+_OF_BFLOAT = ("bfdot", "bfmmla")
+_ALL = (*_WIDENED, "bfdot", *_OF_PAIRS)
 
 
 def dot_product(
@@ -29,32 +31,51 @@ def dot_product(
             f"{instruction!r} in {lanes} lanes is no dot product of AArch64; there are {', '.join(_ALL)}, in 4 lanes"
         )
     builder.llvm_helpers[_arithmetic(instruction) if builder.emulates else _intrinsic(instruction)] = None
-    sums = "float32x4" if instruction in _OF_BFLOAT else "int32x4"
+    dtype = "float32x4" if instruction in _OF_BFLOAT else "int32x4"
     # TVM has no vectors of bfloat: operands are words, and LLVM makes what it wants of them.
-    return tirx.call_pure_extern(sums, f"hybrid_{instruction}", total, left, tirx.reinterpret("int32x4", right))
+    return tirx.call_pure_extern(dtype, f"hybrid_{instruction}", total, left, tirx.reinterpret("int32x4", right))
+
+
+def _sums(name: str) -> str:
+    """LLVM's type of an instruction's sums."""
+    return "<4 x float>" if name in _OF_BFLOAT else "<4 x i32>"
 
 
 def _function(name: str, lines: Sequence[str]) -> str:
     """LLVM's text of a function of sums %c and words %a and %b, which returns %r."""
-    sums = "<4 x float>" if name in _OF_BFLOAT else "<4 x i32>"
+    sums = _sums(name)
     head = f"define linkonce_odr {sums} @hybrid_{name}({sums} %c, <4 x i32> %a, <4 x i32> %b) alwaysinline {{"
     return "\n  ".join(["", head, *lines, f"ret {sums} %r"]) + "\n}\n"
 
 
 def _intrinsic(name: str) -> str:
-    sums, operands, suffix = (
-        ("<4 x float>", "<8 x bfloat>", "v4f32.v8bf16")
-        if name in _OF_BFLOAT
-        else ("<4 x i32>", "<16 x i8>", "v4i32.v16i8")
-    )
-    full = f"@llvm.aarch64.neon.{name}.{suffix}"
+    sums, operands = _sums(name), "<8 x bfloat>" if name in _OF_BFLOAT else "<16 x i8>"
+    suffix = {"bfdot": ".v4f32.v8bf16", "bfmmla": ""}.get(name, ".v4i32.v16i8")
+    full = f"@llvm.aarch64.neon.{name}{suffix}"
     lines = [f"%{to} = bitcast <4 x i32> %{word} to {operands}" for to, word in ("xa", "yb")]
     lines.append(f"%r = call {sums} {full}({sums} %c, {operands} %x, {operands} %y)")
     return f"\ndeclare {sums} {full}({sums}, {operands}, {operands}){_function(name, lines)}"
 
 
 def _arithmetic(name: str) -> str:
+    if name in _OF_PAIRS:
+        return _arithmetic(_OF_PAIRS[name]) + _function(name, _sums_of_blocks(name))
     return _function(name, _sums_of_pairs() if name in _OF_BFLOAT else _sums_of_bytes(*_WIDENED[name]))
+
+
+def _sums_of_blocks(name: str) -> list[str]:
+    """Two dot products, of the first and of the second words of rows and columns, in the order in which the instruction adds them."""
+    sums, lines, before = _sums(name), [], "%c"
+    for word, after in ((0, "%first"), (1, "%r")):
+        for operand, lanes in (("a", (0, 0, 2, 2)), ("b", (0, 2, 0, 2))):
+            places = ", ".join(f"i32 {lane + word}" for lane in lanes)
+            lines.append(
+                f"%{operand}{word} = shufflevector <4 x i32> %{operand}, <4 x i32> poison, <4 x i32> <{places}>"
+            )
+        call = f"call {sums} @hybrid_{_OF_PAIRS[name]}({sums} {before}, <4 x i32> %a{word}, <4 x i32> %b{word})"
+        lines.append(f"{after} = {call}")
+        before = after
+    return lines
 
 
 def _sums_of_bytes(left: str, right: str) -> list[str]:

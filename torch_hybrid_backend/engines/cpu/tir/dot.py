@@ -11,14 +11,16 @@ from torch_hybrid_backend.engines.cpu.tir.builder import Builder, TirBuffer, Tir
 
 
 def load_word(array: TirBuffer, offset: TirExpr, dot: DotProduct, lanes: int) -> TirExpr:
-    """The word of the left operand that begins at element `offset`, in every lane."""
+    """The word of the left operand that begins at element `offset`, in every lane; the words of two rows where sums are of two."""
+    if dot.rows > 1:
+        return tirx.reinterpret(f"int32x{lanes}", load_words(array, offset, dot, lanes))
     place = offset if dot.group == 1 else tirx.Ramp(offset, 1, dot.group)
     return tirx.Broadcast(tirx.reinterpret("int32", tirx.BufferLoad(array, [place])), lanes)
 
 
 def load_words(array: TirBuffer, offset: TirExpr, dot: DotProduct, lanes: int) -> TirExpr:
-    """The words of `lanes` columns of the right operand, from element `offset` on."""
-    return tirx.BufferLoad(array, [tirx.Ramp(offset, 1, lanes * dot.group)])
+    """The words of the right operand's columns that `lanes` sums have, from element `offset` on."""
+    return tirx.BufferLoad(array, [tirx.Ramp(offset, 1, lanes // dot.rows * dot.group)])
 
 
 def dot_product(

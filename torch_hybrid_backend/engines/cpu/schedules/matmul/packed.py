@@ -55,7 +55,7 @@ _LONG_EPILOGUE_ACCUMULATORS = 26
 
 def emit(kernel: CpuMatMulKernel[Panels], builder: Builder, printer: Printer, target: Target) -> Stmt:
     """The kernel's body. Any float or integer dtype; accumulates in the compute dtype of the accumulator's dtype."""
-    return _PackedMatMul(kernel, builder, printer, target).emit()
+    return PackedMatMul(kernel, builder, printer, target).emit()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,11 @@ class MatMul:
         # Of a tile: along k, one element each, or one word.
         self.steps = kernel.k.extent if dot is None else kernel.k.extent // dot.group
         self.lanes = min(lanes_of(target, self.dtype), width)
-        self.vectors = width // self.lanes
+        # Rows of a vector of sums, and its columns. Tiles are cut along `rows`: rows of A, or pairs of them.
+        self.together = 1 if dot is None else dot.rows
+        self.columns = self.lanes // self.together
+        self.rows = ceil_div(self.m.extent, self.together)
+        self.vectors = width // self.columns
         self.panels = ceil_div(self.n.extent, width)
         # Columns of the last panel; of one that is not whole where that is only known at run time.
         whole = self.n.extent // width if isinstance(self.n.extent, Size) else self.panels - 1
@@ -108,8 +112,8 @@ class MatMul:
         self.is_dot = dot is None and width == 1 and size_hint(kernel.k.extent) >= 2 * lanes_of(target, self.dtype)
 
     def emit(self) -> Stmt:
-        if isinstance(self.m.extent, Size):
-            return by_height(self.builder, self.m.extent, self._most_rows(), self.vectors, self._tiles_of)
+        if isinstance(self.rows, Size):
+            return by_height(self.builder, self.rows, self._most_rows(), self.vectors, self._tiles_of)
         order = self._order()
 
         def tile(position: tuple[Index, ...]) -> Stmt:
@@ -124,14 +128,14 @@ class MatMul:
 
     def _tiles_of(self, rows: int) -> Stmt:
         """Every tile, `rows` rows each, where the number of rows is only known at run time."""
-        b, parts = self.builder, ceil_div(self.m.extent, rows)
+        b, parts = self.builder, ceil_div(self.rows, rows)
         blocks = function("max", ceil_div(parts, self._fitting(rows)), 1)
         per_block = ceil_div(parts, blocks)
 
         def tile(position: tuple[Index, ...]) -> Stmt:
             batch, block, panel, inner = position
             part = block * per_block + inner
-            first, begin = tile_start(b, self.m.extent, rows, part)
+            first, begin = tile_start(b, self.rows, rows, part)
             ahead = Ahead(inner, size_hint(per_block), repeats=size_hint(blocks) > 1)
             return b.when(b.index(part) < b.size(parts), b.seq(begin, self._by_panel(batch, first, rows, panel, ahead)))
 
@@ -166,12 +170,12 @@ class MatMul:
 
     def _fitting(self, rows: int) -> int:
         """Tiles of `rows` rows of A that fit half the second-level cache."""
-        itemsize = max(4, tir.itemsize(self.dtype))
-        return max(1, self.target.l2_bytes // 2 // (rows * max(1, size_hint(self.steps)) * itemsize))
+        step_bytes = max(4, tir.itemsize(self.dtype)) * self.together**2  # a word, or two of twice its size
+        return max(1, self.target.l2_bytes // 2 // (rows * max(1, size_hint(self.steps)) * step_bytes))
 
     def _order(self) -> _Order:
         """Rows per tile: the kernel's `schedule_rank` by estimated time; then blocks of rows that fit half the second-level cache."""
-        m, tasks_per_row_tile = self.m.extent, size_hint(self.b.extent * self.panels)
+        m, tasks_per_row_tile = self.rows, size_hint(self.b.extent * self.panels)
         assert isinstance(m, int)
         most = self._most_rows()
 
@@ -230,7 +234,7 @@ class MatMul:
         if not self.long_epilogue and columns == width:
             return b.seq(
                 *[
-                    store(partial(tile.at, r, v), first + r, v * tile.lanes, tile.lanes)
+                    self._row(first + r, store(partial(tile.at, r, v), first + r, v * tile.lanes, tile.lanes))
                     for r in range(tile.rows)
                     for v in range(tile.vectors)
                 ]
@@ -244,9 +248,13 @@ class MatMul:
             def part(chunk: Chunk) -> Stmt:
                 return chunk.around(b, store(partial(load, chunk.start), first + r, chunk.start, chunk.width))
 
-            return b.seq(*[part(chunk) for chunk in chunks(b, columns, tile.lanes)])
+            return self._row(first + r, b.seq(*[part(chunk) for chunk in chunks(b, columns, tile.lanes)]))
 
         return b.seq(b.alloc(spilled), tile.spill(spilled), b.loop(tile.rows, stores_of, name="r"))
+
+    def _row(self, row: Index, stores: Stmt) -> Stmt:
+        """The stores of a row of a tile, all of which exist here."""
+        return stores
 
     def _stores(self, value: TirExpr, batch: Index, row: Index, column: Index) -> Stmt:
         """Every store of the kernel at one point of the domain, with `value` as the accumulator."""
@@ -254,7 +262,7 @@ class MatMul:
         return self.printer.stores(self.kernel.stores, {self.b: batch, self.m: row, self.n: column})
 
 
-class _PackedMatMul(MatMul):
+class PackedMatMul(MatMul):
     """The emission of one kernel whose weight is packed ahead."""
 
     def __init__(self, kernel: CpuMatMulKernel[Panels], builder: Builder, printer: Printer, target: Target) -> None:
@@ -274,7 +282,7 @@ class _PackedMatMul(MatMul):
 
     def _tile(self, batch: Index, first: Index, rows: int, panel: Index, columns: Dim, ahead: Ahead) -> Stmt:
         b, dot, k_extent = self.builder, self.dot, self.steps
-        vectors = self.vectors if isinstance(columns, Size) else -(-columns // self.lanes)
+        vectors = self.vectors if isinstance(columns, Size) else -(-columns // self.lanes) * self.together
         ways = RegisterTile.ways_for(rows * vectors, k_extent)
         tile = RegisterTile(b, self.printer, rows, vectors, self.lanes, self.dtype, ways)
 
@@ -314,7 +322,7 @@ class _PackedMatMul(MatMul):
     def _word(self, batch: Index, row: Index, k: Index, dot: DotProduct) -> TirExpr:
         load = self.kernel.a
         assert isinstance(load, Load)
-        env = {self.b: batch, self.m: row, self.kernel.k: k * dot.group}
+        env = {self.b: batch, self.m: row * dot.rows, self.kernel.k: k * dot.group}
         array = self.printer.arguments[load.buffer][0]
         offset = self.builder.index(self.printer.offset(load.buffer, load.index, env))
         return load_word(array, offset, dot, self.lanes)
@@ -322,7 +330,7 @@ class _PackedMatMul(MatMul):
     def _packed_words(self, batch: Index, panel: Index, k: Index, vector: int, dot: DotProduct) -> TirExpr:
         packed = self.weight.buffer
         none = as_index(0)
-        position = (batch if self.is_batched else none, panel, k, as_index(vector * self.lanes), none)
+        position = (batch if self.is_batched else none, panel, k, as_index(vector * self.columns), none)
         array = self.printer.arguments[packed][0]
         return load_words(array, self.builder.index(self.printer.offset(packed, position, {})), dot, self.lanes)
 
