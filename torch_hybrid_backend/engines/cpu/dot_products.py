@@ -26,7 +26,7 @@ depend on the instruction. sdot, udot, smmla and ummla want both operands with s
 likewise, down or up.
 
 The last four multiply two rows by two columns: a vector of sums holds (row 0, column 0), (0, 1), (1, 0) and (1, 1). A word is 64 bits of k,
-and the work is twice a dot product's. Rows of their left operand lie in pairs, word by word; a single row has none.
+and the work is twice a dot product's. The words of two rows are put together as they are read.
 Nothing here imports TVM or torch.
 
 Source: Intel, "Intel 64 and IA-32 Architectures Software Developer's Manual", 2024; oneDNN, "Nuances of int8 computations".
@@ -75,7 +75,7 @@ MULTIPLICATION = DotProduct("", 1, "int32", "int32", "int32")
 
 
 def bf16_dot_product(target: Target, rows: Dim = 1, depth: Dim = 1) -> DotProduct | None:
-    """The processor's dot product of bfloat16; None where it has none. Of `rows` rows of `depth` elements, where they may be laid in pairs."""
+    """The processor's dot product of bfloat16; None where it has none. For `rows` rows of `depth` elements, in pairs where there are any."""
     if "bfmmla" in target.isa.dot_products and rows != 1 and isinstance(depth, int) and depth % 4 == 0:
         return DotProduct("bfmmla", 4, "bfloat16", "bfloat16", "float32", rows=2)
     found = next((name for name in ("vdpbf16ps", "bfdot") if name in target.isa.dot_products), None)
@@ -88,7 +88,7 @@ def integer_dot_product(
     """The processor's dot product of integers of 8 bits, int8 or uint8; None where it has none.
 
     knows_sums: the sums of the right operand are at hand, so that what moves a signed left operand can be made up for. bounds: between which
-    the elements of the right operand lie, where that is less than their dtype's. rows: of the left operand, where they may be laid in pairs.
+    the elements of the right operand lie, where that is less than their dtype's. rows: of the left operand, multiplied in pairs if they can be.
     """
     has = target.isa.dot_products
     if "smmla" in has and rows != 1 and right in ("int8", "uint8") and (knows_sums or (left, right) in _OF_PAIRS):

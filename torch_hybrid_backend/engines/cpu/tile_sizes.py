@@ -32,6 +32,12 @@ def max_rows(vectors: int, target: Target, spare: int = 0) -> int:
     return max(1, min(_MAX_ROWS, (target.isa.registers - 1 - spare - vectors) // vectors))
 
 
+def most_pairs(vectors: int, cached_rows: int, target: Target) -> int:
+    """The most pairs of rows in a tile of blocks of 2 x 2 (`dot_products`): blocks for each of `vectors` pairs of columns, the pair itself, and
+    three registers for pairs of columns. `cached_rows`: rows that find a place in the first-level cache."""
+    return max(1, min(_MAX_ROWS // 2, cached_rows // 2, (target.isa.registers - 3) // (vectors + 1)))
+
+
 def reads_unpacked(m: Dim, k: Dim, n: Dim, target: Target) -> bool:
     """True if a constant (N, K) weight is read as fast where it lies as from packed panels, by a product of m rows.
 
@@ -65,14 +71,15 @@ def copies_panels(m: Dim, k: Dim, n: Dim, target: Target) -> bool:
     return m >= 4 * target.lanes and k >= 4 * target.lanes and not left and waves >= 12
 
 
-def tile_n(n: Dim, target: Target) -> int:
-    """Columns of a packed matmul panel: two vectors, or fewer where `n` is small.
+def tile_n(n: Dim, target: Target, rows: int = 1) -> int:
+    """Columns of a packed matmul panel: two vectors for each of the `rows` rows of a vector of sums, or fewer where `n` is small.
 
     Two vectors by 14 rows (AVX-512; 6 on AVX2) need 0.57 loads per multiply-add of the two the core can do, and a narrow panel of long K
-    still fits the second-level cache. Below one vector: the next power of two. Two vectors too where `n` is only known at run time.
+    still fits the second-level cache. Below one vector: the next power of two. As many where `n` is only known at run time. With pairs of rows
+    there are twice as many columns, for which a pair is put together once.
     """
-    if isinstance(n, Size) or n > target.lanes:
-        return 2 * target.lanes
+    if isinstance(n, Size) or n > rows * target.lanes:
+        return 2 * rows * target.lanes
     return 1 << (n - 1).bit_length()
 
 

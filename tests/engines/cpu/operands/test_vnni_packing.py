@@ -9,24 +9,20 @@ from torch_hybrid_backend.engines.cpu.dot_products import MULTIPLICATION, DotPro
 from torch_hybrid_backend.engines.cpu.operands.vnni_packing import (
     channel_sums,
     column_sums,
-    constant_row_pairs,
     constant_words,
     image_words,
     left_words,
-    of_row_pairs,
     pack_conv_words,
     pack_right,
     pack_taps,
     packed_conv_words_value,
     packed_right_value,
-    row_pairs,
 )
 from torch_hybrid_backend.loops.index import as_index
 from torch_hybrid_backend.loops.ir import Buffer, Call, Const, Expr, Load, Map
 
 VPDPBUSD = DotProduct("vpdpbusd", 4, "uint8", "int8", "int32", 128)
 VPMADDWD = DotProduct("vpmaddwd", 2, "int16", "int16", "int32")
-UMMLA = DotProduct("ummla", 8, "uint8", "uint8", "int32", 128, rows=2)
 
 
 def evaluated(e: Expr, tensors: dict[Buffer, torch.Tensor]) -> int:
@@ -56,17 +52,6 @@ def tensor_of(value: Map, source: Buffer, tensor: torch.Tensor) -> torch.Tensor:
     for place in torch.cartesian_prod(*map(torch.arange, shape)).tolist():
         found[tuple(place)] = evaluated(value.at(tuple(map(as_index, place))), {source: tensor})
     return found
-
-
-@pytest.mark.parametrize(("m", "k"), [(3, 7), (4, 16)])
-def test_rows_lie_in_pairs(m: int, k: int) -> None:
-    """Ahead of calls and in every call alike: a word of a row, the other row's, the next word. The view has rows as they were."""
-    a = torch.randint(-128, 128, (2, m, k), dtype=torch.int8)
-    pairs, source = constant_row_pairs(a, UMMLA), Buffer((2, m, k), "int8")
-    assert torch.equal(tensor_of(row_pairs(source, UMMLA), source, a), pairs.long())
-    buffer = Buffer(tuple(pairs.shape), "uint8")
-    assert torch.equal(tensor_of(of_row_pairs(buffer, m, UMMLA), buffer, pairs), constant_words(a, UMMLA).long())
-    assert torch.equal(pairs[1, 1, 0, 0, :7], (a[1, 2, :7] + 128).to(torch.uint8))
 
 
 @pytest.mark.parametrize("dot", [VPDPBUSD, VPMADDWD, MULTIPLICATION])

@@ -23,17 +23,14 @@ from torch_hybrid_backend.engines.cpu.operands.packing import is_depthwise, pack
 from torch_hybrid_backend.engines.cpu.operands.vnni_packing import (
     channel_sums,
     column_sums,
-    constant_row_pairs,
     constant_words,
     image_words,
     left_words,
-    of_row_pairs,
     pack_conv_words,
     pack_right,
     pack_taps,
     packed_conv_words_value,
     packed_right_value,
-    row_pairs,
     tap_words_shape,
 )
 from torch_hybrid_backend.engines.cpu.operations import CpuMatMulOp, convolution_with
@@ -155,16 +152,12 @@ class DotProductOperands:
 
     def _right(self, b: Value, dot: DotProduct, n: Dim) -> tuple[Buffer, int]:
         """A product's right operand in words, and the width of its panels: whole vectors."""
-        tile = max(tile_n(n, self._target), self._target.lanes)
+        tile = max(tile_n(n, self._target, dot.rows), self._target.lanes)
         ahead, each_call = partial(pack_right, tile_n=tile, dot=dot), partial(packed_right_value, tile_n=tile, dot=dot)
         return self._packer.pack(b, ahead, each_call, ("b", tile, dot)), tile
 
     def _left(self, a: Value, dot: DotProduct) -> Value:
-        """The left operand that is read word by word: itself where its words lie together, else a copy; one in pairs of rows where they are
-        multiplied together."""
-        if dot.rows > 1:
-            ahead, each_call = partial(constant_row_pairs, dot=dot), partial(row_pairs, dot=dot)
-            return of_row_pairs(self._packer.pack(a, ahead, each_call, ("a", dot)), a.shape[1], dot)
+        """The left operand that is read word by word: itself where its words lie together, else a copy."""
         view = strided_view(a)
         if view is not None and view.buffer in self._layouts:
             own = self._layouts[view.buffer]

@@ -18,7 +18,7 @@ from torch_hybrid_backend.engines.cpu.operands.packing import (
 )
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import Index
-from torch_hybrid_backend.loops.ir import Buffer, Expr, Map, Value, compute_dtype
+from torch_hybrid_backend.loops.ir import Expr, Map, Value, compute_dtype
 from torch_hybrid_backend.sizes.size import Dim, ceil_div
 
 # Neighbouring taps of a depthwise convolution in one word.
@@ -42,43 +42,6 @@ def left_words(a: Value, dot: DotProduct) -> Map:
 
     parents = ((a, lambda index: index),) if padded == k else ()
     return Map((batch, m, padded), dot.left, at, parents)
-
-
-def row_pairs(a: Value, dot: DotProduct) -> Map:
-    """A product's left operand (B, M, K) in pairs of rows: (B, ceil(M / 2), ceil(K / group), 2, group) of `dot.left`, moved, zeros beyond M and
-    K."""
-    batch, m, k = a.shape
-    pairs, count = ceil_div(m, dot.rows), words(k, dot.group)
-    zero = ops.const(0, compute_dtype(dot.left))
-
-    def at(index: tuple[Index, ...]) -> Expr:
-        batch_index, pair, word, side, element = index
-        row, column = pair * dot.rows + side, word * dot.group + element
-        value = _moved(a.at((batch_index, row, column)), dot)
-        for place, count_there, padded in ((row, m, pairs * dot.rows), (column, k, count * dot.group)):
-            if padded != count_there:
-                value = ops.guard(ops.index_in(place, 0, count_there), value, zero)
-        return value
-
-    return Map((batch, pairs, count, dot.rows, dot.group), dot.left, at)
-
-
-def constant_row_pairs(a: torch.Tensor, dot: DotProduct) -> torch.Tensor:
-    """`row_pairs` of a constant."""
-    whole = torch.nn.functional.pad(constant_words(a, dot), (0, 0, 0, -a.shape[1] % dot.rows))
-    batch, m, k = whole.shape
-    return whole.reshape(batch, m // dot.rows, dot.rows, k // dot.group, dot.group).transpose(2, 3).contiguous()
-
-
-def of_row_pairs(pairs: Buffer, m: Dim, dot: DotProduct) -> Map:
-    """The left operand (B, M, K) that lies in pairs of rows, K in whole words."""
-    batch, _, count, _, _ = pairs.shape
-
-    def at(index: tuple[Index, ...]) -> Expr:
-        batch_index, row, k = index
-        return pairs.at((batch_index, row // dot.rows, k // dot.group, row % dot.rows, k % dot.group))
-
-    return Map((batch, m, count * dot.group), dot.left, at)
 
 
 def constant_words(a: torch.Tensor, dot: DotProduct) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tvm import tirx
 
 from torch_hybrid_backend.engines.cpu.dot_products import DotProduct
@@ -11,11 +13,17 @@ from torch_hybrid_backend.engines.cpu.tir.builder import Builder, TirBuffer, Tir
 
 
 def load_word(array: TirBuffer, offset: TirExpr, dot: DotProduct, lanes: int) -> TirExpr:
-    """The word of the left operand that begins at element `offset`, in every lane; the words of two rows where sums are of two."""
-    if dot.rows > 1:
-        return tirx.reinterpret(f"int32x{lanes}", load_words(array, offset, dot, lanes))
+    """The word of the left operand that begins at element `offset`, in every lane."""
     place = offset if dot.group == 1 else tirx.Ramp(offset, 1, dot.group)
     return tirx.Broadcast(tirx.reinterpret("int32", tirx.BufferLoad(array, [place])), lanes)
+
+
+def load_word_of_two(array: TirBuffer, offsets: Sequence[TirExpr], dot: DotProduct) -> TirExpr:
+    """The words of two rows of the left operand that begin at `offsets`, one behind the other."""
+    words = [
+        tirx.reinterpret("int32x2", tirx.BufferLoad(array, [tirx.Ramp(offset, 1, dot.group)])) for offset in offsets
+    ]
+    return tirx.Shuffle(words, list(range(4)))
 
 
 def load_words(array: TirBuffer, offset: TirExpr, dot: DotProduct, lanes: int) -> TirExpr:

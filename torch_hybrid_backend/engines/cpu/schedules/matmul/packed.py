@@ -38,7 +38,7 @@ from torch_hybrid_backend.engines.cpu.schedules.register_tiles import (
 from torch_hybrid_backend.engines.cpu.target import LINE_BYTES, Target
 from torch_hybrid_backend.engines.cpu.tile_sizes import Split, max_rows, split_at_most, split_into
 from torch_hybrid_backend.engines.cpu.tir import expressions as tir
-from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirExpr
+from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.cpu.tir.dot import load_word, load_words
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
 from torch_hybrid_backend.engines.cpu.weights import Panels, Weight
@@ -290,7 +290,7 @@ class PackedMatMul(MatMul):
             if dot is not None:
                 words = [self._word(batch, first + row, k, dot) for row in range(rows)]
                 columns_of = [self._packed_words(batch, panel, k, v, dot) for v in range(vectors)]
-                return tile.accumulate_words(words, columns_of, dot, way)
+                return tile.accumulate_words(words, columns_of, dot, way, one_by_one=dot.rows > 1)
 
             def a(row: int, _: Index) -> TirExpr:
                 return self._a(batch, first + row, k)
@@ -319,13 +319,16 @@ class PackedMatMul(MatMul):
 
         return tile.fill(value)
 
-    def _word(self, batch: Index, row: Index, k: Index, dot: DotProduct) -> TirExpr:
+    def _word_place(self, batch: Index, row: Index, k: Index, dot: DotProduct) -> tuple[TirBuffer, TirExpr]:
+        """The array of A, and the place of a row's word in it."""
         load = self.kernel.a
         assert isinstance(load, Load)
-        env = {self.b: batch, self.m: row * dot.rows, self.kernel.k: k * dot.group}
+        env = {self.b: batch, self.m: row, self.kernel.k: k * dot.group}
         array = self.printer.arguments[load.buffer][0]
-        offset = self.builder.index(self.printer.offset(load.buffer, load.index, env))
-        return load_word(array, offset, dot, self.lanes)
+        return array, self.builder.index(self.printer.offset(load.buffer, load.index, env))
+
+    def _word(self, batch: Index, row: Index, k: Index, dot: DotProduct) -> TirExpr:
+        return load_word(*self._word_place(batch, row, k, dot), dot, self.lanes)
 
     def _packed_words(self, batch: Index, panel: Index, k: Index, vector: int, dot: DotProduct) -> TirExpr:
         packed = self.weight.buffer
