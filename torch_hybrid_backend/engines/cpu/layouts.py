@@ -25,7 +25,7 @@ def blocked_layouts(groups: Sequence[Group], fixed: Mapping[Buffer, Layout], tar
     convolved = {b for g in groups for m in g.members if isinstance(m.op, ConvOp) for b in buffers_of(m.op.x)}
     # What is read word by word needs blocks of whole words, however few channels a group of the convolution before it has.
     words = {
-        op.x: op.weight.dot.group
+        op.x: min(op.weight.dot.group, target.lanes)  # a word of 64 bits has bytes of two blocks
         for op in (m.op for g in groups for m in g.members)
         if isinstance(op, CpuConvOp) and isinstance(op.weight, Panels) and op.weight.dot and isinstance(op.x, Buffer)
     }

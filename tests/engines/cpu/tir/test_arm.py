@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -31,13 +32,26 @@ def convolved(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return nn.functional.conv2d(x.float() * 0.5, w.float() * 0.5, None, 1, 1)
 
 
+def pointwise(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    if x.is_floating_point():
+        return nn.functional.conv2d(x, w)
+    return nn.functional.conv2d(x.float() * 0.5, w.float() * 0.5)
+
+
 def multiplied(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return torch.mm(x, w) if x.is_floating_point() else torch._int_mm(x, w)
 
 
+_SHAPES = {
+    multiplied: ((56, 256), (256, 64)),
+    convolved: ((1, 64, 14, 14), (64, 64, 3, 3)),
+    pointwise: ((1, 64, 14, 14), (64, 64, 1, 1)),
+}
+
+
 def inner_loop(assembly: str, instruction: str) -> list[str]:
-    """The lines of the block with the most of an instruction."""
-    blocks = re.split(r"^\.?\w.*:.*$", assembly, flags=re.MULTILINE)
+    """The lines of the block with the most of an instruction, up to the branch back: what a loop is followed by may be in its block."""
+    blocks = re.split(r"^(?:\.?\w.*:.*|\tb\..*)$", assembly, flags=re.MULTILINE)
     return max(blocks, key=lambda block: len(re.findall(rf"\b{instruction}\b", block))).splitlines()
 
 
@@ -53,13 +67,17 @@ def inner_loop(assembly: str, instruction: str) -> list[str]:
         ("neoverse-v1", torch.uint8, multiplied, "usmmla"),
         ("neoverse-v1", torch.bfloat16, convolved, "bfdot"),
         ("neoverse-v1", torch.bfloat16, multiplied, "bfmmla"),
+        ("neoverse-v1", torch.uint8, pointwise, "usmmla"),
+        ("neoverse-v1", torch.bfloat16, pointwise, "bfmmla"),
     ],
 )
-def test_inner_loops_spill_nothing(name: str, left: torch.dtype, function: object, instruction: str) -> None:
+def test_inner_loops_spill_nothing(
+    name: str, left: torch.dtype, function: Callable[..., torch.Tensor], instruction: str
+) -> None:
     """At least twelve sums stay in registers."""
     target = Target.named(name)
     backend = TvmBackend(target)
-    shapes = ((56, 256), (256, 64)) if function is multiplied else ((1, 64, 14, 14), (64, 64, 3, 3))
+    shapes = _SHAPES[function]
     right = left if left.is_floating_point else torch.int8
     inputs = [torch.zeros(shapes[0], dtype=left), torch.zeros(shapes[1], dtype=right)]
     engine = KernelEngine(backend, Config(compile_threads=1), services())

@@ -60,6 +60,8 @@ from torch_hybrid_backend.sizes.size import Dim, known_int
 _LEAST_DEPTH = 16
 # Of output channels: the shortest vectors that dot products have.
 _LEAST_BLOCK = 4
+# Channels of a word where pairs of pixels are multiplied.
+_PAIRED_BYTES = 8
 # Of a line: of more, a register tile would be too narrow to be worth words.
 _MOST_TAPS = 8
 # float32 holds every whole number up to here.
@@ -173,7 +175,7 @@ class DotProductOperands:
 
     def takes_convolution(self, op: ConvOp) -> bool:
         """Adds a convolution of bfloat16, where the processor has dot products for it; whether it did."""
-        dot = bf16_dot_product(self._target)
+        dot = bf16_dot_product(self._target, self._paired_pixels(op), known_int(op.w.shape[1]))
         if dot is None or not op.x.dtype == op.w.dtype == "bfloat16" or not _has_words(op, dot):
             return False
         block = output_block(known_int(op.out.shape[1]), op.groups, self._target)
@@ -192,7 +194,8 @@ class DotProductOperands:
         weight = strided_view(op.w)
         is_known = weight is not None and weight.is_constant
         bounds = None if weight is None else weight.bounds
-        dot = integer_dot_product(op.x.dtype, op.w.dtype, self._target, knows_sums=is_known, bounds=bounds)
+        pixels = 1 if known_int(op.w.shape[1]) % _PAIRED_BYTES else self._paired_pixels(op)
+        dot = integer_dot_product(op.x.dtype, op.w.dtype, self._target, knows_sums=is_known, bounds=bounds, rows=pixels)
         moved = op.zero + (0 if dot is None else dot.shift)
         if weight is not None and is_known and self._has_tap_words(op, block):
             self._add_taps(op, weight, block, moved)
@@ -205,6 +208,14 @@ class DotProductOperands:
             assert weight is not None
             start = self._channel_sums(weight, op.groups, outputs, block, -moved)
         self._add_convolution(op, self._image(op, dot), dot, block, start, moved)
+
+    def _paired_pixels(self, op: ConvOp) -> int:
+        """The pixels of an image if neighbours may be multiplied together (`schedules/convolution/pixel_pairs.py`), else 1."""
+        outputs, _, *kernel = map(known_int, op.w.shape)
+        is_pointwise = op.groups == 1 and {*kernel, *op.stride} == {1} and not any(op.padding)
+        if not is_pointwise or output_block(outputs, 1, self._target) != self._target.lanes:
+            return 1
+        return math.prod(map(known_int, op.out.shape[2:]))
 
     def _channel_sums(self, weight: StridedView, groups: int, outputs: int, block: int, factor: int) -> Buffer:
         """The first values of the sums of `outputs` channels: `factor` times the sums of their weights, each group padded to whole blocks."""

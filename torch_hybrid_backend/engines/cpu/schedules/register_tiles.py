@@ -323,16 +323,18 @@ class RegisterTile:
         return self.fill(lambda row, vector, lane: self.builder.load(buffer, start + lane + self.offset(row, vector)))
 
 
-def unzipped(tile: RegisterTile) -> tuple[RegisterTile, Stmt]:
-    """A tile of rows for one of blocks of 2 x 2 (`dot_products`), to be declared before the statement that fills it: vector v of rows 2 r and
-    2 r + 1 is made of blocks 2 v and 2 v + 1 of row r."""
+def unzipped(tile: RegisterTile, start: Callable[[int, Index], TirExpr] | None) -> tuple[RegisterTile, Stmt]:
+    """A tile of rows for one of blocks of 2 x 2 (`dot_products`), and the statement that declares and fills it: vector v of rows 2 r and
+    2 r + 1 is made of blocks 2 v and 2 v + 1 of row r. `start(vector, lane)`: what is added to a column's sums."""
     b, lanes = tile.builder, tile.lanes
     rows = RegisterTile(b, tile.printer, 2 * tile.rows, tile.vectors // 2, lanes, tile.dtype)
-    steps = []
+    steps = [rows.declare()]
     for row in range(tile.rows):
         for vector in range(rows.vectors):
             blocks = [b.load_vector(tile.buffer, tile.offset(row, 2 * vector + second), lanes) for second in range(2)]
             for side in range(2):
                 both = tir.shuffle(blocks, [4 * block + 2 * side + column for block in range(2) for column in range(2)])
                 steps.append(b.store_vector(rows.buffer, rows.offset(2 * row + side, vector), both, lanes))
+    if start is not None:
+        steps.append(rows.fill(lambda row, vector, lane: rows.at(row, vector, lane) + start(vector, lane)))
     return rows, b.seq(*steps)

@@ -1,7 +1,8 @@
 """Convolution by vectors: the weight's form chooses the rule.
 
 `winograd` takes a `Winograd` weight, `depthwise_taps` one in `Taps`. Of `Panels` the first rule that serves emits the kernel: `depthwise`
-without sums over channels, `small_output_channels` to less than a vector of channels, `direct` every other one, with any number of groups.
+without sums over channels, `small_output_channels` to less than a vector of channels, `pixel_pairs` by products of two pixels, `direct` every
+other one, with any number of groups.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from torch_hybrid_backend.engines.cpu.schedules.convolution.depthwise import dep
 from torch_hybrid_backend.engines.cpu.schedules.convolution.depthwise_vnni import depthwise_taps
 from torch_hybrid_backend.engines.cpu.schedules.convolution.direct import direct
 from torch_hybrid_backend.engines.cpu.schedules.convolution.parts import ConvParts
+from torch_hybrid_backend.engines.cpu.schedules.convolution.pixel_pairs import pixel_pairs
 from torch_hybrid_backend.engines.cpu.schedules.convolution.small_output_channels import small_output_channels
 from torch_hybrid_backend.engines.cpu.schedules.convolution.winograd import winograd
 from torch_hybrid_backend.engines.cpu.target import Target
@@ -27,7 +29,7 @@ def emit(kernel: CpuConvKernel[Panels | Winograd | Taps], builder: Builder, prin
             return winograd(parts)
         case Taps():
             return depthwise_taps(parts)
-    for rule in (depthwise, small_output_channels):
+    for rule in (depthwise, small_output_channels, pixel_pairs):
         body = rule(parts)
         if body is not None:
             return body

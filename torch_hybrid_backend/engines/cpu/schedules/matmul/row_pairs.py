@@ -65,16 +65,14 @@ class _RowPairs(PackedMatMul):
 
     def _write(self, tile: RegisterTile, batch: Index, first: Index, column: Index, columns: Dim) -> Stmt:
         b, start = self.builder, self.weight.start
-        rows, unzip = unzipped(tile)
 
-        def moved(row: int, vector: int, lane: Index) -> TirExpr:
+        def moved(vector: int, lane: Index) -> TirExpr:
             assert start is not None
-            of_right = batch if self.is_batched else as_index(0)
-            place = (of_right, column + vector * rows.lanes + lane)
-            return rows.at(row, vector, lane) + self.printer.expr(Load("int32", start, place), {})
+            place = (batch if self.is_batched else as_index(0), column + vector * tile.lanes + lane)
+            return self.printer.expr(Load("int32", start, place), {})
 
-        begin = None if start is None else rows.fill(moved)
-        return b.seq(rows.declare(), unzip, begin, super()._write(rows, batch, first * 2, column, columns))
+        rows, unzip = unzipped(tile, None if start is None else moved)
+        return b.seq(unzip, super()._write(rows, batch, first * 2, column, columns))
 
     def _row(self, row: Index, stores: Stmt) -> Stmt:
         b, m = self.builder, self.m.extent
