@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.artifact.exported_for_tests import FAST, exported
+from tests.artifact.exported_for_tests import FAST, exported, manifest_of
 from tests.artifact.live_plans import live_plans
 from tests.ecosystem.ranks import needs_gloo
 from torch_hybrid_backend import export, load
@@ -274,3 +274,11 @@ def test_what_is_no_regular_file_stays(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="it is no regular file"):
         export(nn.ReLU(), (torch.ones(2),), pipe)
     assert pipe.is_fifo()
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("as-written", 1e-3), ("int8", 1e-2)])
+def test_samples_are_as_tolerant_as_the_precision(precision: str, tolerance: float, tmp_path: Path) -> None:
+    """Outputs of float32 tell nothing of what is rounded inside."""
+    model, x = nn.Linear(64, 64).eval(), torch.randn(16, 64)
+    report, _ = exported(model, (x,), tmp_path, options={"precision": precision, "precision_tolerance": 1.0})
+    assert [sample.tolerance for sample in manifest_of(report.path).samples] == [tolerance]
