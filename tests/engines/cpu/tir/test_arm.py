@@ -46,7 +46,7 @@ def inner_loop(assembly: str, instruction: str) -> list[str]:
         ("armv8-a", torch.float32, "fmla"),
         ("neoverse-n1", torch.int8, "sdot"),
         ("neoverse-n1", torch.uint8, "sdot"),
-        ("neoverse-v1", torch.uint8, "usdot"),
+        ("neoverse-v1", torch.uint8, "sudot"),  # USDOT by element, its factors exchanged
     ],
 )
 @pytest.mark.parametrize("function", [multiplied, convolved])
