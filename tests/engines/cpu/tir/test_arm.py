@@ -62,7 +62,7 @@ def inner_loop(assembly: str, instruction: str) -> list[str]:
         ("armv8-a", torch.float32, convolved, "fmla"),
         ("neoverse-n1", torch.int8, multiplied, "sdot"),
         ("neoverse-n1", torch.uint8, convolved, "sdot"),
-        ("neoverse-v1", torch.uint8, convolved, "usdot"),
+        ("neoverse-v1", torch.uint8, convolved, "sudot"),  # USDOT by element, its factors exchanged
         ("neoverse-v1", torch.int8, multiplied, "smmla"),
         ("neoverse-v1", torch.uint8, multiplied, "usmmla"),
         ("neoverse-v1", torch.bfloat16, convolved, "bfdot"),

@@ -18,6 +18,8 @@ from torch_hybrid_backend.engines.cpu.tir.builder import Builder, TirExpr
 _WIDENED = {"sdot": ("sext", "sext"), "udot": ("zext", "zext"), "usdot": ("zext", "sext")}
 # Those of blocks of 2 x 2 multiply as these do.
 _OF_PAIRS = {"smmla": "sdot", "ummla": "udot", "usmmla": "usdot", "bfmmla": "bfdot"}
+# Those that LLVM exchanges the factors of, or that need not be.
+_BY_ELEMENT = ("sdot", "udot", "bfdot")
 _OF_BFLOAT = ("bfdot", "bfmmla")
 _ALL = (*_WIDENED, "bfdot", *_OF_PAIRS)
 
@@ -53,7 +55,9 @@ def _intrinsic(name: str) -> str:
     suffix = {"bfdot": ".v4f32.v8bf16", "bfmmla": ""}.get(name, ".v4i32.v16i8")
     full = f"@llvm.aarch64.neon.{name}{suffix}"
     lines = [f"%{to} = bitcast <4 x i32> %{word} to {operands}" for to, word in ("xa", "yb")]
-    lines.append(f"%r = call {sums} {full}({sums} %c, {operands} %x, {operands} %y)")
+    # LLVM finds the form that takes a word from a lane (SDOT by element, SUDOT for USDOT) where the intrinsic has it in this place.
+    factors = f"{operands} %y, {operands} %x" if name in _BY_ELEMENT else f"{operands} %x, {operands} %y"
+    lines.append(f"%r = call {sums} {full}({sums} %c, {factors})")
     return f"\ndeclare {sums} {full}({sums}, {operands}, {operands}){_function(name, lines)}"
 
 

@@ -26,6 +26,11 @@ def load_word_of_two(array: TirBuffer, offsets: Sequence[TirExpr], dot: DotProdu
     return tirx.Shuffle(words, list(range(4)))
 
 
+def load_neighbours(array: TirBuffer, offset: TirExpr, dot: DotProduct, count: int) -> TirExpr:
+    """`count` words of the left operand from element `offset` on, one a lane."""
+    return tirx.reinterpret(f"int32x{count}", tirx.BufferLoad(array, [tirx.Ramp(offset, 1, count * dot.group)]))
+
+
 def load_words(array: TirBuffer, offset: TirExpr, dot: DotProduct, lanes: int) -> TirExpr:
     """The words of the right operand's columns that `lanes` sums have, from element `offset` on."""
     return tirx.BufferLoad(array, [tirx.Ramp(offset, 1, lanes // dot.rows * dot.group)])

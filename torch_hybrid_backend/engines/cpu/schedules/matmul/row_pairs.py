@@ -55,7 +55,7 @@ class _RowPairs(PackedMatMul):
         self.last_pair = pair, row
         return b.seq(begin, super()._tile(batch, first, rows, panel, columns, ahead))
 
-    def _word(self, batch: Index, row: Index, k: Index, dot: DotProduct) -> TirExpr:
+    def _word(self, batch: Index, row: Index, k: Index, dot: DotProduct, count: int = 1) -> TirExpr:
         second = row * 2 + 1 if self.last_pair is None or row != self.last_pair[0] else self.last_pair[1]
         (array, start), (_, other) = (self._word_place(batch, of, k, dot) for of in (row * 2, second))
         return load_word_of_two(array, (start, other), dot)
