@@ -50,23 +50,24 @@ def to_memory(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
 Emit = Callable[[Any, Builder, Printer, Target], Any]
 
 
-def printer_of(kernel: Kernel, schedule_rank: int = 0) -> Printer:
-    """A printer, with a builder of its own, that knows the kernel's arguments."""
+def printer_of(kernel: Kernel, schedule_rank: int = 0, *, emulates: bool = False) -> Printer:
+    """A printer, with a builder of its own, that knows the kernel's arguments. `emulates`: as for the builder."""
     arrays: dict[Buffer, tuple[Any, Layout]] = {}
     for number, arg in enumerate((*kernel.reads, *kernel.writes)):
         array = argument(arg.span, storage_dtype(arg.buffer.dtype), f"arg{number}")
         arrays[arg.buffer] = (array, arg.layout)
-    return Printer(Builder(schedule_rank), arrays)
+    return Printer(Builder(schedule_rank, emulates=emulates), arrays)
 
 
-def compile_kernel(kernel: Kernel, emit: Emit, target: Target = HOST) -> Any:
-    """The module whose function `kernel` takes the arguments' 1-D arrays, and the sizes that it knows only at run time."""
-    printer = printer_of(kernel, kernel.schedule_rank)
+def compile_kernel(kernel: Kernel, emit: Emit, target: Target = HOST, *, runs: bool = False) -> Any:
+    """The module whose function `kernel` takes the arguments' 1-D arrays, and the sizes that it knows only at run time. `runs`: here, with
+    arithmetic in place of the instructions of a foreign target."""
+    printer = printer_of(kernel, kernel.schedule_rank, emulates=runs and target.is_foreign)
     numbers = [printer.builder.argument_size(symbol) for symbol in kernel_sizes(kernel)]
     arrays = [array for array, _ in printer.arguments.values()]  # a schedule may add its own
     body = emit(kernel, printer.builder, printer, target)
     function = prim_func("kernel", [*arrays, *numbers], body, printer.builder.llvm_helpers)
-    return build("kernel", function, tvm_target(target))
+    return build("kernel", function, tvm_target(target.here if runs else target))
 
 
 def run_body(body: Callable[..., Any], *memory: torch.Tensor, **sizes: int) -> None:
@@ -90,7 +91,7 @@ def runner_of(
     kernel: Kernel, emit: Emit, target: Target = HOST
 ) -> Callable[[Mapping[Buffer, torch.Tensor]], list[torch.Tensor]]:
     """`run_kernel`, compiled once. What sizes known only at run time are is seen in the tensors: each is a tensor's dimension."""
-    function = compile_kernel(kernel, emit, target)["kernel"]
+    function = compile_kernel(kernel, emit, target, runs=True)["kernel"]
 
     def run(inputs: Mapping[Buffer, torch.Tensor]) -> list[torch.Tensor]:
         given = [inputs[arg.buffer] for arg in kernel.reads]

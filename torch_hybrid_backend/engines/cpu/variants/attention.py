@@ -83,7 +83,8 @@ def _int8_variant(kernel: AttentionKernel, target: Target) -> Variant | None:
     dot = integer_dot_product("uint8", "int8", target, knows_sums=True)
     depth = known_int(kernel.q_vars[3].extent)
     q, k = _scaled_integer(kernel.q), _scaled_integer(kernel.k)
-    if dot is None or dot.instruction != "vpdpbusd" or depth % dot.group or q is None or k is None:
+    # By vpdpbusd and usdot, whose left operand is without signs.
+    if dot is None or (dot.left, dot.group) != ("uint8", 4) or depth % dot.group or q is None or k is None:
         return None
     scale = kernel.scale * q.scale * k.scale
     if k.integer.dtype != "int8" or k.zero or not 0 < scale < math.inf:

@@ -47,6 +47,14 @@ def masks() -> torch.Tensor:
     return mask
 
 
+def test_by_bfdot() -> None:
+    """The loops for AArch64, with arithmetic in place of its instruction: ragged sizes, blocks of keys, masks."""
+    target = Target.named("neoverse-v1")
+    check_bf16((2, 1, 40, 37, 20, 24), heads_inside=True, target=target)
+    check_bf16((1, 1, 50, 1100, 32, 40), causal=True, target=target)
+    check_bf16((1, 2, 70, 90, 64, 64), mask=masks(), target=target)
+
+
 @here
 def test_masked_and_causal() -> None:
     """Scaled before a mask is added; a query that sees nothing is zero; causal over several tiles, and over blocks of keys."""

@@ -21,14 +21,17 @@ from torch_hybrid_backend.loops.kernels import AttentionKernel
 Shape = tuple[int, int, int, int, int, int]
 _VNNI = Target("cascadelake", "test", ("avx2", "avx512f", "avx512_vnni", "fma"), 16, 2, 32 << 10, 1 << 20)
 _AVX_VNNI = Target("alderlake", "test", ("avx2", "avx_vnni", "fma"), 8, 2, 48 << 10, 1280 << 10)
-_here = [target for target in (_VNNI, _AVX_VNNI) if target.features[-2] in HOST.features]
+_USDOT = Target.named("neoverse-v1")
+_here = [_USDOT, *(target for target in (_VNNI, _AVX_VNNI) if target.features[-2] in HOST.features)]
 on_hosts = pytest.mark.parametrize(
     "target",
     [
         pytest.param(
-            target, marks=() if target in _here else pytest.mark.skip("this processor lacks it"), id=target.cpu
+            target,
+            marks=() if target in _here else pytest.mark.skip("this processor lacks it"),
+            id=target.cpu or target.architecture,
         )
-        for target in (_VNNI, _AVX_VNNI)
+        for target in (_VNNI, _AVX_VNNI, _USDOT)
     ],
 )
 

@@ -46,6 +46,17 @@ def test_sums_are_exact(channels: int, outputs: int, sizes: tuple[int, ...]) -> 
             assert torch.equal(compiled(x), model(x)), (left, right)
 
 
+def test_any_number_of_images() -> None:
+    """Known only at run time; weights that stream, channels of several parts."""
+    torch.manual_seed(0)
+    model = _Pointwise(random_bytes((76, 96, 1, 1), torch.int8))
+    compiled = torch.compile(model, backend="hybrid", options={**OPTIONS, "target": "neoverse-v1"}, dynamic=True)
+    with torch.no_grad():
+        for images in (2, 3):
+            x = random_bytes((images, 96, 3, 5), torch.uint8)
+            assert torch.equal(compiled(x), model(x))
+
+
 @pytest.mark.parametrize(("channels", "outputs"), [(8, 24), (12, 10), (10, 8)])
 def test_bfloat16(channels: int, outputs: int) -> None:
     """Between other convolutions, whose layout the pairs are read from."""

@@ -50,7 +50,7 @@ class _PixelPairs:
         self.blocks, self.pairs = self._tiling()
 
     def _tiling(self) -> tuple[Split, int]:
-        """How blocks of output channels are shared out, and the pairs of pixels of a tile: the kernel's `schedule_rank`, by estimated time."""
+        """Parts of the blocks of output channels, and pairs of pixels in a tile: the kernel's `schedule_rank`, by estimated time."""
         found: dict[tuple[Split, int], float] = {}
         cores, images = self.parts.target.cores, size_hint(self.parts.images)
         for most in range(1, min(_MOST_BLOCKS, self.all_blocks) + 1):
