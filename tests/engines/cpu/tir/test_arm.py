@@ -65,6 +65,7 @@ def inner_loop(assembly: str, instruction: str) -> list[str]:
         ("neoverse-v1", torch.uint8, convolved, "sudot"),  # USDOT by element, its factors exchanged
         ("neoverse-v1", torch.int8, multiplied, "smmla"),
         ("neoverse-v1", torch.uint8, multiplied, "usmmla"),
+        ("neoverse-v1", torch.float16, multiplied, "fmla"),  # converted to float32
         ("neoverse-v1", torch.bfloat16, convolved, "bfdot"),
         ("neoverse-v1", torch.bfloat16, multiplied, "bfmmla"),
         ("neoverse-v1", torch.uint8, pointwise, "usmmla"),
@@ -89,6 +90,8 @@ def test_inner_loops_spill_nothing(
     loop = inner_loop(built.inspect_source("asm"), instruction)
     products = [line for line in loop if re.search(rf"\b{instruction}\b", line)]
     assert len(products) >= 12
+    if function is multiplied:  # around an image lies a number that is no lane
+        assert all(re.search(r"\[\d\]$", line) for line in products), "a factor is a lane"
     assert not [line for line in loop if re.search(r"\b[qv]\d+.*\[sp\b", line)]
 
 
