@@ -43,7 +43,7 @@ def multiplied(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 _SHAPES = {
-    multiplied: ((56, 256), (256, 64)),
+    multiplied: ((56, 256), (256, 96)),
     convolved: ((1, 64, 14, 14), (64, 64, 3, 3)),
     pointwise: ((1, 64, 14, 14), (64, 64, 1, 1)),
 }
@@ -90,7 +90,7 @@ def test_inner_loops_spill_nothing(
     loop = inner_loop(built.inspect_source("asm"), instruction)
     products = [line for line in loop if re.search(rf"\b{instruction}\b", line)]
     assert len(products) >= 12
-    if function is multiplied:  # around an image lies a number that is no lane
+    if function is multiplied and "mmla" not in instruction:  # around an image lies a number that is no lane
         assert all(re.search(r"\[\d\]$", line) for line in products), "a factor is a lane"
     assert not [line for line in loop if re.search(r"\b[qv]\d+.*\[sp\b", line)]
 
