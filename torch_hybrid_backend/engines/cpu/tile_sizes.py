@@ -76,8 +76,10 @@ def tile_n(n: Dim, target: Target, rows: int = 1) -> int:
 
     Two vectors by 14 rows (AVX-512; 6 on AVX2) need 0.57 loads per multiply-add of the two the core can do, and a narrow panel of long K
     still fits the second-level cache. Below one vector: the next power of two. As many where `n` is only known at run time. With pairs of rows
-    there are twice as many columns, for which a pair is put together once.
+    there are twice or three times as many columns, for which a pair is put together once: three times where that pads few columns.
     """
+    if rows > 1 and isinstance(n, int) and n > 4 * target.lanes and -n % (6 * target.lanes) * 16 <= n:
+        return 6 * target.lanes
     if isinstance(n, Size) or n > rows * target.lanes:
         return 2 * rows * target.lanes
     return 1 << (n - 1).bit_length()

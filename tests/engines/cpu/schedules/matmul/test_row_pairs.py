@@ -26,7 +26,7 @@ class _Product(nn.Module):
 def test_pairs_of_rows_are_exact(left: str, right: str) -> None:
     """Odd numbers of rows too, and ones that are known only at run time; columns and depths that fill no vector."""
     torch.manual_seed(0)
-    for depth, columns, sizes in ((24, 16, (6, 7, 30)), (21, 13, (5,)), (8, 3, (2,))):
+    for depth, columns, sizes in ((24, 48, (6, 7, 30)), (24, 40, (5,)), (21, 13, (5,)), (8, 3, (2,))):
         model = _Product(random_bytes((depth, columns), getattr(torch, right)))
         with torch.no_grad():
             compiled = torch.compile(

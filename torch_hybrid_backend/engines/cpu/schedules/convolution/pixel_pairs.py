@@ -28,8 +28,8 @@ from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import Load
 from torch_hybrid_backend.sizes.size import known_int, size_hint
 
-# Blocks of channels of a tile: with four of them, a pair of pixels is put together for eight products.
-_MOST_BLOCKS = 4
+# Blocks of channels of a tile: with six of them, a pair of pixels is put together for twelve products.
+_MOST_BLOCKS = 6
 
 
 def pixel_pairs(parts: ConvParts) -> Stmt | None:
@@ -55,11 +55,11 @@ class _PixelPairs:
         cores, images = self.parts.target.cores, size_hint(self.parts.images)
         for most in range(1, min(_MOST_BLOCKS, self.all_blocks) + 1):
             blocks = split_at_most(self.all_blocks, most)
-            vectors = 2 * blocks.size
-            for pairs in range(1, most_pairs(vectors, self.pixels, self.parts.target) + 1):
+            vectors = 2 * self.all_blocks / blocks.parts  # on average
+            for pairs in range(1, most_pairs(2 * blocks.size, self.pixels, self.parts.target) + 1):
                 tiles = -(-self.pixels // (2 * pairs))
                 # Instructions of a step: products, what puts pairs together, and loads beside them; or the latency of few products.
-                time = max(pairs * vectors + pairs, IN_FLIGHT) + (2 * pairs + vectors) / 4
+                time = max(pairs * vectors + pairs, IN_FLIGHT) + (2 * pairs + vectors) / 8
                 tasks = images * blocks.parts * tiles
                 found.setdefault((blocks, pairs), -(-tasks // cores) * time)
         return self.builder.ranked_choice(found)
