@@ -36,10 +36,8 @@ def test_a_parameter_that_changes_on_one_rank(tmp_path: Path) -> None:
         torch.testing.assert_close(rank["results"], [before, before, after, after])
 
 
-@pytest.mark.parametrize(
-    ("agree", "engines"),
-    [("1", [{"eager"}, {"eager"}]), pytest.param("0", [{"eager"}, {"eager", "tvm"}], marks=pytest.mark.full)],
-)
+@pytest.mark.full  # that ranks agree on eager is tested by tests/ranks and by test_replicated_values of test_ranks.py
+@pytest.mark.parametrize(("agree", "engines"), [("1", [{"eager"}, {"eager"}]), ("0", [{"eager"}, {"eager", "tvm"}])])
 def test_engines_that_differ_between_the_ranks(agree: str, engines: list[set[str]], tmp_path: Path) -> None:
     """Eager runs the graph on all ranks, unless each is to choose for itself. The ranks issue the same collectives in the same order, whoever
     runs what is between them."""
@@ -108,10 +106,9 @@ def test_fully_sharded_by_block(tmp_path: Path) -> None:
     assert all(rank["graphs"] >= 1 for rank in ranks)
 
 
+@pytest.mark.full  # two processes that both compile forward and backward; `make test` has collectives in graphs above
 @pytest.mark.parametrize(
-    "settings",
-    [({}, {}), pytest.param(({"HYBRID_DISABLE_ENGINES": "tvm"}, {}), marks=pytest.mark.full)],
-    ids=["same engines", "other engines"],
+    "settings", [({}, {}), ({"HYBRID_DISABLE_ENGINES": "tvm"}, {})], ids=["same engines", "other engines"]
 )
 def test_tensor_parallel(settings: Sequence[dict[str, str]], tmp_path: Path) -> None:
     """DTensor, the collectives in the graph: gradients and results equal eager's on both ranks, whoever runs what. What both ranks compute

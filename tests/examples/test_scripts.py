@@ -33,7 +33,11 @@ def _run(name: str, *arguments: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("precision", "largest"), [("as-written", 1e-5), ("int8", 0.2)])
+@pytest.mark.parametrize(
+    ("precision", "largest"),
+    # The script only hands the precision on: docs/guides/quantization.md's blocks have it in `make test`.
+    [("as-written", 1e-5), pytest.param("int8", 0.2, marks=pytest.mark.full)],
+)
 def test_vision(precision: str, largest: float) -> None:
     """The example shows the plan, in which the engine runs everything, how much faster it is, and an error that the precision allows."""
     printed = _run("vision.py", "--small", "--batch", "2", "--precision", precision)

@@ -16,9 +16,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.skipif(not (shutil.which("make") and shutil.which("g++")), reason="needs make and g++")
-def test_the_cpp_unit_tests_pass(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "target",
+    # Compiling all of the runtime takes a minute. Plans of most kinds of steps run in `make test` through the library that Python loads.
+    ["quick", pytest.param("test", marks=pytest.mark.full)],
+)
+def test_the_cpp_unit_tests_pass(target: str, tmp_path: Path) -> None:
     """csrc/tests pass under the address and undefined-behaviour sanitisers."""
-    _make("test", tmp_path)
+    _make(target, tmp_path)
 
 
 @pytest.mark.full
