@@ -27,9 +27,15 @@ from tests.ecosystem.ranks import needs_gloo, run_ranks
 pytestmark = needs_gloo
 
 
-def test_a_parameter_that_changes_on_one_rank(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Results of the programs of `one_by_one`, by rank."""
+    return run_ranks(rank_programs.one_by_one, tmp_path_factory.mktemp("ranks"))
+
+
+def test_a_parameter_that_changes_on_one_rank(found: list[dict[str, Any]]) -> None:
     """An all-gather of a parameter runs in every call, on every rank: also where the parameter changed on one rank alone."""
-    ranks = run_ranks(rank_programs.gathered_parameter, tmp_path)
+    ranks = [rank["gathered_parameter"] for rank in found]
     first, second = (rank["w"] for rank in ranks)
     before, after = (torch.relu(torch.ones(4, 16) @ torch.cat([w, second]).t()) for w in (first / 2, first))
     for rank in ranks:
@@ -50,17 +56,17 @@ def test_engines_that_differ_between_the_ranks(agree: str, engines: list[set[str
     torch.testing.assert_close([rank["results"] for rank in ranks], chain_reference())
 
 
-def test_regions_that_fail_on_one_rank(tmp_path: Path) -> None:
+def test_regions_that_fail_on_one_rank(found: list[dict[str, Any]]) -> None:
     """Regions that raise in a later call on one rank are run by eager there, in that very call, and no collective runs twice."""
-    ranks = run_ranks(rank_programs.failing_regions, tmp_path)
+    ranks = [rank["failing_regions"] for rank in found]
     assert [rank["failed"] for rank in ranks] == [3, 0]
     torch.testing.assert_close([rank["results"] for rank in ranks], chain_reference())
 
 
-def test_collectives_waited_for_late(tmp_path: Path) -> None:
+def test_collectives_waited_for_late(found: list[dict[str, Any]]) -> None:
     """Nothing touches what a collective still writes: results behind views, in lists and in given memory are complete when they are read."""
-    for rank in run_ranks(rank_programs.overlapping, tmp_path):
-        torch.testing.assert_close(rank["results"], rank["expected"])
+    for rank in found:
+        torch.testing.assert_close(rank["overlapping"]["results"], rank["overlapping"]["expected"])
 
 
 def test_an_error_on_one_rank_reaches_the_others(tmp_path: Path) -> None:

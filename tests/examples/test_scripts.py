@@ -85,7 +85,7 @@ def _ask(address: str, texts: list[str]) -> torch.Tensor:
         return torch.tensor(json.load(answer))
 
 
-@pytest.mark.slow
+@pytest.mark.full  # half a minute for the real encoder; docs/guides/servers.md has the same server with a small model in `make test`
 def test_server(address: str) -> None:
     """Requests of any number and length are answered without another compilation, each text alike alone and among others."""
     texts = ["A ferry crosses the strait every forty minutes in summer.", "The boat goes over the water.", "Rye bread."]
