@@ -35,15 +35,14 @@ SELECTION = {
     "complex64 lazy": "add cat fft.ifft imag linalg.inv matmul mul real sum",
     "float32 lazy": "add cat fft.rfft matmul mul softmax sum where",
 }
-# float32 has a third of all: one sample of each is enough to run its kernel.
-SAMPLES = dict.fromkeys(SELECTION, 2) | {"float32": 1}
+SAMPLES = 2
 
 
 def check(kind: str, bench: Bench) -> None:
     """A few samples, spread over all of an operator's or module's, give eager's results; what the table of expected failures lists may fail."""
     tasks = [Task(subject, kind) for subject in SELECTION[kind].split()]
     samples = [(moduleinfos if task.is_module else opinfos).samples(task) for task in tasks]
-    samples = [[some[number] for number in spread(len(some), SAMPLES[kind])] for some in samples]
+    samples = [[some[number] for number in spread(len(some), SAMPLES)] for some in samples]
     if kind == "float32":
         for some in samples[::4]:  # Dynamo takes longer than all the rest
             some[0] = dataclasses.replace(some[0], direct=False)
