@@ -49,13 +49,16 @@ class Artifact {
   ~Artifact();
 
   // Checks and decodes all the rest, once. `threads`: how many do so; they end before it returns.
-  // `runs`: a file that has libraries, and none for this machine, is refused; without, it has no
-  // library here.
+  // `runs`: the variant for this machine is chosen, and a file that has none is refused; of a file
+  // with several, only what that one uses is checked, and may be asked for. Without, all variants
+  // are checked, `manifest` is that of the last, and there is no library.
   void Read(unsigned threads, bool runs = true);
 
   const std::string& path() const { return path_; }
   const std::string& manifest_text() const { return manifest_text_; }
   const Manifest& manifest() const { return manifest_; }
+  // The number of the variant that `manifest` is of (manifest.h).
+  size_t variant() const { return variant_; }
   const std::vector<Signature>& signatures() const { return signatures_; }
 
   // Both by number, which must be one of the manifest's; decoded. The memory may be written to:
@@ -94,6 +97,8 @@ class Artifact {
   Sha256Digest manifest_digest_{};
   std::string manifest_text_;
   Manifest manifest_;
+  size_t variant_ = 0;
+  std::vector<bool> used_;  // by segment: checked, and decoded
   std::vector<Signature> signatures_;
   std::optional<size_t> target_;
 

@@ -126,6 +126,8 @@ std::string Shown(const HybridTensor& tensor) {
 }
 
 void Inspect(const hybrid::Model& model) {
+  const std::string library = hybrid_library(model.get());
+  if (!library.empty()) std::printf("kernels: %s\n", library.c_str());
   for (size_t i = 0; i < hybrid_entry_count(model.get()); ++i) {
     const HybridEntry entry = model.Describe(hybrid_entry_name(model.get(), i));
     std::printf("%s\n", entry.name);

@@ -383,7 +383,10 @@ def test_the_program(installed: Path, doubling: Path, tmp_path: Path) -> None:
         np.save(tmp_path / "x.npy", x)
         run(program, doubling, "--input", tmp_path / "x.npy", "--output", tmp_path / "y.npy", "--threads", 2)
         np.testing.assert_array_equal(np.load(tmp_path / "y.npy"), 4 * x + 5)
-    assert run(program, doubling, "--inspect") == "forward\n  takes x: float32(3)\n  gives y: float32(3)\n"
+    assert (
+        run(program, doubling, "--inspect")
+        == "kernels: library.0\nforward\n  takes x: float32(3)\n  gives y: float32(3)\n"
+    )
     assert "median" in run(program, doubling, "--bench", "0.01")
     np.save(tmp_path / "x.npy", np.zeros(3))
     wrong = [program, doubling, "--input", tmp_path / "x.npy"]
