@@ -12,7 +12,8 @@
 // Ownership: it owns the memory of all segments and constants; its users share it. The file may be
 // deleted or replaced once it is open, but not be truncated while it is shared (SIGBUS).
 //
-// Failure: Open, Read and LibraryPath throw std::runtime_error that begins with the file's path and
+// Failure: Open, Read and LibraryPath, and SegmentBytes and ConstantAddress for what only other
+// variants use (manifest.h), throw std::runtime_error that begins with the file's path and
 // says what is wrong and what to do, whatever the bytes are. Memory is bounded by the file's size,
 // or 65 times that where segments are coded, and a constant.
 #ifndef TORCH_HYBRID_BACKEND_ARTIFACT_H_
