@@ -36,7 +36,7 @@ constexpr const char* kUsage =
     "  --threads N        threads of a call, at most 256 or 4 times the processors;\n"
     "                     by default OMP_NUM_THREADS, or all processors\n"
     "  --bench [SECONDS]  call it for so long (3), and print how long a call takes\n"
-    "  --inspect          print what the model takes and gives, and run nothing\n"
+    "  --inspect          print its kernels, what it takes and gives, and run nothing\n"
     "  --skip-sample      do not run the file's samples first\n"
     "  --copy             read the file to memory instead of mapping it\n"
     "  --key PUBLIC.pem   refuse the file unless this key, or another one given, signed it\n"
