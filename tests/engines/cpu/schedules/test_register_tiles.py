@@ -151,7 +151,7 @@ def test_a_tile_sums_products(depth: int, ways: int, by_element: bool) -> None:
 
 
 def test_a_first_product_is_stored() -> None:
-    """Where a row has no sum yet nothing is cleared before."""
+    """Rows without a sum yet need not be cleared."""
 
     def body(builder: Builder, x: Any, out: Any) -> Any:
         tile = RegisterTile(builder, Printer(builder, {}), 2, 1, 4, "float32")

@@ -6,6 +6,8 @@ Steps:
 2. One parallel loop over (image, channel block, output row).
 3. A tile of output columns is held in registers over the whole window, which is unrolled; columns that read padding at a kernel column
    leave that step out (`conv_geometry`), rows that read padding skip a kernel row.
+4. Where a load is an instruction of its own (`Isa.loads_apart`), a tile of a small window has several output rows, which share pixels; rows
+   that read padding are computed one by one.
 The work is one load per multiply-add: the schedule runs at the speed of the first-level cache.
 """
 
