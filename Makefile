@@ -186,9 +186,10 @@ $(CROSS)/.installed: constraints.txt | $(VENV)/bin/python
 	$(PIP) install -q --no-deps --target $(CROSS) $(foreach tool,ziglang cmake,$(shell grep -ix '$(tool)==.*' constraints.txt))
 	touch $@
 
-# The runner for TARGET: a processor and the oldest glibc that it may run on. It brings a C++ runtime library of its own.
+# The runner for TARGET: a processor and the oldest glibc that it may run on, or a processor alone. It brings a C++ runtime library of its own.
 RUNNER_TARGETS := aarch64-linux-gnu.2.28
 TARGET ?= $(firstword $(RUNNER_TARGETS))
+override TARGET := $(firstword $(filter $(TARGET)-%,$(RUNNER_TARGETS)) $(TARGET))
 RUNNER := hybrid-runner-$(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' torch_hybrid_backend/_version.py)-$(TARGET)
 runner: $(CROSS)/.installed
 	CC="$(ZIG) cc -target $(TARGET)" CXX="$(ZIG) c++ -target $(TARGET)" LDFLAGS=-s $(ZIG_CACHE) \

@@ -26,47 +26,49 @@ pytestmark = [
     pytest.mark.skipif(not _WHEELS, reason="no wheel in dist/aarch64/: run `make wheel TARGET=aarch64`"),
 ]
 
-# Ten operators of different schedules, each a graph of its own, and a network whose kernels are chosen by timing.
+# Ten operators of different schedules in one graph, which saves nine times the minute that tracing takes here, and a network whose kernels are
+# chosen by timing.
 _PROGRAM = """
-import json, platform, sys, torch, torch_hybrid_backend
+import json, platform, torch, torch_hybrid_backend
 from torch import nn
 from torch.nn import functional as F
 
+class Operators(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.layer_norm, self.batch_norm = nn.Linear(48, 40), nn.LayerNorm(48), nn.BatchNorm2d(8)
+        self.conv2d, self.depthwise = nn.Conv2d(8, 16, 3, padding=1), nn.Conv2d(8, 8, 3, groups=8)
+
+    def forward(self, x, image, heads):
+        return {
+            "linear": self.linear(x),
+            "layer_norm": self.layer_norm(x),
+            "gelu": F.gelu(x),
+            "softmax": x.softmax(-1),
+            "sum": x.sum(0),
+            "conv2d": self.conv2d(image),
+            "depthwise": self.depthwise(image),
+            "batch_norm": self.batch_norm(image),
+            "max_pool2d": F.max_pool2d(image, 2),
+            "attention": F.scaled_dot_product_attention(heads, heads, heads),
+        }
+
 torch.manual_seed(0)
 torch.set_num_threads(2)
-x, image, table = torch.randn(6, 48), torch.randn(2, 8, 14, 14), torch.randn(20, 48)
-heads = torch.randn(1, 2, 12, 16)
-operators = {
-    "linear": (nn.Linear(48, 40), x),
-    "conv2d": (nn.Conv2d(8, 16, 3, padding=1), image),
-    "depthwise": (nn.Conv2d(8, 8, 3, groups=8), image),
-    "batch_norm": (nn.BatchNorm2d(8), image),
-    "max_pool2d": (nn.MaxPool2d(2), image),
-    "layer_norm": (nn.LayerNorm(48), x),
-    "gelu": (nn.GELU(), x),
-    "softmax": (nn.Softmax(-1), x),
-    "sum": (lambda x: x.sum(0), x),
-    "attention": (lambda x: F.scaled_dot_product_attention(x, x, x), heads),
-}
-network = nn.Sequential(
-    nn.Conv2d(8, 16, 3, stride=2), nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10), nn.Softmax(-1)
-).eval()
-kernels = {"placement": "estimate", "prefer_kernels": True, "strict": True, "compile_deadline_s": 3600}
-timed = {"placement": "measure", "strict": True, "compile_deadline_s": 3600}
-found = {}
-cases = {**{name: (*case, kernels) for name, case in operators.items()}, "network": (network, image, timed)}
-for name, (function, given, options) in cases.items():
-    if isinstance(function, nn.Module):
-        function.eval()
-    torch.compiler.reset()  # all modules of torch.nn are called by one function of Dynamo's, which would take their sizes for dynamic ones
+image = torch.randn(2, 8, 14, 14)
+operators = Operators().eval(), (torch.randn(6, 48), image, torch.randn(1, 2, 12, 16)), {"placement": "estimate", "prefer_kernels": True}
+layers = [nn.Conv2d(8, 16, 3, stride=2), nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)]
+network = nn.Sequential(*layers).eval(), (image,), {"placement": "measure"}
+found = {"machine": platform.machine()}
+for name, (model, inputs, options) in (("operators", operators), ("network", network)):
+    options |= {"strict": True, "compile_deadline_s": 3600}
     with torch.no_grad():
-        fast = torch.compile(function, backend="hybrid", options=options)
-        torch.testing.assert_close(fast(given), function(given), rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(fast(given), function(given), rtol=1e-4, atol=1e-5)
-        (plan,) = torch_hybrid_backend.explain(function, given, options=options).plans
-    found[name] = sorted({node.engine for node in plan.nodes})
-    print(name, found[name], file=sys.stderr, flush=True)
-print(json.dumps({"machine": platform.machine(), "engines": found}))
+        fast = torch.compile(model, backend="hybrid", options=options)
+        for _ in range(2):
+            torch.testing.assert_close(fast(*inputs), model(*inputs), rtol=1e-4, atol=1e-5)
+        (plan,) = torch_hybrid_backend.explain(model, *inputs, options=options).plans
+    found[name] = [node.engine for node in plan.nodes]
+print(json.dumps(found))
 """
 
 
@@ -132,6 +134,6 @@ def test_operators_and_a_network(system: Arm64) -> None:
     """Results are eager's: of ten operators by kernels alone, of a network by whatever timing chose."""
     found = json.loads(system.run("python3", "-c", _PROGRAM, timeout_s=7000).splitlines()[-1])
     assert found["machine"] == "aarch64"
-    engines = found["engines"]
-    assert len(engines) == 11
-    assert {name for name, chosen in engines.items() if chosen != ["tvm"]} <= {"network"}, engines
+    assert len(found["operators"]) >= 10
+    assert {*found["operators"]} == {"tvm"}
+    assert {*found["network"]} <= {"tvm", "eager"}
