@@ -22,7 +22,7 @@ _NEEDED = ("debootstrap", "dpkg-deb", "unshare", "chroot", QEMU)
 _DEBIAN = ("python3", "binutils")
 _PACKAGES = ("torch", "apache-tvm", "numpy", "tqdm")
 _PYTHON = "3.11"  # Debian 12's
-# Neither QEMU's own "max" nor another with SVE: there, products of NVIDIA's BLAS, which is eager's, are wrong (QEMU 7.2, vectors of 512 bits).
+# Not QEMU's own "max", which has SVE: there, matrix products of NVIDIA's BLAS, which is eager's in that torch, are wrong (QEMU 7.2).
 _PROCESSOR = "neoverse-n1"
 # The header of an executable for AArch64, and which of its bits count: little-endian, 64 bits, EM_AARCH64; EXEC or DYN.
 _MAGIC = "7f454c460201010000000000000000000200b700"
