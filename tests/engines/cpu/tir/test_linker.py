@@ -62,7 +62,7 @@ def test_symbols_that_nobody_provides_are_an_error(
 @pytest.mark.skipif(not shutil.which("cc") or sys.platform != "linux", reason="needs a C compiler")
 @pytest.mark.parametrize("called", ["memcpy", "memmove", "memset", "exp"])
 def test_the_c_library_is_found_by_ld_alone(called: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no compiler is installed, a kernel may call what the C library and its mathematics have: of AArch64 LLVM calls memcpy."""
+    """A kernel may call functions of the C library and its mathematics without a compiler on the PATH: LLVM calls memcpy on AArch64."""
     (tmp_path / "x.s").write_text(f".globl kernel\nkernel: .quad {called}\n.section .note.GNU-stack\n")
     subprocess.run(["cc", "-c", "-o", tmp_path / "x.o", tmp_path / "x.s"], check=True)
     real = shutil.which
