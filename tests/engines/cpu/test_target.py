@@ -248,6 +248,7 @@ def test_targets_of_equal_features_are_equal() -> None:
 def test_llvm_gets_no_feature_that_a_target_does_not_name() -> None:
     """Machine code for Neoverse V1, which has SVE, has none of it."""
     made = tvm_target(Target.named("neoverse-v1"))
+    assert "-misched-cluster:bool=false" in made.attrs["cl-opt"]
     assert sorted(made.attrs["mattr"]) == ["+bf16", "+dotprod", "+fullfp16", "+i8mm", "+neon"]
     assert made.attrs["mtriple"] == "aarch64-linux-gnu"
     assert features_in_llvm({key: made.attrs[key] for key in ("mtriple", "mcpu")}) == ["asimd"]

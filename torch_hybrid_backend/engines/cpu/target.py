@@ -208,6 +208,8 @@ def tvm_target(target: Target) -> Any:
         mcpu = of.mcpu if target.mcpu == NATIVE else target.mcpu
         attributes = [f"+{llvm}" for llvm, linux in of.features.items() if linux in target.features]
         named = {"mtriple": of.triple, "mcpu": mcpu, "mattr": attributes, "num-cores": target.cores}
+        if of.options:
+            named["cl-opt"] = [*_LLVM["cl-opt"], *of.options]
         return tvm.target.Target({**_LLVM, **named})
     if target.mcpu != NATIVE:
         return tvm.target.Target({**_LLVM, "mcpu": target.mcpu, "num-cores": target.cores})
