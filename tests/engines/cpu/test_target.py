@@ -279,6 +279,18 @@ def test_a_target_that_does_not_exist(name: str, told: str) -> None:
         Target.named(name)
 
 
+def test_several_targets() -> None:
+    """Commas separate targets as they separate features; what is one target counts once, by its first name. Only files are for several."""
+    assert Target.names("native") == ["native"]
+    assert Target.names("x86-64-v2,x86-64-v4,+avx512vnni,armv8-a") == ["x86-64-v2", "x86-64-v4,+avx512vnni", "armv8-a"]
+    assert Target.names("armv8-a,native,cortex-a72,native") == ["armv8-a", "native"]
+    with pytest.raises(ConfigError, match=r"no target is called 'dotprod'.*Did you mean '\+dotprod'"):
+        Target.names("x86-64-v3,dotprod")
+    for setting in ("x86-64-v3,+fma,x86-64-v4", "native,x86-64-v4", "x86-64-v3,native", "armv8-a,x86_64-linux-gnu"):
+        with pytest.raises(ConfigError, match=r"only files are for several targets.*name one of [\w-]+ and [\w-]+$"):
+            Target.named(setting)
+
+
 def test_a_foreign_target(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine runs a stand-in, the same on all machines of its kind; on the target's own machine there is none."""
     monkeypatch.setattr(target_module.platform, "machine", lambda: "x86_64")
