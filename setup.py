@@ -3,7 +3,8 @@ csrc/runner_torch.
 
 The rest is in pyproject.toml. `_runtime.so` registers operators when torch.ops.load_library opens it, and is a Python module on the
 limited API; of LibTorch it uses the stable ABI only. So one build serves every Python from 3.11 and torch from 2.11 on. In place:
-`python setup.py build_ext --inplace`; with HYBRID_BUILD_ASAN=1 it is built with AddressSanitizer.
+`python setup.py build_ext --inplace`; with HYBRID_BUILD_ASAN=1 it is built with AddressSanitizer. HYBRID_BUILD_TORCH=FOLDER has it built
+against the torch in that folder, another processor's (docs/adr/0123-the-wheel-for-aarch64-is-cross-compiled.md).
 """
 
 from __future__ import annotations

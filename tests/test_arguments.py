@@ -157,9 +157,11 @@ def test_a_wrong_attribute_of_the_package_suggests_the_nearest(name: str, neares
 def test_other_systems_are_told_what_is_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     """A message names both systems; a supported one gets nothing."""
     assert unsupported() == ""
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert unsupported() == ""
     monkeypatch.setattr("platform.system", lambda: "Darwin")
     monkeypatch.setattr("platform.machine", lambda: "arm64")
-    assert unsupported() == "torch_hybrid_backend supports Linux on x86-64; this is Darwin on arm64"
+    assert unsupported() == "torch_hybrid_backend supports Linux on x86-64 and AArch64; this is Darwin on arm64"
 
 
 def test_a_compiled_model_is_explained_as_what_it_was_made_of() -> None:

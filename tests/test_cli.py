@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import platform
 import re
 import sys
 from collections.abc import Sequence
@@ -242,7 +243,7 @@ def test_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cannot run: apache-absent is not installed: pip install apache-absent, and is switched off" in text
     assert "can run, but is switched off" in text
     assert torch.__version__ in text
-    assert "Linux on x86-64, which is supported" in text
+    assert f"Linux on {platform.machine()}, which is supported" in text
     assert f"{torch.get_num_threads()} for kernels" in text
     assert f"{tmp_path / 'cache'}: 0 entries" in text
 

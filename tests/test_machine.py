@@ -124,6 +124,21 @@ def test_the_fingerprint_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fingerprint(Device("cuda", 0)) == whole
 
 
+def test_the_fingerprint_tells_arm_processors_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux has no names for Arm's processors, but numbers: Neoverse N1 and V1 share no timings."""
+    prints = set()
+    for part in ("0xd0c", "0xd40"):
+        machine.processor.cache_clear()
+        monkeypatch.setattr(
+            machine,
+            "cpuinfo",
+            lambda root, part=part: {"cpu implementer": "0x41", "cpu part": part, "cpu variant": "0x1"},
+        )
+        prints.add(fingerprint(CPU))
+    machine.processor.cache_clear()
+    assert len(prints) == 2
+
+
 def test_cpuinfo_is_of_the_first_processor(tmp_path: Path) -> None:
     """Names in lower case; what later processors say is left out; a system without the file says so."""
     with pytest.raises(FileNotFoundError):

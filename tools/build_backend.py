@@ -14,7 +14,9 @@ from typing import Any
 if sys.version_info < (3, 11):  # noqa: UP036 - pip looks at requires-python later, when the requirements are there
     sys.exit("torch-hybrid-backend needs Python 3.11 or later; this is Python " + platform.python_version())
 if sys.platform != "linux":
-    sys.exit(f"torch-hybrid-backend supports Linux on x86-64; this is {platform.system()} on {platform.machine()}")
+    sys.exit(
+        f"torch-hybrid-backend supports Linux on x86-64 and AArch64; this is {platform.system()} on {platform.machine()}"
+    )
 
 from setuptools import build_meta
 from setuptools.build_meta import (
@@ -52,7 +54,14 @@ def get_requires_for_build_editable(config_settings: Any = None) -> Any:
 
 
 def torch_folder() -> str:
-    """Return the folder of the installed torch, also under build isolation, which hides it from imports. Exit if there is none."""
+    """Return the folder of the installed torch, also under build isolation, which hides it from imports; HYBRID_BUILD_TORCH names another
+    processor's (`make wheel TARGET=aarch64`). Exit if there is none."""
+    if folder := os.environ.get("HYBRID_BUILD_TORCH"):
+        if os.path.isdir(os.path.join(folder, "include")):
+            return os.path.abspath(folder)
+        sys.exit(
+            f"HYBRID_BUILD_TORCH is {folder!r}, which has no folder 'include'; it must be the folder 'torch' of an installed torch"
+        )
     spec = importlib.util.find_spec("torch")
     visible = list(spec.submodule_search_locations or ()) if spec else []
     for folder in (*visible, os.path.join(sysconfig.get_path("platlib"), "torch")):

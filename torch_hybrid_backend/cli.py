@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -255,7 +256,9 @@ def _doctor(engines: Engines, out: TextIO) -> int:
     lines.append(f"  {'python':<10} {sys.version.split()[0]}")
     lines.append(f"  {'torch':<10} {torch.__version__}")
     lines.append("machine:")
-    lines.append(f"  {'system':<10} {unsupported() or 'Linux on x86-64, which is supported'}")
+    lines.append(
+        f"  {'system':<10} {unsupported() or f'{platform.system()} on {platform.machine()}, which is supported'}"
+    )
     lines.append(f"  {'threads':<10} {torch.get_num_threads()} for kernels, {config.compile_threads} for compilation")
     lines.append(f"  {'processor':<10} {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} CPUs")
     lines.append(f"  {'gpu':<10} {_gpus()}")

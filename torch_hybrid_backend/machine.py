@@ -44,9 +44,9 @@ def fingerprint(device: Device) -> str:
 def unsupported() -> str:
     """Return a sentence that says what is supported and what this machine is, or "" on a supported machine."""
     system, machine = platform.system(), platform.machine()
-    if (system, machine) == ("Linux", "x86_64"):
+    if system == "Linux" and machine in ("x86_64", "aarch64"):
         return ""
-    return f"torch_hybrid_backend supports Linux on x86-64; this is {system} on {machine}"
+    return f"torch_hybrid_backend supports Linux on x86-64 and AArch64; this is {system} on {machine}"
 
 
 def _accelerator(device: Device) -> list[str]:
@@ -203,11 +203,17 @@ def _quota_of(group: Path) -> float | None:
 
 @functools.cache
 def processor() -> str:
-    """The processor's name."""
+    """The processor's name; Arm's, for which Linux has none, by its numbers: implementer, part and variant."""
     try:
-        return cpuinfo(Path("/")).get("model name", "")
+        return _name_of(cpuinfo(Path("/")))
     except failures(OSError):
         return platform.processor()
+
+
+def _name_of(fields: Mapping[str, str]) -> str:
+    """Name of a processor with these fields of /proc/cpuinfo; "" if they do not tell."""
+    numbers = [f"{name} {fields[name]}" for name in ("cpu implementer", "cpu part", "cpu variant") if name in fields]
+    return fields.get("model name") or " ".join(numbers)
 
 
 # An instruction set, as Linux names it -> the precisions that kernels multiply in by it: x86's, and Arm's, where only PyTorch's kernels do.

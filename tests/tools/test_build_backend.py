@@ -27,11 +27,15 @@ def _asked(before: str) -> subprocess.CompletedProcess[str]:
     ("before", "said"),
     [
         ("sys.version_info = (3, 10, 13); ", "torch-hybrid-backend needs Python 3.11 or later; this is Python 3."),
-        ("sys.platform = 'win32'; ", "torch-hybrid-backend supports Linux on x86-64; this is "),
-        ("sys.platform = 'darwin'; ", "torch-hybrid-backend supports Linux on x86-64; this is "),
+        ("sys.platform = 'win32'; ", "torch-hybrid-backend supports Linux on x86-64 and AArch64; this is "),
+        ("sys.platform = 'darwin'; ", "torch-hybrid-backend supports Linux on x86-64 and AArch64; this is "),
         (
             _HIDDEN + "sysconfig.get_path = lambda name: '/nowhere'; ",
             "is built against torch, which is not installed here: install torch 2.11 or later first",
+        ),
+        (
+            "import os; os.environ['HYBRID_BUILD_TORCH'] = '/nowhere'; ",
+            "HYBRID_BUILD_TORCH is '/nowhere', which has no folder 'include'; it must be the folder 'torch' of an installed torch",
         ),
     ],
 )

@@ -148,6 +148,15 @@ def test_tvm_target_has_no_hidden_extensions(monkeypatch: pytest.MonkeyPatch) ->
     assert int(made.attrs["num-cores"]) == 3
 
 
+def test_tvm_target_of_an_arm_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LLVM gets the features that Linux shows, by name, and no model: models of Arm processors have SVE, which the system may hide."""
+    pytest.importorskip("tvm")
+    monkeypatch.setattr(target_module.platform, "machine", lambda: "aarch64")
+    made = tvm_target(Target.host(machine(tmp_path, ARM)))
+    assert (made.attrs["mcpu"], made.attrs["mtriple"]) == ("generic", "aarch64-linux-gnu")
+    assert [*made.attrs["mattr"]] == ["+neon", "+dotprod", "+bf16"]
+
+
 def test_tiles_tell_of_a_newer_processor_than_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """A virtual machine may show a number whose model had no AMX: LLVM then tunes for one that had."""
     pytest.importorskip("tvm")

@@ -216,11 +216,13 @@ def tvm_target(target: Target) -> Any:
     import tvm
     from tvm.target import codegen
 
-    if target.architecture:
-        # LLVM gets every feature by name, so that machine code uses none that a file does not tell of.
-        of = ARCHITECTURES[target.architecture]
+    if target.architecture or platform.machine() == "aarch64":
+        # LLVM gets every feature by name, so that machine code uses none that a file does not tell of, or that Linux does not show of a host:
+        # LLVM's models of Arm processors have SVE, and inner loops are equal with a model's name and without (docs/adr/0118).
+        of = ARCHITECTURES[target.architecture or platform.machine()]
+        mcpu = of.mcpu if target.mcpu == NATIVE else target.mcpu
         attributes = [f"+{llvm}" for llvm, linux in of.features.items() if linux in target.features]
-        named = {"mtriple": of.triple, "mcpu": target.mcpu, "mattr": attributes, "num-cores": target.cores}
+        named = {"mtriple": of.triple, "mcpu": mcpu, "mattr": attributes, "num-cores": target.cores}
         if of.options:
             named["cl-opt"] = [*_LLVM["cl-opt"], *of.options]
         return tvm.target.Target({**_LLVM, **named})

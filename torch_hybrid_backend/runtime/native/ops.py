@@ -110,7 +110,7 @@ def _also_caught_at_its_start(run_segment: Callable[..., list[torch.Tensor]]) ->
 @functools.cache
 def _ops() -> Any:
     """The operators of the C++ runtime; loads it. Raises HybridError, with what to do, where it cannot be loaded."""
-    if platform.system() != "Linux":  # Linux on other processors was never tried, but nothing is known to forbid it
+    if platform.system() != "Linux":  # Linux on yet other processors was never tried, but nothing is known to forbid it
         raise HybridError(f"{unsupported()}: use another backend here, such as torch.compile(model)")
     if not _LIBRARY.exists():
         raise HybridError(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -56,6 +57,18 @@ def test_symbols_that_nobody_provides_are_an_error(
     linked("double sine(double); double sin(double x); double sine(double x) { return sin(x); }")
     with pytest.raises(CompileError, match="TVMFFIErrorSetRaisedFromCStrParts"):
         linked("void TVMFFIErrorSetRaisedFromCStrParts(void); void fail(void) { TVMFFIErrorSetRaisedFromCStrParts(); }")
+
+
+@pytest.mark.skipif(not shutil.which("cc") or sys.platform != "linux", reason="needs a C compiler")
+@pytest.mark.parametrize("called", ["memcpy", "memmove", "memset", "exp"])
+def test_the_c_library_is_found_by_ld_alone(called: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel may call functions of the C library and its mathematics without a compiler on the PATH: LLVM calls memcpy on AArch64."""
+    (tmp_path / "x.s").write_text(f".globl kernel\nkernel: .quad {called}\n.section .note.GNU-stack\n")
+    subprocess.run(["cc", "-c", "-o", tmp_path / "x.o", tmp_path / "x.s"], check=True)
+    real = shutil.which
+    monkeypatch.setattr(linker.shutil, "which", lambda name: real(name) if name == "ld" else None)
+    linker.link(tmp_path / "x.o", tmp_path / "x.so")
+    ctypes.CDLL(str(tmp_path / "x.so"))
 
 
 @needs_nm

@@ -113,10 +113,10 @@ def _commands(objects: Sequence[Path], library: Path, *options: str) -> list[lis
         return commands
     files = [*options, "-o", str(library), *map(str, objects)]
     if linker := shutil.which("ld"):
-        # What the C library or the compiler's own runtime library must provide makes it fail; the driver names those too.
-        commands.append(
-            [linker, "-shared", "-z", "noexecstack", "--no-undefined", "--as-needed", *files, "-l:libm.so.6"]
-        )
+        # LLVM calls memcpy where it does not write out a copy. What the compiler's own runtime library must provide makes it fail; the driver
+        # names that too.
+        flags = ("-shared", "-z", "noexecstack", "--no-undefined", "--as-needed")
+        commands.append([linker, *flags, *files, "-l:libm.so.6", "-l:libc.so.6"])
     for driver in drivers:
         commands.append([driver, "-shared", "-Wl,-z,noexecstack,--no-undefined", *files, "-lm"])
     return commands
