@@ -185,7 +185,7 @@ $(CROSS)/.installed: constraints.txt | $(VENV)/bin/python
 	touch $@
 
 # The runner for TARGET: a processor and the oldest glibc that it may run on. It brings a C++ runtime library of its own.
-RUNNER_TARGETS := aarch64-linux-gnu.2.28
+RUNNER_TARGETS := aarch64-linux-gnu.2.28 riscv64-linux-gnu.2.28
 TARGET ?= $(firstword $(RUNNER_TARGETS))
 RUNNER := hybrid-runner-$(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' torch_hybrid_backend/_version.py)-$(TARGET)
 runner: $(CROSS)/.installed

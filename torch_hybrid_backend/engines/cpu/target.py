@@ -95,7 +95,7 @@ class Target:
                 likely = did_you_mean(base, names).rstrip(" ")
                 raise ConfigError(
                     f"target (HYBRID_TARGET, options['target'] or --target) is {name!r}, and no target is called {base!r}; there are "
-                    f"{', '.join(names)}; features may follow any but {NATIVE}, such as '{names[-1]},+dotprod'. {likely}".rstrip(
+                    f"{', '.join(names)}; features may follow any but {NATIVE}, such as 'armv8-a,+dotprod'. {likely}".rstrip(
                         " ."
                     )
                 )
@@ -174,7 +174,7 @@ def _feature(text: str, architecture: Architecture, target: str) -> str:
     if text.startswith("+") and name in architecture.features:
         return architecture.features[name]
     start = f"target (HYBRID_TARGET, options['target'] or --target) is {target!r}: "
-    if name in SCALABLE:
+    if name in SCALABLE and architecture.baseline is NEON_FEATURES:
         raise ConfigError(
             f"{start}no kernel uses {name}: its vectors have a length that only the processor knows, and schedules cut up registers of a known "
             "length; leave it out, as processors with it also run NEON"
@@ -206,6 +206,8 @@ def tvm_target(target: Target) -> Any:
         of = ARCHITECTURES[target.architecture]
         attributes = [f"+{llvm}" for llvm, linux in of.features.items() if linux in target.features]
         named = {"mtriple": of.triple, "mcpu": target.mcpu, "mattr": attributes, "num-cores": target.cores}
+        if of.abi:
+            named["mabi"] = of.abi
         return tvm.target.Target({**_LLVM, **named})
     if target.mcpu != NATIVE:
         return tvm.target.Target({**_LLVM, "mcpu": target.mcpu, "num-cores": target.cores})
