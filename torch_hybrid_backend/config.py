@@ -236,8 +236,8 @@ class Config:
             "native, x86-64-v2, x86-64-v3, x86-64-v4, armv8-a, cortex-a72, neoverse-n1, neoverse-v1, rv64gc, rv64gcv, a triple; features may "
             "follow",
             "processor that kernels of the CPU are compiled for: this machine's; or a level of x86-64 (v3 has AVX2, v4 AVX-512), whose kernels "
-            "all machines of that level share; they are slower than native ones (docs/guides/cache.md); or for `export`, an Arm or RISC-V processor "
-            "(docs/guides/arm.md)",
+            "all machines of that level share; they are slower than native ones (docs/guides/cache.md); or for `export`, an Arm or RISC-V "
+            "processor (docs/guides/arm.md)",
         ),
     )
     placement: str = dataclasses.field(
