@@ -1,4 +1,4 @@
-"""Replicas of a server: how soon one answers, its memory, how soon a killed one is replaced, and what a swap of the file costs requests.
+"""Replicas of a server: how soon a new one answers, its memory, how soon a killed one is replaced, and what a swap of the file costs requests.
 
     python -m benchmarks.replicas --models resnet50,bert_base,minilm --out build/replicas.json
 
@@ -56,11 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _measured(file: Path, arguments: argparse.Namespace, bare_mib: float) -> dict[str, float]:
     from ray import serve
 
-    begun = time.time()
     _deploy(file, arguments, replicas=2, artifact=file.name)
     pids = _replicas(_APPLICATION)
-    # Ray may have begun the process before, to have one at hand.
-    start_s = [time.time() - max(begun, _began(pid)) for pid in pids]
     with _Clients(file) as clients:
         time.sleep(3)
         private_mib = [_private_mib(pid) - bare_mib for pid in pids]
@@ -71,6 +68,8 @@ def _measured(file: Path, arguments: argparse.Namespace, bare_mib: float) -> dic
         swap = time.time()
         other = shutil.copy(file, file.with_stem(f"{file.stem}_other"))
         _deploy(file, arguments, replicas=1, artifact=Path(other).name)
+        while not _maps(pids := _replicas(_APPLICATION), Path(other)) or _maps(pids, file):
+            time.sleep(0.02)
         swapped_s = time.time() - swap
         time.sleep(max(0.0, arguments.seconds - swapped_s))
         amid = clients.taken()
@@ -80,10 +79,12 @@ def _measured(file: Path, arguments: argparse.Namespace, bare_mib: float) -> dic
         os.kill(pid, signal.SIGKILL)
         time.sleep(0.1)  # answers that are under way
         replaced = clients.next_answer()
+        # Ray may have begun the process before the other was killed, to have one at hand.
+        started_s = min(replaced - killed, time.time() - max(map(_began, _replicas(_APPLICATION))))
         kill_failures = clients.failures[swap_failures:]
     serve.delete(_APPLICATION)
     return {
-        "start_s": max(start_s),
+        "start_s": started_s,
         "private_mib": max(private_mib),
         "p99_ms": before["p99_ms"],
         "p99_amid_swap_ms": amid["p99_ms"],
@@ -191,6 +192,11 @@ def _replicas(application: str) -> list[int]:
     """The processes of an application's replicas, by their titles."""
     titles = {path.parent.name: path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.is_file()}
     return [int(pid) for pid, title in titles.items() if title.startswith(f"ray::ServeReplica:{application}:".encode())]
+
+
+def _maps(pids: Sequence[int], file: Path) -> bool:
+    """True if a process has the file in its memory."""
+    return any(f"{file}\n" in Path(f"/proc/{pid}/maps").read_text() for pid in pids)
 
 
 def _began(pid: int) -> float:

@@ -140,7 +140,7 @@ def _answer(name: str, size: Any) -> dict[str, Any]:
 
 class _Handler(http.server.SimpleHTTPRequestHandler):
     protocol_version = "HTTP/1.1"  # connections are kept, as by servers of files
-    disable_nagle_algorithm = True  # as servers of files do: else each answer waits 40 ms for the client's delayed acknowledgement
+    disable_nagle_algorithm = True  # as servers of files do: else each answer waits 40 ms for an acknowledgement
 
     def log_message(self, *args: object) -> None:
         pass

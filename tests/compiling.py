@@ -8,7 +8,8 @@ import pytest
 import torch
 
 
-@pytest.fixture(scope="module", autouse=True)  # not "session": tests of other folders would find the setting after these
+# Not "session": tests of other folders would find the setting after these.
+@pytest.fixture(scope="module", autouse=True)
 def by_estimate() -> Iterator[None]:
     """Have placement estimate, in processes that tests start too; no network."""
     with pytest.MonkeyPatch.context() as patch:

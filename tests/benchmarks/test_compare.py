@@ -68,6 +68,7 @@ def test_kept_caches_make_compile_times_warm(tmp_path: Path) -> None:
     assert "compile_cold_s" in other
 
 
+@pytest.mark.full  # four processes; tests/bench/test_worker.py judges such results, tests/bench/peers times peers in each precision
 def test_a_precision_is_asked_of_all_that_have_none_of_their_own(tmp_path: Path) -> None:
     """Peers get it with inputs to calibrate by, other ones than are timed; a row tells how far results are off eager's in float32. How far they
     may be is the reader's to say, but for those that are further off than zeros."""

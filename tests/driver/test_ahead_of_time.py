@@ -22,6 +22,10 @@ from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
 from torch_hybrid_backend.driver.ahead_of_time import AheadOfTimeGraph
 from torch_hybrid_backend.errors import ArtifactError, ConfigError, NotExportableError
 
+pytestmark = pytest.mark.skipif(
+    not torch._dynamo.config.enable_aot_compile, reason="this torch has aot_compile switched off"
+)
+
 _PROGRAM = """
 import json, sys
 import torch

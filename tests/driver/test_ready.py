@@ -128,10 +128,15 @@ def _on_terminal(setup: str, **environment: str) -> str:
 
 @pytest.mark.slow
 def test_a_terminal_shows_it_by_default() -> None:
-    """Unless the program has logging of its own, or progress is switched off."""
+    """Unless the program has logging of its own."""
     assert _on_terminal("").count("hybrid: Sequential ready in ") == 1
-    assert "ready in" not in _on_terminal("", HYBRID_PROGRESS="0")
     assert "ready in" not in _on_terminal("logging.basicConfig(level=logging.WARNING)")
+
+
+@pytest.mark.full  # two processes that take the same path as those before
+def test_a_terminal_shows_what_was_asked_for() -> None:
+    """No line if progress is switched off; a program whose logging shows information has the line there."""
+    assert "ready in" not in _on_terminal("", HYBRID_PROGRESS="0")
     assert (
         _on_terminal("logging.basicConfig(level=logging.INFO)").count("INFO:torch_hybrid_backend.driver.ready:hybrid: ")
         == 1

@@ -319,6 +319,16 @@ def overlapping(rank: int) -> dict[str, Any]:
         return {"results": [fast(x, group) for x in inputs], "expected": [_overlapping(x, group) for x in inputs]}
 
 
+def one_by_one(rank: int) -> dict[str, Any]:
+    """The results of programs that need no settings of their own, by name. Starting processes takes most of their time."""
+    found = {}
+    for program in (gathered_parameter, failing_regions, overlapping):
+        torch.compiler.reset()
+        session._sessions.clear()  # the next program has engines of its own
+        found[program.__name__] = program(rank)
+    return found
+
+
 def _train(
     model: nn.Module, fast: Callable[..., torch.Tensor], batches: list[torch.Tensor], gradients: Callable[[], Gradients]
 ) -> list[Gradients]:

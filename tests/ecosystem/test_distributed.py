@@ -27,19 +27,23 @@ from tests.ecosystem.ranks import needs_gloo, run_ranks
 pytestmark = needs_gloo
 
 
-def test_a_parameter_that_changes_on_one_rank(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Results of the programs of `one_by_one`, by rank."""
+    return run_ranks(rank_programs.one_by_one, tmp_path_factory.mktemp("ranks"))
+
+
+def test_a_parameter_that_changes_on_one_rank(found: list[dict[str, Any]]) -> None:
     """An all-gather of a parameter runs in every call, on every rank: also where the parameter changed on one rank alone."""
-    ranks = run_ranks(rank_programs.gathered_parameter, tmp_path)
+    ranks = [rank["gathered_parameter"] for rank in found]
     first, second = (rank["w"] for rank in ranks)
     before, after = (torch.relu(torch.ones(4, 16) @ torch.cat([w, second]).t()) for w in (first / 2, first))
     for rank in ranks:
         torch.testing.assert_close(rank["results"], [before, before, after, after])
 
 
-@pytest.mark.parametrize(
-    ("agree", "engines"),
-    [("1", [{"eager"}, {"eager"}]), pytest.param("0", [{"eager"}, {"eager", "tvm"}], marks=pytest.mark.full)],
-)
+@pytest.mark.full  # that ranks agree on eager is tested by tests/ranks and by test_replicated_values of test_ranks.py
+@pytest.mark.parametrize(("agree", "engines"), [("1", [{"eager"}, {"eager"}]), ("0", [{"eager"}, {"eager", "tvm"}])])
 def test_engines_that_differ_between_the_ranks(agree: str, engines: list[set[str]], tmp_path: Path) -> None:
     """Eager runs the graph on all ranks, unless each is to choose for itself. The ranks issue the same collectives in the same order, whoever
     runs what is between them."""
@@ -52,17 +56,17 @@ def test_engines_that_differ_between_the_ranks(agree: str, engines: list[set[str
     torch.testing.assert_close([rank["results"] for rank in ranks], chain_reference())
 
 
-def test_regions_that_fail_on_one_rank(tmp_path: Path) -> None:
+def test_regions_that_fail_on_one_rank(found: list[dict[str, Any]]) -> None:
     """Regions that raise in a later call on one rank are run by eager there, in that very call, and no collective runs twice."""
-    ranks = run_ranks(rank_programs.failing_regions, tmp_path)
+    ranks = [rank["failing_regions"] for rank in found]
     assert [rank["failed"] for rank in ranks] == [3, 0]
     torch.testing.assert_close([rank["results"] for rank in ranks], chain_reference())
 
 
-def test_collectives_waited_for_late(tmp_path: Path) -> None:
+def test_collectives_waited_for_late(found: list[dict[str, Any]]) -> None:
     """Nothing touches what a collective still writes: results behind views, in lists and in given memory are complete when they are read."""
-    for rank in run_ranks(rank_programs.overlapping, tmp_path):
-        torch.testing.assert_close(rank["results"], rank["expected"])
+    for rank in found:
+        torch.testing.assert_close(rank["overlapping"]["results"], rank["overlapping"]["expected"])
 
 
 def test_an_error_on_one_rank_reaches_the_others(tmp_path: Path) -> None:
@@ -108,10 +112,9 @@ def test_fully_sharded_by_block(tmp_path: Path) -> None:
     assert all(rank["graphs"] >= 1 for rank in ranks)
 
 
+@pytest.mark.full  # two processes that both compile forward and backward; `make test` has collectives in graphs above
 @pytest.mark.parametrize(
-    "settings",
-    [({}, {}), pytest.param(({"HYBRID_DISABLE_ENGINES": "tvm"}, {}), marks=pytest.mark.full)],
-    ids=["same engines", "other engines"],
+    "settings", [({}, {}), ({"HYBRID_DISABLE_ENGINES": "tvm"}, {})], ids=["same engines", "other engines"]
 )
 def test_tensor_parallel(settings: Sequence[dict[str, str]], tmp_path: Path) -> None:
     """DTensor, the collectives in the graph: gradients and results equal eager's on both ranks, whoever runs what. What both ranks compute

@@ -22,7 +22,14 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return Bench(path, compilers=2)
 
 
-@pytest.mark.parametrize("kind", SELECTION)
+# Of floats of other widths bfloat16 stays, of what is lazy or complex the kind that is both. `python -m tests.operators.run`, a part of
+# `make test-full`, runs all samples of all kinds.
+_LONG = ("float64", "float16", "float32 lazy", "complex64 backward")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.full if kind in _LONG else ()) for kind in SELECTION]
+)
 def test_agrees_with_eager(kind: str, bench: Bench) -> None:
     """A few samples, spread over all of an operator's or module's, give eager's results; what the table of expected failures lists may fail."""
     check(kind, bench)

@@ -298,13 +298,13 @@ def test_segments_cover_every_operator_once_and_compute_the_same(
         assert torch.equal(result, expected) or (result.isnan() == expected.isnan()).all()  # type: ignore[arg-type,attr-defined]
 
 
-def test_ten_thousand_nodes_take_few_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thousands_of_nodes_take_few_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of sweeps over the graph does not grow with it."""
 
     def deep(x: torch.Tensor) -> torch.Tensor:
-        for i in range(5_000):
+        for i in range(2_000):
             x = torch.relu(x) + 1
-            if i % 50 == 0:
+            if i % 20 == 0:
                 x = torch.sort(x)[0]
         return x
 
@@ -320,7 +320,7 @@ def test_ten_thousand_nodes_take_few_sweeps(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(levels, "_levels", counted)
     engine = FakeEngine(refuses=["sort"])
     found = partition_graph(module, [engine], Config())
-    assert len(found.nodes) > 10_000
+    assert len(found.nodes) > 4_000
     assert len(engine.asked) == sum(node.operator != "getitem" for node in found.nodes)  # those go with their sort
     assert len(found.graph.segments) == 201
     assert sweeps <= 2 * 3  # two rotations per cut, and no more than three cuts

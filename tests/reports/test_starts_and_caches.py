@@ -95,6 +95,7 @@ check(6, larger)
     "a process is killed (SIGKILL) in its first call, again and again: by a liveness probe, or a server's time limit",
     "each restart finds what the ones before it have traced and compiled, and gets further",
 )
+@pytest.mark.full  # four processes, three of them by a slow linker; tests/end_to_end/test_faults_compiler.py kills compilations in `make test`
 def test_a_server_that_is_killed_while_it_starts(nursery: Nursery, tmp_path: Path) -> None:
     """Every kernel is kept as soon as it is compiled: after a few restarts there is little left to do."""
     slowly = linker(tmp_path, "")

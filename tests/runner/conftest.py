@@ -18,19 +18,24 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that CMake has installed the runner to, stripped. Neither PyTorch nor Python is looked for."""
+    """The folder that CMake has installed the runner to, stripped. Neither PyTorch nor Python is looked for.
+
+    What is built stays in build/tests, so that a later run compiles what was changed alone.
+    """
     if not (shutil.which("cmake") and shutil.which("g++") and sys.platform == "linux"):
         pytest.skip("needs Linux, cmake and g++")
     # Of the run, where several processes share it.
     parallel = "PYTEST_XDIST_WORKER" in os.environ
     folder = tmp_path_factory.getbasetemp().parent / "runner" if parallel else tmp_path_factory.mktemp("runner")
     folder.mkdir(exist_ok=True)
-    with (folder / "lock").open("w") as lock:
+    build = ROOT / "build/tests" / ("runner-ninja" if _generator() else "runner")
+    build.mkdir(parents=True, exist_ok=True)
+    with (build / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "done").exists():
-            run("cmake", *_generator(), "-S", ROOT / "csrc/runner", "-B", folder / "build")
-            run("cmake", "--build", folder / "build", "--parallel", "2")
-            run("cmake", "--install", folder / "build", "--prefix", folder / "installed", "--strip")
+            run("cmake", *_generator(), "-S", ROOT / "csrc/runner", "-B", build)
+            run("cmake", "--build", build, "--parallel", "2")
+            run("cmake", "--install", build, "--prefix", folder / "installed", "--strip")
             (folder / "done").touch()
     return folder / "installed"
 

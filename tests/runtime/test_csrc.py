@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import torch_hybrid_backend
 
@@ -16,9 +18,18 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.skipif(not (shutil.which("make") and shutil.which("g++")), reason="needs make and g++")
-def test_the_cpp_unit_tests_pass(tmp_path: Path) -> None:
-    """csrc/tests pass under the address and undefined-behaviour sanitisers."""
-    _make("test", tmp_path)
+@pytest.mark.parametrize(
+    "target",
+    # Compiling all of the runtime takes a minute. Plans of most kinds of steps run in `make test` through the library that Python loads.
+    ["quick", pytest.param("test", marks=pytest.mark.full)],
+)
+def test_the_cpp_unit_tests_pass(target: str) -> None:
+    """csrc/tests pass under the address and undefined-behaviour sanitisers. What is compiled stays in build/tests for a later run."""
+    out = ROOT / "build/tests" / f"csrc-torch-{torch.__version__}"
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _make(target, out)
 
 
 @pytest.mark.full

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import time
@@ -15,6 +16,7 @@ import torch
 from tests.artifact.exported_for_tests import forged, manifest_of, with_manifest
 from tests.serve.conftest import Cluster, small_network
 from tests.serve.load_for_tests import Load
+from torch_hybrid_backend import load as load_file
 from torch_hybrid_backend import sign
 from torch_hybrid_backend.serve import deployment
 
@@ -41,7 +43,7 @@ def _truncate(path: Path) -> None:
 
 def _flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
-    content[-1] ^= 1
+    content[len(content) // 2] ^= 1
     path.write_bytes(content)
 
 
@@ -67,15 +69,15 @@ def _directory(path: Path) -> None:
     path.mkdir()
 
 
-# Kind of a bad file -> how a good one becomes it, whether it is signed then, and the words of the error.
+# Kind of a bad file -> how a good one becomes it, who signs it then (or before), and the words of the error.
 BAD: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "missing": (Path.unlink, "", "No such file"),
     "empty": (lambda path: path.write_bytes(b""), "", "no .hybrid file"),
     "text": (lambda path: path.write_text("print('hello')\n" * 1000), "", "no .hybrid file"),
     "truncated": (_truncate, "", "is damaged: it has"),
-    "flipped": (_flip, "", "is damaged: the checksum"),
+    "flipped": (_flip, "trusted before", "is damaged: the checksum"),
     "newer": (_of_newer_format, "", "install a newer torch_hybrid_backend"),
-    "processor": (_for_another_processor, "", "no library in it is for this processor"),
+    "processor": (_for_another_processor, "trusted", "no library in it is for this processor"),
     "answer": (_with_another_answer, "trusted", "has other results on this machine"),
     "unsigned": (lambda path: None, "", "is signed by nobody"),
     "stranger": (lambda path: None, "other", "none of the 1 keys"),
@@ -94,8 +96,10 @@ def folder(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kind, (spoil, key, _) in BAD.items():
         path = folder / f"{kind}.hybrid"
         shutil.copy(models / "dynamic.hybrid", path)
+        if key == "trusted before":
+            sign(path, keys["trusted"])
         spoil(path)
-        if key:
+        if key in keys:
             sign(path, keys[key])
     return folder
 
@@ -145,8 +149,8 @@ def test_bad_files_fail_the_rollout(cluster: Cluster, folder: Path) -> None:
     "a running replica serves the old file, no request fails, the log and a metric tell; a new replica does not start, as Serve's status tells",
 )
 def test_bad_files_in_user_config(cluster: Cluster, folder: Path) -> None:
-    """Replicas swap in place, and keep the old file for a bad one, also one that lies outside of the folder. Without `user_config` the first
-    file is served again."""
+    """Replicas swap in place, and keep the old file for a bad one, also one that lies outside of the folder. Of several in a row the last is
+    served; without `user_config`, the first file again."""
     networks = [small_network(0), small_network(1)]
     (folder / "outside.hybrid").symlink_to("/dev/null")
     bad = [*(f"{kind}.hybrid" for kind in BAD), "outside.hybrid", "../dynamic.hybrid"]
@@ -155,6 +159,12 @@ def test_bad_files_in_user_config(cluster: Cluster, folder: Path) -> None:
         user_config = None if artifact is None else {"artifact": artifact}
         keys = [str(folder / "trusted.pem")]
         return cluster.configure(folder / f"{file}.hybrid", user_config, "swapped", status=status, keys=keys)
+
+    def swapped(name: str) -> None:
+        deadline, expected = time.monotonic() + 60, load_file(folder / f"{name}.hybrid").digest[:12]
+        while _version(address) != expected:
+            assert time.monotonic() < deadline, expected
+            time.sleep(0.1)
 
     def served(networks: list[torch.nn.Module]) -> None:
         with Load(address, networks, clients=1).running() as load:
@@ -172,9 +182,16 @@ def test_bad_files_in_user_config(cluster: Cluster, folder: Path) -> None:
         for artifact in ("other.hybrid", "dynamic.hybrid", "other.hybrid"):
             configure(artifact)
             load.wait_for(20)
+        swapped("other")
+        configure("text.hybrid")
+        configure("dynamic.hybrid")
+        swapped("dynamic")
+        configure("other.hybrid")
+        swapped("other")
     assert set(load.answers) == {"right"}, load.answers
     served(networks[1:])
     configure(None)
+    swapped("dynamic")
     served(networks[:1])
 
     configure(None, "flipped", status="DEPLOY_FAILED")
@@ -184,6 +201,13 @@ def test_bad_files_in_user_config(cluster: Cluster, folder: Path) -> None:
     assert "text.hybrid: it is no .hybrid file" in _message("swapped")[1]
     served(networks[:1])
     cluster.delete("swapped")
+
+
+def _version(address: str) -> str:
+    with urllib.request.urlopen(f"http://{address}/v2/models/network", timeout=10) as answer:
+        (version,) = json.load(answer)["versions"]
+    assert isinstance(version, str)
+    return version
 
 
 def _wait_for_failed_swaps(cluster: Cluster, count: int) -> None:

@@ -12,6 +12,7 @@ from tests.tuning.cluster_for_tests import tuning
 from tests.tuning.test_local import later
 
 
+@pytest.mark.full  # two processes for ten seconds; tests/tuning/test_shared_tuner.py and test_local.py have the parts in `make test`
 def test_a_few_rounds(cluster: Cluster, tmp_path: Path) -> None:
     """The budget ends it, and a later process neither compiles nor times."""
     ray = pytest.importorskip("ray")

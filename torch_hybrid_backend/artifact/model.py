@@ -208,9 +208,10 @@ class LoadedModel:
             for number, literal in zip(sample.inputs, literals, strict=True)
         ]
         inputs = [value.clone() if isinstance(value, torch.Tensor) else value for value in entry.sample_inputs]
+        entry.sample_outputs = [None if number is None else memory.constant(number) for number in sample.outputs]
         results = entry.run(inputs)
-        for number, result in zip(sample.outputs, results, strict=True):
-            if number is not None and not is_close(result, memory.constant(number), sample.tolerance):
+        for expected, result in zip(entry.sample_outputs, results, strict=True):
+            if expected is not None and not is_close(result, expected, sample.tolerance):
                 raise ArtifactError(
                     f"{self._path}: the sample call of {sample.entry} has other results on this machine than in the file: "
                     "export the model again on a machine of this kind"
@@ -253,9 +254,11 @@ class _AtSizes:
 
 
 class LoadedEntry:
-    """An entry that is ready to run. `sample_inputs`: the flat arguments of the call that is kept in the file."""
+    """An entry that is ready to run. `sample_inputs`, `sample_outputs`: the flat arguments and results of the call that is kept in the file;
+    None for results that are no tensors."""
 
     sample_inputs: Sequence[Any] = ()
+    sample_outputs: Sequence[torch.Tensor | None] = ()
 
     def __init__(
         self,

@@ -44,12 +44,14 @@ class Replica:
         # Threads of PyTorch's are counted by each thread that runs a model.
         threads = settings.threads
         self._engine = ThreadPoolExecutor(1, "engine", torch.set_num_threads, (threads,))
-        self._loader = ThreadPoolExecutor(1, "loader", torch.set_num_threads, (threads,))
+        self._opener = ThreadPoolExecutor(1, "opener", torch.set_num_threads, (threads,))
         self.metrics = Metrics()
         self.tokenizer = None if settings.tokenizer is None else open_tokenizer(Path(settings.tokenizer))
         # A generation has the model's cache until it ends.
         self._generation = asyncio.Lock()
         self._model: ServedModel | None = None
+        self._wanted: Path | None = None  # the file that is served, or will be when it is open
+        self._swaps: set[asyncio.Task[None]] = set()
         joined: Any = self._joined  # `serve.batch` gave it setters
         joined.set_max_batch_size(settings.max_batch)
         joined.set_batch_wait_timeout_s(settings.batch_wait_ms / 1e3)
@@ -61,25 +63,45 @@ class Replica:
         return self._model
 
     async def reconfigure(self, config: Mapping[str, Any] | None, rank: object) -> None:
-        """Serve the file that `config["artifact"]` names, or that of the settings for None, from the next request on.
+        """Serve the file that `config["artifact"]` names, or that of the settings for None.
 
         Serve calls this when a replica starts, without a user_config too, as there is a `rank`; a file that cannot be served then raises
-        ArtifactError or ArgumentError, which Serve's status shows. Later a file that cannot be served leaves the present one, and the error
-        goes to the log: Serve stops a replica whose `reconfigure` raises, and of one replica nothing would be left.
+        ArtifactError or ArgumentError, which Serve's status shows. Later the file is opened beside the requests after this returns, as Serve
+        sends none to a replica that reconfigures. One that cannot be served leaves the present one, and the error goes to the log: Serve
+        stops a replica whose `reconfigure` raises, and of one replica nothing would be left.
         """
-        before = self._model
+        if self._model is None:
+            self._wanted = self._path_of(config)
+            self._model = await self._opened(self._wanted)
+            self.metrics.swapped(self._model)
+            return
         try:
             path = self._path_of(config)
-            if before is not None and path == before.path:  # another rank
-                return
-            self._model = await asyncio.get_running_loop().run_in_executor(self._loader, self._open, path)
         except HybridError as error:
-            if before is None:
-                raise
-            self.metrics.swap_failed(before)
-            _LOG.error("%s is still served: %s", before.path, error)
-        else:
-            self.metrics.swapped(self._model, before)
+            self._swap_failed(error)
+            return
+        if path != self._wanted:  # else another rank
+            self._wanted = path
+            swap = asyncio.get_running_loop().create_task(self._swap(path))
+            self._swaps.add(swap)  # the loop itself holds none
+            swap.add_done_callback(self._swaps.discard)
+
+    async def _swap(self, path: Path) -> None:
+        """Serve a file from the next request on, unless another one is wanted by then."""
+        try:
+            model = await self._opened(path)
+        except HybridError as error:
+            if path == self._wanted:
+                self._wanted = self.model.path  # the same file may be mended, and be asked for again
+            self._swap_failed(error)
+            return
+        if path == self._wanted:
+            self.metrics.swapped(model, self.model)
+            self._model = model
+
+    def _swap_failed(self, error: HybridError) -> None:
+        self.metrics.swap_failed(self.model)
+        _LOG.error("%s is still served: %s", self.model.path, error)
 
     async def check_health(self) -> None:
         """Make a sample call of the file, in the thread of the requests. Raises ArtifactError where its results changed.
@@ -99,7 +121,9 @@ class Replica:
                 raise RequestError(f"{model.name} has no output {name!r}; it gives {', '.join(sorted(outputs))}")
         work = model.work(request.tensors)
         with self.metrics.request(model):
-            result: dict[str, torch.Tensor] | HybridError = await self._joined((model, work))
+            # Of batches of one there is nothing to wait for.
+            run: Any = self._joined if self._settings.max_batch > 1 else self._alone
+            result: dict[str, torch.Tensor] | HybridError = await run((model, work))
         if isinstance(result, HybridError):
             raise result
         asked = {name: result[name] for name in (request.outputs or result)}
@@ -165,6 +189,10 @@ class Replica:
     def __serve_build_asgi_app__(self) -> Any:
         return application(self)
 
+    async def _alone(self, work: tuple[ServedModel, Work]) -> dict[str, torch.Tensor] | HybridError:
+        (result,) = await asyncio.get_running_loop().run_in_executor(self._engine, self._run, [work])
+        return result
+
     @serve.batch
     async def _joined(self, works: Sequence[tuple[ServedModel, Work]]) -> list[dict[str, torch.Tensor] | HybridError]:
         return await asyncio.get_running_loop().run_in_executor(self._engine, self._run, works)
@@ -187,6 +215,9 @@ class Replica:
         if not isinstance(config, Mapping) or set(config) != {"artifact"}:
             raise ArgumentError(f'user_config is {config!r}; it must be {{"artifact": "NAME.hybrid"}}')
         return self._settings.path_of(config["artifact"])
+
+    async def _opened(self, path: Path) -> ServedModel:
+        return await asyncio.get_running_loop().run_in_executor(self._opener, self._open, path)
 
     def _open(self, path: Path) -> ServedModel:
         try:

@@ -111,7 +111,9 @@ class ServedEntry:
     def run(self, leaves: Sequence[Any]) -> dict[str, torch.Tensor]:
         """The results that are tensors, by name."""
         with torch.no_grad():
-            results = self.call.run(leaves)
+            return self._named(self.call.run(leaves))
+
+    def _named(self, results: Sequence[Any]) -> dict[str, torch.Tensor]:
         return {
             name: result for name, result in zip(self.outputs, results, strict=True) if isinstance(result, torch.Tensor)
         }
@@ -132,6 +134,7 @@ class ServedEntry:
         if self.rows == (1, 1):
             return True
         leaves = list(self.call.sample_inputs)
+        before = self._named(self.call.sample_outputs)
         if not leaves:
             return False
         if self._batch_symbol is not None and all(
@@ -140,7 +143,7 @@ class ServedEntry:
             if self.rows[1] < 2:
                 return False
             leaves = [leaf.repeat_interleave(2, 0) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        before = self.run([_copy(leaf) for leaf in leaves])
+            before = self.run([_copy(leaf) for leaf in leaves])
         after = self.run([_moved(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
         return all(is_close(after[name][1:], result[:-1], tolerance) for name, result in before.items())
 

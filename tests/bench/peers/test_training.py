@@ -66,6 +66,7 @@ def test_a_model_that_cannot_be_trained_is_refused() -> None:
         prepared(constant, Inputs((torch.ones(2),)), _SETTING, _same).call()
 
 
+@pytest.mark.full  # tests/bench/test_command.py has steps of training in `make test`; steps that differ from eager's have no figures there
 def test_hybrid_trains_as_eager_does(tmp_path: Path) -> None:
     """Loss and gradients are compared with eager's before steps are timed."""
     result = measured("hybrid", tmp_path, training=True)

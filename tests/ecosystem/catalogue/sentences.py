@@ -91,8 +91,9 @@ def _bag() -> Inputs:
     return ({"input_ids": numbers, "offsets": lengths.cumsum(0) - lengths},)
 
 
+# None is quick: test_sentence_transformers.py has one of these models in every run of the tests.
 CASES = (
-    Case("sentence_transformers/dense", _dense, _features, quick=True),
+    Case("sentence_transformers/dense", _dense, _features),
     Case("sentence_transformers/minilm", _minilm, lambda: _features(30000), keep_weights=True),
     Case("sentence_transformers/sparse", _sparse, _features),
     Case(

@@ -56,14 +56,16 @@ _CASES = (
     *itertools.product(_AS_WRITTEN, ("as-written",), ("avx2", "avx512")),
     *itertools.product(_REDUCED, ("bf16", "int8", "int4-weights"), ("vnni", "amx")),
 )
-# These take long, and hardly have a kernel of another kind: `make test-full` runs them, and whoever changes kernels does.
+# These take long, and hardly have a kernel of another kind, but for windows and causal attention, whose results tests/models/test_outputs.py
+# compares: `make test-full` runs them, and whoever changes kernels does.
 _LONG = frozenset(
     (
         *itertools.product(("resnet50", "efficientnet_b0", "swin_tiny", "gpt2"), ("as-written",), ("avx2",)),
-        ("efficientnet_b0", "as-written", "avx512"),
+        *itertools.product(("efficientnet_b0", "swin_tiny", "gpt2"), ("as-written",), ("avx512",)),
         *itertools.product(("resnet50",), ("bf16", "int8", "int4-weights"), ("vnni", "amx")),
         *itertools.product(("mobilenet_v2",), ("bf16", "int4-weights"), ("vnni", "amx")),
         ("mobilenet_v2", "int8", "vnni"),
+        *itertools.product(("minilm",), ("bf16", "int4-weights"), ("vnni",)),
     )
 )
 _RANKED = frozenset(f"choice {n}" for n in range(2, 8))  # emitting them all would take a minute

@@ -22,16 +22,24 @@ SMALL = dataclasses.replace(HOST, cores=3, l2_bytes=32 << 10)
 MANY = dataclasses.replace(HOST, cores=48, l2_bytes=8 << 10)
 
 
-@pytest.mark.parametrize("row_parts", [1, 2, 3])
+_ROWS = {
+    "host": (HOST, (2, 7, 130)),  # less than a tile, more than one, several blocks
+    "host, more": (HOST, (4, 33)),
+    "small": (SMALL, (7, 130)),
+    "many": (MANY, (7, 130)),
+    "narrow": (NARROW, (7, 130)),
+}
+# The fewest and the most parts for the host's caches, one number of them for each of the others: a target changes the loops around a tile, the
+# parts change the tile. The next test has rows of two parts.
+_QUICK = {("host", 1), ("host", 3), ("small", 3), ("many", 1), ("narrow", 1)}
+
+
 @pytest.mark.parametrize(
-    ("target", "rows"),
+    ("target", "rows", "row_parts"),
     [
-        pytest.param(HOST, (2, 7, 130), id="host"),  # less than a tile, more than one, several blocks
-        pytest.param(HOST, (4, 33), id="host, more", marks=pytest.mark.full),
-        *(
-            pytest.param(target, (7, 130), id=name)
-            for name, target in (("small", SMALL), ("many", MANY), ("narrow", NARROW))
-        ),
+        pytest.param(*case, parts, id=f"{name}-{parts}", marks=() if (name, parts) in _QUICK else pytest.mark.full)
+        for name, case in _ROWS.items()
+        for parts in (1, 2, 3)
     ],
 )
 def test_many_rows(target: Target, rows: Sequence[int], row_parts: int) -> None:
