@@ -29,7 +29,7 @@ SMALLEST = (
 )
 AS_WRITTEN = "as-written"
 # How far from eager outputs may be, as a share of them (root mean square): all layers are converted, those too that would return to float32.
-ERRORS = {AS_WRITTEN: 1e-5, "bf16": 0.06, "int8": 0.15}
+ERRORS = {AS_WRITTEN: 1e-5, "bf16": 0.1, "int8": 0.15}
 
 
 @dataclass(frozen=True)
