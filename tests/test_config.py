@@ -82,6 +82,15 @@ def test_modes_have_cuda_graphs_where_users_of_torch_expect_them() -> None:
     assert Config().with_options({"cuda_graphs": True}, None).cuda_graphs
 
 
+def test_several_targets() -> None:
+    """A list says the same as a text with commas."""
+    for value in ("x86-64-v3, X86-64-v4,+avx512vnni", ["x86-64-v3", "x86-64-v4,+avx512vnni"]):
+        assert Config().with_options({"target": value}, None).target == "x86-64-v3,x86-64-v4,+avx512vnni"
+    for value in ([], ["x86-64-v3", 4], "x86-64-v3,,x86-64-v4"):
+        with pytest.raises(ConfigError, match="several, separated by commas or as a list"):
+            Config().with_options({"target": value}, None)
+
+
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", None])
 def test_the_modes_torch_users_know_are_accepted(mode: str | None) -> None:
     """torch.compile's four modes are legal, and so is none."""

@@ -53,11 +53,13 @@ def _choice(*legal: str) -> _Parser:
 
 
 def _target(raw: object) -> object:
-    """A target's name; the engine knows which there are."""
-    parts = [part.strip().lower() for part in raw.split(",")] if isinstance(raw, str) else []
+    """Names of targets, separated by commas as their features are; the engine knows which there are."""
+    texts = [raw] if isinstance(raw, str) else raw if isinstance(raw, list | tuple) else []
+    parts = [part.strip().lower() for text in texts for part in (text.split(",") if isinstance(text, str) else [""])]
     if not parts or any(re.fullmatch(r"[+\w.-]+", part) is None for part in parts):
         raise ValueError(
-            "the name of a processor, such as 'native', 'x86-64-v3' or 'neoverse-n1', or one with features: 'armv8-a,+dotprod'"
+            "the name of a processor, such as 'native', 'x86-64-v3' or 'neoverse-n1', or one with features: 'armv8-a,+dotprod'; for files also "
+            "several, separated by commas or as a list"
         )
     return ",".join(parts)
 
@@ -234,10 +236,10 @@ class Config:
         metadata=_setting(
             _target,
             "native, x86-64-v2, x86-64-v3, x86-64-v4, armv8-a, cortex-a72, neoverse-n1, neoverse-v1, rv64gc, rv64gcv, a triple; features may "
-            "follow",
+            "follow; for files also several",
             "processor that kernels of the CPU are compiled for: this machine's; or a level of x86-64 (v3 has AVX2, v4 AVX-512), whose kernels "
             "all machines of that level share; they are slower than native ones (docs/guides/cache.md); or for `export`, an Arm or RISC-V "
-            "processor (docs/guides/arm.md)",
+            "processor (docs/guides/arm.md), or several processors (docs/guides/ship.md)",
         ),
     )
     placement: str = dataclasses.field(

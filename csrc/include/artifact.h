@@ -12,7 +12,8 @@
 // Ownership: it owns the memory of all segments and constants; its users share it. The file may be
 // deleted or replaced once it is open, but not be truncated while it is shared (SIGBUS).
 //
-// Failure: Open, Read and LibraryPath throw std::runtime_error that begins with the file's path and
+// Failure: Open, Read and LibraryPath, and SegmentBytes and ConstantAddress for what only other
+// variants use (manifest.h), throw std::runtime_error that begins with the file's path and
 // says what is wrong and what to do, whatever the bytes are. Memory is bounded by the file's size,
 // or 65 times that where segments are coded, and a constant.
 #ifndef TORCH_HYBRID_BACKEND_ARTIFACT_H_
@@ -49,13 +50,16 @@ class Artifact {
   ~Artifact();
 
   // Checks and decodes all the rest, once. `threads`: how many do so; they end before it returns.
-  // `runs`: a file that has libraries, and none for this machine, is refused; without, it has no
-  // library here.
+  // `runs`: the variant for this machine is chosen, and a file that has none is refused; of a file
+  // with several, only what that one uses is checked, and may be asked for. Without, all variants
+  // are checked, `manifest` is that of the last, and there is no library.
   void Read(unsigned threads, bool runs = true);
 
   const std::string& path() const { return path_; }
   const std::string& manifest_text() const { return manifest_text_; }
   const Manifest& manifest() const { return manifest_; }
+  // The number of the variant that `manifest` is of (manifest.h).
+  size_t variant() const { return variant_; }
   const std::vector<Signature>& signatures() const { return signatures_; }
 
   // Both by number, which must be one of the manifest's; decoded. The memory may be written to:
@@ -94,6 +98,8 @@ class Artifact {
   Sha256Digest manifest_digest_{};
   std::string manifest_text_;
   Manifest manifest_;
+  size_t variant_ = 0;
+  std::vector<bool> used_;  // by segment: checked, and decoded
   std::vector<Signature> signatures_;
   std::optional<size_t> target_;
 

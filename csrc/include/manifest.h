@@ -1,10 +1,14 @@
 // Manifest: what a .hybrid file says of itself (docs/hybrid_format.md), read and checked.
 //
-// Use: ReadManifest, then OutlineOf each plan that an entry names and CheckEntry. Entries for many
-// sizes have plans of many sizes: they are checked at each set of sizes, by EntryAt, OutlineOf and
-// CheckEntry. What then is in a manifest holds: every number names something that is there, every
-// tensor lies within its segment, and sums and products of sizes fit in 64 bits. Names are for
-// people or to be compared; nothing is known of their characters.
+// A file has one variant or several, each for some targets. Their targets, kernels, entries and
+// samples differ; all the rest is theirs in common. A Manifest is what the file says of one
+// variant.
+//
+// Use: ChooseVariant, ReadManifest, then OutlineOf each plan that an entry names and CheckEntry.
+// Entries for many sizes have plans of many sizes: they are checked at each set of sizes, by
+// EntryAt, OutlineOf and CheckEntry. What then is in a manifest holds: every number names something
+// that is there, every tensor lies within its segment, and sums and products of sizes fit in 64
+// bits. Names are for people or to be compared; nothing is known of their characters.
 //
 // Ownership: plain data; it refers to nothing of the text it was read from.
 //
@@ -183,15 +187,40 @@ struct Manifest {
   std::vector<State> states;
   std::vector<Entry> entries;
   std::vector<Sample> samples;
+  size_t report;  // a segment, for Python
 
   // Throws where there is none of that name.
   size_t SegmentNamed(std::string_view name) const;
   // The form of what a call of the entry has there; not for outputs of a plan.
   const TensorForm& FormOf(const Entry& entry, const Origin& origin) const;
+  // True by segment if a call of the variant reads the segment.
+  std::vector<bool> UsedSegments() const;
 };
 
-// The text is that of a file of `file_bytes`.
-Manifest ReadManifest(std::string_view text, uint64_t file_bytes);
+// A text that is a manifest's, of a file of `file_bytes`. Parsed, and nothing of it checked.
+struct ManifestText {
+  ManifestText(std::string_view text, uint64_t file_bytes);
+  // The variants of the file, at least one. The last one is that of the manifest's own members.
+  size_t variants() const;
+  // The member of that name of a variant.
+  const Json& Of(size_t variant, std::string_view name) const;
+
+  Json json;
+  uint64_t text_bytes;
+  uint64_t file_bytes;
+};
+
+Manifest ReadManifest(const ManifestText& text, size_t variant);
+
+// The first variant with a target that the machine has all features of, and that target's number;
+// or the first variant that has no targets, as it needs none. `refusal`: where none fits, what each
+// lacks; else "".
+struct VariantChoice {
+  size_t variant = 0;
+  std::optional<size_t> target;
+  std::string refusal;
+};
+VariantChoice ChooseVariant(const ManifestText& text, const Processor& machine);
 
 // The sides of a plan that a caller sees, without its steps.
 struct PlanOutline {
@@ -220,10 +249,6 @@ PlanOutline OutlineOf(const Json& plan);
 
 // Checks an entry against its plan.
 void CheckEntry(const Manifest& manifest, const Entry& entry, const PlanOutline& plan);
-
-// The first target that the machine has all features of; nothing where the file has no targets.
-// Throws where no target fits, with what each lacks.
-std::optional<size_t> ChooseTarget(const Manifest& manifest, const Processor& machine);
 
 // A text of a file for a message: not too long, and without what a terminal would obey.
 std::string Quoted(std::string_view text);

@@ -243,6 +243,15 @@ const char* hybrid_manifest(const HybridModel* model) {
   return text;
 }
 
+const char* hybrid_library(const HybridModel* model) {
+  const char* name = nullptr;
+  Status([&] {
+    const Artifact& artifact = Given(model, "model").model.artifact();
+    name = artifact.HasLibrary() ? artifact.LibrarySegment().name.c_str() : "";
+  });
+  return name;
+}
+
 int32_t hybrid_run(HybridModel* model, const char* entry, const ::DLTensor* const* inputs,
                    size_t input_count, DLManagedTensorVersioned** outputs, size_t output_count) {
   return Status([&] {

@@ -36,7 +36,7 @@ constexpr const char* kUsage =
     "  --threads N        threads of a call, at most 256 or 4 times the processors;\n"
     "                     by default OMP_NUM_THREADS, or all processors\n"
     "  --bench [SECONDS]  call it for so long (3), and print how long a call takes\n"
-    "  --inspect          print what the model takes and gives, and run nothing\n"
+    "  --inspect          print its kernels, what it takes and gives, and run nothing\n"
     "  --skip-sample      do not run the file's samples first\n"
     "  --copy             read the file to memory instead of mapping it\n"
     "  --key PUBLIC.pem   refuse the file unless this key, or another one given, signed it\n"
@@ -126,6 +126,8 @@ std::string Shown(const HybridTensor& tensor) {
 }
 
 void Inspect(const hybrid::Model& model) {
+  const std::string library = hybrid_library(model.get());
+  if (!library.empty()) std::printf("kernels: %s\n", library.c_str());
   for (size_t i = 0; i < hybrid_entry_count(model.get()); ++i) {
     const HybridEntry entry = model.Describe(hybrid_entry_name(model.get(), i));
     std::printf("%s\n", entry.name);

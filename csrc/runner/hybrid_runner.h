@@ -117,8 +117,8 @@ typedef struct HybridOptions {
 /* Reads a public key of Ed25519 from a file in PEM (`openssl pkey -in key.pem -pubout`). */
 HYBRID_API int32_t hybrid_read_key(const char* path, uint8_t key[32]);
 
-/* Opens a file: checks every byte of it, and that the outputs of its samples come out. `options`:
- * NULL for the defaults. */
+/* Opens a file: checks every byte that is for this processor, and that the outputs of its samples
+ * come out. `options`: NULL for the defaults. */
 HYBRID_API HybridModel* hybrid_open(const char* path, const HybridOptions* options);
 
 /* Closes a model; NULL is ignored. */
@@ -156,6 +156,10 @@ HYBRID_API int32_t hybrid_describe(const HybridModel* model, const char* name, H
 
 /* The file's manifest: a JSON text, which lives as long as the model. */
 HYBRID_API const char* hybrid_manifest(const HybridModel* model);
+
+/* The name of the library of kernels that the model runs: of those in the file, the best that this
+ * processor supports. "" for a model without kernels, NULL where the call fails. */
+HYBRID_API const char* hybrid_library(const HybridModel* model);
 
 /* Runs an entry. `entry`: NULL for the first one. `outputs` gets `output_count` new tensors, which
  * the caller deletes; where the call fails, it gets NULLs. Both counts must be the entry's. */

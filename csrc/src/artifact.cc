@@ -153,15 +153,28 @@ std::string UniquePath(int file) {
 }
 
 // This machine as this process may use it. Asks for AMX where a library would use it.
-Processor UsableBy(const Manifest& manifest) {
+Processor UsableBy(const ManifestText& text) {
   const auto is_amx = [](const std::string& feature) { return feature.starts_with("amx"); };
+  bool wanted = false;
+  for (size_t variant = 0; variant < text.variants(); ++variant) {
+    for (const Json& target : text.Of(variant, "targets").AsList()) {
+      for (const Json& feature : target["features"].AsList()) wanted |= is_amx(feature.AsString());
+    }
+  }
   Processor machine = ThisProcessor();
-  const bool wanted = std::any_of(
-      manifest.targets.begin(), manifest.targets.end(), [&](const LibraryTarget& target) {
-        return std::any_of(target.features.begin(), target.features.end(), is_amx);
-      });
   if (wanted && !MayUseTiles()) std::erase_if(machine.features, is_amx);
   return machine;
+}
+
+// What `read` reads of a manifest.
+template <typename Read>
+auto AsDemanded(const Read& read) {
+  try {
+    return read();
+  } catch (const std::runtime_error& error) {
+    Refuse(std::string("its manifest is not as the format demands: ") + error.what() +
+           ": export the model again");
+  }
 }
 
 }  // namespace
@@ -185,17 +198,27 @@ Artifact::~Artifact() {
 
 void Artifact::Read(unsigned threads, bool runs) {
   Named(path_, [&] {
-    try {
-      manifest_ = ReadManifest(manifest_text_, memory_bytes_);
-    } catch (const std::runtime_error& error) {
-      Refuse(std::string("its manifest is not as the format demands: ") + error.what() +
-             ": export the model again");
+    const auto text = AsDemanded([&] { return ManifestText(manifest_text_, memory_bytes_); });
+    const size_t count = AsDemanded([&] { return text.variants(); });
+    size_t first = 0, last = count - 1;
+    if (runs) {
+      const VariantChoice choice = AsDemanded([&] { return ChooseVariant(text, UsableBy(text)); });
+      if (!choice.refusal.empty()) Refuse(choice.refusal);
+      first = last = choice.variant;
+      target_ = choice.target;
     }
-    CheckPadding();
-    CheckSegments(threads);
-    DecodeSegments(threads);
-    CheckPlans();
-    if (runs) target_ = ChooseTarget(manifest_, UsableBy(manifest_));
+    for (variant_ = first;; ++variant_) {
+      manifest_ = AsDemanded([&] { return ReadManifest(text, variant_); });
+      if (variant_ == first) {
+        used_ = runs && count > 1 ? manifest_.UsedSegments()
+                                  : std::vector<bool>(manifest_.segments.size(), true);
+        CheckPadding();
+        CheckSegments(threads);
+        DecodeSegments(threads);
+      }
+      CheckPlans();
+      if (variant_ == last) break;
+    }
   });
 }
 
@@ -300,6 +323,7 @@ void Artifact::CheckSegments(unsigned threads) const {
   std::stable_sort(order.begin(), order.end(), [&](size_t one, size_t other) {
     return manifest_.segments[one].size > manifest_.segments[other].size;
   });
+  std::erase_if(order, [&](size_t i) { return !used_[i]; });
   OnThreads(threads, order.size(), [&](size_t i) {
     const Segment& segment = manifest_.segments[order[i]];
     if (Sha256Of(Bytes(segment.offset, segment.size)) != segment.digest) {
@@ -313,7 +337,7 @@ void Artifact::DecodeSegments(unsigned threads) {
   for (size_t i = 0; i < decoded_offsets_.size(); ++i) {
     const Segment& segment = manifest_.segments[i];
     decoded_offsets_[i] = decoded_bytes_;
-    if (segment.is_coded) {
+    if (segment.is_coded && used_[i]) {
       decoded_bytes_ += (segment.decoded + kHybridPage - 1) / kHybridPage * kHybridPage;
     }
   }
@@ -329,7 +353,7 @@ void Artifact::DecodeSegments(unsigned threads) {
   try {
     for (size_t i = 0; i < decoded_offsets_.size(); ++i) {
       const Segment& segment = manifest_.segments[i];
-      if (!segment.is_coded) continue;
+      if (!segment.is_coded || !used_[i]) continue;
       const auto own = BlocksOf(Bytes(segment.offset, segment.size), SegmentBytes(i));
       blocks.insert(blocks.end(), own.begin(), own.end());
     }
@@ -348,18 +372,17 @@ void Artifact::CheckPlans() const {
   }
   std::string where;
   try {
-    for (size_t i = 0; i < outlines.size(); ++i) {
-      const Segment& segment = manifest_.segments[i];
-      if (segment.kind != SegmentKind::kPlan || has_sizes[i]) continue;
-      where = "segment " + Quoted(segment.name) + ": ";
-      const std::span<uint8_t> text = SegmentBytes(i);
-      outlines[i] = OutlineOf(
-          Json::ParseUntrusted({reinterpret_cast<const char*>(text.data()), text.size()}));
-    }
     for (const Entry& entry : manifest_.entries) {
-      where = "entry " + Quoted(entry.name) + ": ";
       if (entry.any_sizes) continue;
-      if (!outlines[entry.plan]) throw std::runtime_error("its plan is one for many sizes");
+      where = "entry " + Quoted(entry.name) + ": ";
+      if (has_sizes[entry.plan]) throw std::runtime_error("its plan is one for many sizes");
+      if (!outlines[entry.plan]) {
+        where = "segment " + Quoted(manifest_.segments[entry.plan].name) + ": ";
+        const std::span<uint8_t> text = SegmentBytes(entry.plan);
+        outlines[entry.plan] = OutlineOf(
+            Json::ParseUntrusted({reinterpret_cast<const char*>(text.data()), text.size()}));
+        where = "entry " + Quoted(entry.name) + ": ";
+      }
       CheckEntry(manifest_, entry, *outlines[entry.plan]);
     }
   } catch (const std::runtime_error& error) {
@@ -370,6 +393,9 @@ void Artifact::CheckPlans() const {
 
 std::span<uint8_t> Artifact::SegmentBytes(size_t number) const {
   const Segment& segment = manifest_.segments[number];
+  if (!used_[number]) {
+    Refuse(path_ + ": segment " + Quoted(segment.name) + " is none of the variant that runs here");
+  }
   if (!segment.is_coded) return Bytes(segment.offset, segment.size);
   return {decoded_ + decoded_offsets_[number], static_cast<size_t>(segment.decoded)};
 }

@@ -19,6 +19,7 @@ namespace {
 constexpr int64_t kMost = int64_t{1} << 58;
 constexpr size_t kMostDimensions = 64;
 constexpr uint64_t kTensorAlignment = 64;
+constexpr size_t kMostVariants = 32;
 
 [[noreturn]] void Refuse(const std::string& why) { throw std::runtime_error(why); }
 
@@ -223,7 +224,8 @@ class Reader {
  public:
   explicit Reader(const Manifest& made) : made_(made) { FindSegments(); }
 
-  static Manifest ReadWhole(const Json& json, uint64_t text_bytes, uint64_t file_bytes) {
+  static Manifest ReadWhole(const ManifestText& text, size_t variant) {
+    const Json& json = text.json;
     const int64_t format = json["format"].AsInt();
     if (format != kHybridFormat) Refuse("it is of format " + std::to_string(format));
     Manifest made;
@@ -232,30 +234,36 @@ class Reader {
     made.model = json["model"].AsString();
     made.segments = Each(json["segments"], "segment", ReadSegment);
     RefuseTwins(made.segments, "segments");
-    CheckPlaces(made.segments, kHybridPage + text_bytes, file_bytes);
+    CheckPlaces(made.segments, kHybridPage + text.text_bytes, text.file_bytes);
     Reader reader(made);
-    const auto each = [&](const char* member, const char* noun, auto read) {
-      return Each(json[member], noun, [&](const Json& one) { return (reader.*read)(one); });
+    const auto each = [&](const Json& list, const char* noun, auto read) {
+      return Each(list, noun, [&](const Json& one) { return (reader.*read)(one); });
     };
-    reader.SegmentOf(json["report"], SegmentKind::kReport);  // for Python, as an entry's structure
-    made.targets = each("targets", "target", &Reader::ReadLibraryTarget);
+    // For Python, as an entry's structure.
+    made.report = reader.SegmentOf(text.Of(variant, "report"), SegmentKind::kReport);
+    made.targets = each(text.Of(variant, "targets"), "target", &Reader::ReadLibraryTarget);
     if (json.Find("kernels") != nullptr) {
       made.kernels.emplace();
-      for (Kernel& kernel : Each(json["kernels"], "kernel", ReadKernel)) {
+      for (Kernel& kernel : Each(text.Of(variant, "kernels"), "kernel", ReadKernel)) {
         const std::string name = kernel.name;
         if (!made.kernels->emplace(name, std::move(kernel)).second)
           Refuse("two kernels are called " + Quoted(name));
       }
     }
-    made.constants = each("constants", "constant", &Reader::ReadConstant);
-    made.states = each("states", "state", &Reader::ReadState);
+    made.constants = each(json["constants"], "constant", &Reader::ReadConstant);
+    made.states = each(json["states"], "state", &Reader::ReadState);
     RefuseTwins(made.states, "states");
-    made.entries = each("entries", "entry", &Reader::ReadAnyEntry);
+    made.entries = each(text.Of(variant, "entries"), "entry", &Reader::ReadAnyEntry);
     RefuseTwins(made.entries, "entries");
     for (size_t i = 0; i < made.entries.size(); ++i)
       reader.entries_.emplace(made.entries[i].name, i);
     if (made.entries.empty()) Refuse("there is no entry");
-    made.samples = each("samples", "sample", &Reader::ReadSample);
+    const bool is_same = std::equal(
+        made.entries.begin(), made.entries.end(), json["entries"].AsList().begin(),
+        json["entries"].AsList().end(),
+        [](const Entry& one, const Json& own) { return one.name == own["name"].AsString(); });
+    if (!is_same) Refuse("variant " + std::to_string(variant) + " has other entries than the file");
+    made.samples = each(text.Of(variant, "samples"), "sample", &Reader::ReadSample);
     if (const Json* generation = json.Find("generation")) reader.CheckGeneration(*generation);
     return made;
   }
@@ -688,6 +696,20 @@ PlanOutline ReadOutline(const Json& json, const std::vector<PlanOutline>& inner,
   return outline;
 }
 
+// What keeps a machine from running a target's library; "" where nothing does.
+std::string WhyNotFor(const Json& target, const Processor& machine) {
+  const std::string& system = target["system"].AsString();
+  const std::string& processor = target["processor"].AsString();
+  if (system != machine.system || processor != machine.name)
+    return " is for " + Quoted(system) + " on " + Quoted(processor);
+  std::string why;
+  for (const Json& feature : target["features"].AsList()) {
+    if (!machine.features.contains(feature.AsString()))
+      why += (why.empty() ? " needs " : ", ") + Quoted(feature.AsString());
+  }
+  return why;
+}
+
 }  // namespace
 
 std::string Quoted(std::string_view text) {
@@ -720,8 +742,57 @@ const TensorForm& Manifest::FormOf(const Entry& entry, const Origin& origin) con
   Refuse("the form of a plan's output is the plan's to tell");
 }
 
-Manifest ReadManifest(std::string_view text, uint64_t file_bytes) {
-  return Reader::ReadWhole(Json::ParseUntrusted(text), text.size(), file_bytes);
+std::vector<bool> Manifest::UsedSegments() const {
+  std::vector<bool> used(segments.size());
+  const auto use = [&](size_t constant) { used[constants[constant].segment] = true; };
+  const auto use_origin = [&](const Origin& origin) {
+    if (origin.kind == Origin::Kind::kConstant) use(origin.number);
+  };
+  used[report] = true;
+  for (const LibraryTarget& target : targets) used[target.library] = true;
+  for (const State& state : states) use(state.constant);
+  for (const Entry& entry : entries) {
+    used[entry.plan] = true;
+    if (entry.functions) used[*entry.functions] = true;
+    for (const size_t slot : entry.slots) use(slot);
+    for (const Origin& source : entry.sources) use_origin(source);
+    for (const Update& update : entry.updates) {
+      use_origin(update.source);
+      if (update.index) use_origin(*update.index);
+    }
+    for (const CallResult& result : entry.results) {
+      if (result.origin) use_origin(*result.origin);
+    }
+  }
+  for (const Sample& sample : samples) {
+    for (const auto* tensors : {&sample.inputs, &sample.outputs}) {
+      for (const auto& constant : *tensors) {
+        if (constant) use(*constant);
+      }
+    }
+  }
+  return used;
+}
+
+ManifestText::ManifestText(std::string_view text, uint64_t file_bytes)
+    : json(Json::ParseUntrusted(text)), text_bytes(text.size()), file_bytes(file_bytes) {}
+
+size_t ManifestText::variants() const {
+  const Json* const others = json.Find("variants");
+  const size_t count = 1 + (others == nullptr ? 0 : others->AsList().size());
+  if (count > kMostVariants) {
+    Refuse("it has " + std::to_string(count) + " variants; at most " +
+           std::to_string(kMostVariants) + " are allowed");
+  }
+  return count;
+}
+
+const Json& ManifestText::Of(size_t variant, std::string_view name) const {
+  return variant + 1 < variants() ? json["variants"].AsList()[variant][name] : json[name];
+}
+
+Manifest ReadManifest(const ManifestText& text, size_t variant) {
+  return Reader::ReadWhole(text, variant);
 }
 
 std::vector<int64_t> SymbolsIn(
@@ -857,29 +928,25 @@ void CheckEntry(const Manifest& manifest, const Entry& entry, const PlanOutline&
   }
 }
 
-std::optional<size_t> ChooseTarget(const Manifest& manifest, const Processor& machine) {
+VariantChoice ChooseVariant(const ManifestText& text, const Processor& machine) {
   std::string lacking;
-  for (size_t i = 0; i < manifest.targets.size(); ++i) {
-    const LibraryTarget& target = manifest.targets[i];
-    std::string why;
-    if (target.system != machine.system || target.processor != machine.name) {
-      why = " is for " + Quoted(target.system) + " on " + Quoted(target.processor);
-    } else {
-      for (const std::string& feature : target.features) {
-        if (!machine.features.contains(feature)) {
-          why += (why.empty() ? " needs " : ", ") + Quoted(feature);
-        }
+  for (size_t variant = 0; variant < text.variants(); ++variant) {
+    const std::vector<Json>& targets = text.Of(variant, "targets").AsList();
+    if (targets.empty()) return {variant, {}, {}};
+    for (size_t i = 0; i < targets.size(); ++i) {
+      const std::string why = WhyNotFor(targets[i], machine);
+      if (why.empty()) return {variant, i, {}};
+      constexpr size_t kLongest = 1000;
+      if (lacking.size() < kLongest) {
+        lacking += "; " + Quoted(targets[i]["library"].AsString()) + why.substr(0, kLongest);
       }
     }
-    if (why.empty()) return i;
-    constexpr size_t kLongest = 1000;
-    if (lacking.size() < kLongest) {
-      lacking += "; " + Quoted(manifest.segments[target.library].name) + why.substr(0, kLongest);
-    }
   }
-  if (manifest.targets.empty()) return {};
-  Refuse("no library in it is for this processor (" + machine.system + " on " + machine.name + ")" +
-         lacking + ": export the model for this processor, or use one that has these features");
+  return {0,
+          {},
+          "no library in it is for this processor (" + machine.system + " on " + machine.name +
+              ")" + lacking +
+              ": export the model for this processor, or use one that has these features"};
 }
 
 }  // namespace torch_hybrid_backend

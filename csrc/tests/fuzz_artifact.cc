@@ -60,16 +60,20 @@ void ReadTexts(std::string_view bytes) {
   if (line >= zero || zero == bytes.npos) throw std::runtime_error("not in three parts");
   const uint64_t size = std::strtoull(std::string(bytes.substr(0, line)).c_str(), nullptr, 10);
   const Json plan = Json::ParseUntrusted(bytes.substr(zero + 1));
-  const Manifest manifest = ReadManifest(bytes.substr(line + 1, zero - line - 1), size);
-  for (const Entry& entry : manifest.entries) {
-    if (entry.any_sizes) {
-      for (const auto value : {&SizeSymbol::example, &SizeSymbol::least, &SizeSymbol::most})
-        CheckAt(manifest, entry, plan, value);
-    } else {
-      CheckEntry(manifest, entry, OutlineOf(plan));
+  const ManifestText text(bytes.substr(line + 1, zero - line - 1), size);
+  for (size_t variant = 0; variant < text.variants(); ++variant) {
+    const Manifest manifest = ReadManifest(text, variant);
+    for (const Entry& entry : manifest.entries) {
+      if (entry.any_sizes) {
+        for (const auto value : {&SizeSymbol::example, &SizeSymbol::least, &SizeSymbol::most})
+          CheckAt(manifest, entry, plan, value);
+      } else {
+        CheckEntry(manifest, entry, OutlineOf(plan));
+      }
     }
+    manifest.UsedSegments();
   }
-  ChooseTarget(manifest, ThisProcessor());
+  ChooseVariant(text, ThisProcessor());
 }
 
 // True if the input was read, not refused.

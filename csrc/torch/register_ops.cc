@@ -144,6 +144,10 @@ Numbers ArtifactSignatures(int64_t artifact) {
   return Range(file->signatures().data(), file->signatures().size() * sizeof(Signature));
 }
 
+int64_t ArtifactVariant(int64_t artifact) {
+  return static_cast<int64_t>(Artifacts().Get(artifact)->variant());
+}
+
 Numbers ArtifactSegment(int64_t artifact, int64_t name, int64_t size) {
   const auto file = Artifacts().Get(artifact);
   const std::span<uint8_t> bytes =
@@ -286,6 +290,7 @@ STABLE_TORCH_LIBRARY(torch_hybrid_backend, m) {
   m.def("artifact_read(int artifact, int threads, bool runs) -> ()");
   m.def("artifact_manifest(int artifact) -> int[]");
   m.def("artifact_signatures(int artifact) -> int[]");
+  m.def("artifact_variant(int artifact) -> int");
   m.def("artifact_segment(int artifact, int name, int size) -> int[]");
   m.def("artifact_constant(int artifact, int number) -> int");
   m.def("artifact_plan(int artifact, int segment, int size) -> int");
@@ -319,6 +324,7 @@ STABLE_TORCH_LIBRARY_IMPL(torch_hybrid_backend, CompositeExplicitAutograd, m) {
   m.impl("artifact_read", Boxed<&ArtifactRead>);
   m.impl("artifact_manifest", Boxed<&ArtifactManifest>);
   m.impl("artifact_signatures", Boxed<&ArtifactSignatures>);
+  m.impl("artifact_variant", Boxed<&ArtifactVariant>);
   m.impl("artifact_segment", Boxed<&ArtifactSegment>);
   m.impl("artifact_constant", Boxed<&ArtifactConstant>);
   m.impl("artifact_plan", Boxed<&ArtifactPlan>);

@@ -63,10 +63,10 @@ def test_a_file_says_what_is_coded(tmp_path: Path) -> None:
     made.add_tensor(_few(16, 1 << 17))
     made.add_segment("report", "report", b"{}" + b" " * 10000)
 
-    def manifest(segments: tuple[Segment, ...]) -> Manifest:
-        return Manifest("0", "0", "Net", segments, (), (), made.constants, (), (), (), "report")
+    def manifests(segments: tuple[Segment, ...]) -> list[Manifest]:
+        return [Manifest("0", "0", "Net", segments, (), (), made.constants, (), (), (), "report")]
 
-    made.write(tmp_path / "a.hybrid", manifest)
+    made.write(tmp_path / "a.hybrid", manifests)
     report, weights = manifest_of(tmp_path / "a.hybrid").segments
     assert (report.encoding, report.decoded) == ("none", None)
     assert (weights.encoding, weights.decoded) == ("huffman", 1 << 19)

@@ -65,6 +65,26 @@ def test_text_and_back() -> None:
     assert Manifest.from_json(decoder.to_json()) == decoder
 
 
+def test_variants() -> None:
+    """Variants keep what differs; all else stands in the file once. A reader of files of one variant sees the last."""
+    first = replace(
+        _MANIFEST,
+        targets=(LibraryTarget("linux", "x86_64", ("avx2", "avx512f", "fma"), "v4/library"),),
+        kernels=(),
+        entries=(replace(_ENTRY, plan="v4/plan.forward", slots=(1,)),),
+        samples=(),
+        report="v4/report",
+    )
+    text = _MANIFEST.to_json([first, first])
+    assert Manifest.all_from_json(text) == [first, first, _MANIFEST]
+    assert [Manifest.from_json(text, number) for number in (0, 2, -1)] == [first, _MANIFEST, _MANIFEST]
+    assert Manifest.all_from_json(_MANIFEST.to_json()) == [_MANIFEST]
+    plain = json.loads(text)
+    assert set(plain["variants"][0]) == {"targets", "kernels", "entries", "samples", "report"}
+    del plain["variants"]
+    assert plain == json.loads(_MANIFEST.to_json())
+
+
 def test_sizes_are_expressions() -> None:
     """An entry for many sizes is read at the examples of its symbols, and has other sizes at other values."""
     n = symbol("n")

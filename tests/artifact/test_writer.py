@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,15 +15,15 @@ from torch_hybrid_backend.artifact.writer import HEADER, MAGIC, PAGE_BYTES, Writ
 from torch_hybrid_backend.errors import HybridError
 
 
-def _manifest(made: Writer, model: str = "Net") -> object:
-    def manifest(segments: tuple[Segment, ...]) -> Manifest:
-        return Manifest("0", "0", model, segments, (), (), made.constants, (), (), (), "report")
+def _manifests(made: Writer, model: str = "Net") -> Callable[[tuple[Segment, ...]], list[Manifest]]:
+    def manifests(segments: tuple[Segment, ...]) -> list[Manifest]:
+        return [Manifest("0", "0", model, segments, (), (), made.constants, (), (), (), "report")]
 
-    return manifest
+    return manifests
 
 
 def _written(made: Writer, folder: Path) -> tuple[bytes, Manifest]:
-    size = made.write(folder / "a.hybrid", _manifest(made))  # type: ignore[arg-type]
+    size = made.write(folder / "a.hybrid", _manifests(made))
     content = (folder / "a.hybrid").read_bytes()
     assert len(content) == size
     magic, version, signatures, length, checksum, end = HEADER.unpack_from(content)
@@ -72,8 +73,19 @@ def test_large_tensors_have_segments_of_their_own(tmp_path: Path, monkeypatch: p
     assert [segment.name for segment in manifest.segments] == ["weights.0", "weights.1", "weights.2", "weights.3"]
 
 
+def test_a_new_segment(tmp_path: Path) -> None:
+    """Tensors that were added before stay where they are; others lie apart."""
+    made = Writer()
+    first, second = torch.arange(16), torch.arange(8)
+    made.add_tensor(first)
+    made.begin_segment()
+    assert [made.add_tensor(each) for each in (first, second)] == [0, 1]
+    _, manifest = _written(made, tmp_path)
+    assert [constant.segment for constant in manifest.constants] == ["weights.0", "weights.1"]
+
+
 def test_a_manifest_that_no_reader_takes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "MAX_MANIFEST_BYTES", 100)
     with pytest.raises(HybridError, match="at most 100"):
-        Writer().write(tmp_path / "a.hybrid", _manifest(Writer()))  # type: ignore[arg-type]
+        Writer().write(tmp_path / "a.hybrid", _manifests(Writer()))
     assert not list(tmp_path.iterdir())

@@ -12,6 +12,7 @@ _FIRST = ("test_faults_compiler", "test_faults_cache", "test_faults_engines", "t
 # Those of `tests/reports` follow the others, in the order of their names.
 OF_FILES = (
     "end_to_end.test_foreign_targets",
+    "end_to_end.test_several_targets",
     "runtime.native.test_artifact",
     "artifact.test_model",
     "artifact.test_signing",

@@ -27,6 +27,7 @@ class HybridFile:
     states: list[dict[str, Any]] = field(default_factory=list)
     entries: list[dict[str, Any]] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
+    variants: list[dict[str, Any]] = field(default_factory=list)  # before the file's own
 
     def constant(self, array: np.ndarray[Any, Any]) -> int:
         """Add a constant; return its number."""
@@ -55,6 +56,13 @@ class HybridFile:
         }
         self.entries.append({"name": name, "plan": f"{name}.plan", **base, **members})
 
+    def variant(self, library: bytes, *features: str) -> None:
+        """Add a variant for processors with features, that has the entries and samples that are there by now."""
+        name = f"library.{len(self.variants) + 1}"
+        self.segments.append(("library", name, library))
+        members = {"entries": self.entries, "samples": self.samples, "report": "report"}
+        self.variants.append({"targets": [{**target(name, *features), "processor": self.processor}], **members})
+
     def write(self, path: Path) -> Path:
         """Write the file."""
         manifest = {
@@ -68,6 +76,7 @@ class HybridFile:
             "entries": self.entries,
             "samples": self.samples,
             "report": "report",
+            **({"variants": self.variants} if self.variants else {}),
         }
         segments = {"library.0": ("library", self.library), "report": ("report", b"{}")}
         segments |= {name: (kind, content) for kind, name, content in self.segments}

@@ -86,6 +86,8 @@ class Runner:
         self.c.hybrid_entry_name.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
         self.c.hybrid_manifest.restype = ctypes.c_char_p
         self.c.hybrid_manifest.argtypes = [ctypes.c_void_p]
+        self.c.hybrid_library.restype = ctypes.c_char_p
+        self.c.hybrid_library.argtypes = [ctypes.c_void_p]
         self.c.hybrid_run.argtypes = [
             ctypes.c_void_p,
             ctypes.c_char_p,

@@ -15,10 +15,11 @@ from torch import nn
 
 import torch_hybrid_backend
 from tests.artifact.exported_for_tests import FAST, manifest_of
+from tests.runner.runner_in_python import run
 from torch_hybrid_backend.engines.cpu.target import Target
 
 QEMU = shutil.which("qemu-x86_64")
-V3, V4 = "x86-64-v3", "x86-64-v4"
+V2, V3, V4 = "x86-64-v2", "x86-64-v3", "x86-64-v4"
 # Processors of QEMU: one with AVX2 and without AVX-512, one without AVX.
 HASWELL, NEHALEM = "Haswell", "Nehalem"
 LACKS_AVX512 = ("avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl")
@@ -66,12 +67,12 @@ for use in (lambda: torch_hybrid_backend.load({path!r}), lambda: compiled(torch.
 """
 
 
-def _exported(name: str, level: str, folder: Path, precision: str = "as-written") -> tuple[Path, torch.Tensor]:
-    """A file of a model for a level, and inputs other than its samples."""
+def _exported(name: str, *levels: str, folder: Path, precision: str = "as-written") -> tuple[Path, torch.Tensor]:
+    """A file of a model for levels, and inputs other than its samples."""
     torch.manual_seed(0)
     make, sizes = MODELS[name]
-    path = folder / f"{name}-{level}.hybrid"
-    options = {**FAST, "target": level, "precision": precision, "precision_tolerance": 1.0}
+    path = folder / f"{name}.hybrid"
+    options = {**FAST, "target": levels, "precision": precision, "precision_tolerance": 1.0}
     torch_hybrid_backend.export(make().eval(), (torch.randn(sizes),), path, options=options)
     return path, torch.randn(sizes)
 
@@ -93,7 +94,7 @@ def _emulated(processor: str, *command: object, **settings: str) -> subprocess.C
 @pytest.mark.parametrize("name", MODELS)
 def test_avx2_runs_files_of_its_level(name: str, precision: str, installed: Path, tmp_path: Path) -> None:
     """A processor without AVX-512 and SHA instructions gets the answers of this one, as near as the file demands of its samples."""
-    path, x = _exported(name, V3, tmp_path, precision)
+    path, x = _exported(name, V3, folder=tmp_path, precision=precision)
     np.save(tmp_path / "x.npy", x.numpy())
     done = _emulated(
         HASWELL, installed / "bin/hybrid-run", path, "--input", tmp_path / "x.npy", "--output", tmp_path / "y.npy"
@@ -104,6 +105,29 @@ def test_avx2_runs_files_of_its_level(name: str, precision: str, installed: Path
     (sample,) = manifest_of(path).samples
     error = np.abs(np.load(tmp_path / "y.npy") - expected).max()
     assert error <= sample.tolerance * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("precision", ["as-written", "int8"])
+@pytest.mark.parametrize("name", MODELS)
+def test_each_processor_runs_its_own_of_one_file(name: str, precision: str, installed: Path, tmp_path: Path) -> None:
+    """The runner takes the best level that the processor supports, before any code is mapped, as `load` does."""
+    path, x = _exported(name, V2, V3, V4, folder=tmp_path, precision=precision)
+    np.save(tmp_path / "x.npy", x.numpy())
+    program, files = installed / "bin/hybrid-run", ("--input", tmp_path / "x.npy", "--output", tmp_path / "y.npy")
+    with torch.no_grad():
+        loaded = torch_hybrid_backend.load(path)
+        expected = loaded(x).numpy()
+    (sample,) = loaded.manifest.samples
+    assert loaded.manifest.targets[0].library == f"{V4}/library"
+    assert run(program, path, "--inspect").startswith(f"kernels: {V4}/library\n")
+    for processor, level in ((HASWELL, V3), (NEHALEM, V2)):
+        shown = _emulated(processor, program, path, "--inspect")
+        assert (shown.returncode, shown.stdout.splitlines()[0]) == (0, f"kernels: {level}/library"), shown.stderr
+        done = _emulated(processor, program, path, *files)
+        assert done.returncode == 0, done.stderr
+        error = np.abs(np.load(tmp_path / "y.npy") - expected).max()
+        allowed = sample.tolerance if precision == "as-written" else 0.05  # levels differ in what they have for bytes
+        assert error <= allowed * np.abs(expected).max()
 
 
 @pytest.mark.parametrize(
@@ -119,7 +143,7 @@ def test_a_level_that_the_processor_lacks(
 ) -> None:
     """The runner names the features before it maps any code of the file, also beside another processor's /proc/cpuinfo. `load` refuses in the
     same words, and `torch.compile` refuses the target."""
-    path, _ = _exported("mlp", level, tmp_path)
+    path, _ = _exported("mlp", level, folder=tmp_path)
     done = _emulated(processor, "-strace", installed / "bin/hybrid-run", path)
     names = '", "'.join(lacking)
     told = f'"library" needs "{names}": export the model for this processor, or use one'

@@ -30,6 +30,16 @@ UNITS = (
 
 pytestmark = pytest.mark.full
 
+# Writes a file for several targets, in a process of its own.
+_EXPORT = """
+import torch, torch_hybrid_backend
+torch.manual_seed(0)
+layers = [torch.nn.Conv2d(3, 16, 3, padding=1), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(1024, 10)]
+model = torch.nn.Sequential(*layers).eval()
+options = {{"target": ["armv8-a", "x86-64-v3", "neoverse-n1"], "placement": "estimate", "strict": True}}
+torch_hybrid_backend.export(model, (torch.randn(2, 3, 8, 8),), {path!r}, options=options)
+"""
+
 
 @pytest.fixture(scope="module")
 def machine() -> Machine:
@@ -147,6 +157,19 @@ def test_features_of_arm(machine: Machine, kernels: Callable[[Machine], bytes], 
     assert '"library.0" needs "asimddp": export' in refused.stderr
     done = machine.runs(machine.folder / "bin/hybrid-run", path, emulator=("-cpu", "neoverse-n1"))
     assert done.returncode == 0, done.stderr
+
+
+def test_each_processor_runs_its_own_of_one_file(machine: Machine, tmp_path: Path) -> None:
+    """A file has kernels for x86-64 and for two processors of Arm: each of these takes the best that it supports, and computes the sample
+    as eager did."""
+    path = tmp_path / "model.hybrid"
+    run(sys.executable, "-c", _EXPORT.format(path=str(path)))
+    for processor, target in (("cortex-a72", "armv8-a"), ("neoverse-n1", "neoverse-n1"), ("max", "neoverse-n1")):
+        program, emulator = machine.folder / "bin/hybrid-run", ("-cpu", processor)
+        shown = machine.runs(program, path, "--inspect", emulator=emulator)
+        assert shown.stdout.startswith(f"kernels: {target}/library\n"), shown.stdout + shown.stderr
+        done = machine.runs(program, path, emulator=emulator)
+        assert done.returncode == 0, done.stderr
 
 
 def test_the_cpp_unit_tests_pass_on_arm(machine: Machine, tmp_path: Path) -> None:

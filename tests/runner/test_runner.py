@@ -41,6 +41,11 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @pytest.fixture
 def doubling(kernels: bytes, tmp_path: Path) -> Path:
+    """The file, written."""
+    return _doubling(kernels).write(tmp_path / "doubling.hybrid")
+
+
+def _doubling(kernels: bytes) -> HybridFile:
     """A file: y = 2 (2 x) + 5 for three elements, with a sample."""
     file = HybridFile(kernels)
     row, doubled = doubling_plan()
@@ -55,7 +60,7 @@ def doubling(kernels: bytes, tmp_path: Path) -> Path:
     sample = {"inputs": [file.constant(np.array([1, 2, 3], F32)), None]}
     sample["outputs"] = [file.constant(np.array([9, 13, 17], F32)), None]
     file.samples.append({"entry": "forward", "tolerance": 1e-6, **sample})
-    return file.write(tmp_path / "doubling.hybrid")
+    return file
 
 
 def test_it_needs_neither_pytorch_nor_tvm_nor_python(library: Path) -> None:
@@ -75,6 +80,28 @@ def test_a_call(runner: Runner, doubling: Path) -> None:
         np.testing.assert_array_equal(model.run(np.array([1, 2, 3], F32))[0], [9, 13, 17])
     backwards = np.arange(7, dtype=F32)[::-3]
     np.testing.assert_array_equal(model.run(backwards)[0], [29, 17, 5])
+
+
+@pytest.mark.fault(
+    "no variant of a file for several targets is for this processor, in the runner",
+    "an error that lists the features that each needs and this one lacks; nothing of the file has run",
+)
+def test_the_best_kernels_run(runner: Runner, kernels: bytes, tmp_path: Path) -> None:
+    """The first variant that fits is taken, and its library named. Code of the others is never looked at."""
+    file = _doubling(b"never looked at")
+    file.variant(b"no library", "new_feature")
+    file.variant(kernels)
+    file.variant(b"no library either")
+    model = runner.open(file.write(tmp_path / "model.hybrid"))
+    np.testing.assert_array_equal(model.run(np.array([1, 2, 3], F32))[0], [9, 13, 17])
+    assert runner.c.hybrid_library(model.handle) == b"library.2"
+    file = _doubling(kernels)
+    file.features = ("newer",)
+    file.variant(kernels, "newer", "newest")
+    with pytest.raises(
+        RunnerError, match=r'; "library\.1" needs "newer", "newest"; "library\.0" needs "newer": export'
+    ):
+        runner.open(file.write(tmp_path / "model.hybrid"))
 
 
 def test_wrong_inputs(runner: Runner, doubling: Path) -> None:
@@ -117,6 +144,7 @@ def test_null_pointers(runner: Runner, doubling: Path, kernels: bytes, tmp_path:
         lambda: c.hybrid_entry_name(None, 0) is None,
         lambda: c.hybrid_describe(None, None, ctypes.create_string_buffer(b"\xff" * 64)) != 0,
         lambda: c.hybrid_manifest(None) is None,
+        lambda: c.hybrid_library(None) is None,
         lambda: c.hybrid_run(None, None, None, 0, None, 0) != 0,
         lambda: c.hybrid_reset(None) != 0,
     ):
@@ -383,7 +411,10 @@ def test_the_program(installed: Path, doubling: Path, tmp_path: Path) -> None:
         np.save(tmp_path / "x.npy", x)
         run(program, doubling, "--input", tmp_path / "x.npy", "--output", tmp_path / "y.npy", "--threads", 2)
         np.testing.assert_array_equal(np.load(tmp_path / "y.npy"), 4 * x + 5)
-    assert run(program, doubling, "--inspect") == "forward\n  takes x: float32(3)\n  gives y: float32(3)\n"
+    assert (
+        run(program, doubling, "--inspect")
+        == "kernels: library.0\nforward\n  takes x: float32(3)\n  gives y: float32(3)\n"
+    )
     assert "median" in run(program, doubling, "--bench", "0.01")
     np.save(tmp_path / "x.npy", np.zeros(3))
     wrong = [program, doubling, "--input", tmp_path / "x.npy"]

@@ -239,6 +239,15 @@ def coded_file() -> HybridFile:
     return file
 
 
+def file_with_variants() -> HybridFile:
+    """The small file with two variants, over the same plan and weights: one for a processor with a feature that none has, and its own."""
+    file = small_file()
+    file.segments["library"] = "library", b"code of another processor"
+    members = {member: file.manifest[member] for member in ("entries", "samples", "report")}
+    file.manifest["variants"] = [{**members, "targets": [target("library", "new_feature")]}]
+    return file
+
+
 def target(library: str, *features: str) -> dict[str, Any]:
     """The library of that segment, for machines like this one that have the features."""
     return {
@@ -258,7 +267,11 @@ def main(folder: Path) -> None:
     (folder / "whole").write_bytes(b"F" + whole)
     (folder / "texts").write_bytes(b"M" + str(len(whole)).encode() + b"\n" + file.text() + b"\0" + plan)
     (folder / "coded").write_bytes(b"F" + coded_file().to_bytes())
-    for name, other in (("sizes", file_for_many_sizes()), ("control_flow", file_with_control_flow())):
+    for name, other in (
+        ("sizes", file_for_many_sizes()),
+        ("control_flow", file_with_control_flow()),
+        ("variants", file_with_variants()),
+    ):
         _, plan = other.segments["plan.forward"]
         size = len(other.to_bytes())
         (folder / name).write_bytes(b"M" + str(size).encode() + b"\n" + other.text() + b"\0" + plan)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from torch_hybrid_backend.sizes.size import Dim, Size
 
 FORMAT = 1
+# Members of the manifest that each variant of a file has for itself.
+_OF_VARIANTS = ("targets", "kernels", "entries", "samples", "report")
 
 # Origin of a tensor in a call: "input", "constant", "state", or in results also "output" (of the plan), and its number.
 Origin = tuple[str, int]
@@ -242,8 +244,12 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """All that a file says of itself. `package`, `torch`: the versions that wrote it. `report`: the segment with the plans as JSON.
-    `generation`: None for what is no decoder."""
+    """All that a file says of one of its variants. `package`, `torch`: the versions that wrote it. `report`: the segment with the plans as
+    JSON. `generation`: None for what is no decoder.
+
+    A file has one variant or several, each for other targets. The manifests of two differ in `targets`, `kernels`, `entries`, `samples` and
+    `report`.
+    """
 
     package: str
     torch: str
@@ -259,19 +265,31 @@ class Manifest:
     generation: Generation | None = None
     format: int = FORMAT
 
-    def to_json(self) -> str:
-        """The manifest as it stands in a file: equal manifests give equal text."""
-        entries = [_entry_to_plain(entry) for entry in self.entries]
-        segments = [{k: v for k, v in _plain(each).items() if v is not None} for each in self.segments]
-        plain = {**_plain(self), "segments": segments, "entries": entries}
+    def to_json(self, before: Sequence[Manifest] = ()) -> str:
+        """The manifest as it stands in a file: equal manifests give equal text. `before`: the file's other variants, which a reader looks at
+        first."""
+        plain = self._to_plain()
         if self.generation is None:
             del plain["generation"]
+        if before:
+            others = [each._to_plain() for each in before]
+            plain["variants"] = [{member: other[member] for member in _OF_VARIANTS} for other in others]
         return json.dumps(plain, separators=(",", ":"), ensure_ascii=False)
 
+    def _to_plain(self) -> dict[str, Any]:
+        segments = [{k: v for k, v in _plain(each).items() if v is not None} for each in self.segments]
+        return {**_plain(self), "segments": segments, "entries": [_entry_to_plain(entry) for entry in self.entries]}
+
     @staticmethod
-    def from_json(text: str) -> Manifest:
-        """The inverse of `to_json`, for text that was checked."""
+    def all_from_json(text: str) -> list[Manifest]:
+        """The manifests of a file's variants, in the order in which a reader looks at them."""
+        return [Manifest.from_json(text, number) for number in range(len(json.loads(text).get("variants", ())) + 1)]
+
+    @staticmethod
+    def from_json(text: str, variant: int = -1) -> Manifest:
+        """The manifest of the variant of that number, the last one by default, for text of which that was checked."""
         plain = json.loads(text)
+        plain |= [*plain.get("variants", ()), {}][variant]
         return Manifest(
             package=plain["package"],
             torch=plain["torch"],

@@ -68,7 +68,7 @@ class LoadedModel:
 
             verify = functools.partial(check_signed, path, keys)
         self._artifact = Artifact(path, share=share, threads=torch.get_num_threads(), verify=verify)
-        self._manifest = Manifest.from_json(self._artifact.manifest)
+        self._manifest = Manifest.from_json(self._artifact.manifest, self._artifact.variant)
         self._check_torch()
         memory = _Memory(self._artifact, self._manifest)
         self._states = [memory.constant(state.constant).clone() for state in self._manifest.states]
@@ -113,7 +113,7 @@ class LoadedModel:
 
     @property
     def manifest(self) -> Manifest:
-        """All that the file says of itself."""
+        """All that the file says of the variant that runs here."""
         return self._manifest
 
     @property

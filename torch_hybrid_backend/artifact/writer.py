@@ -72,11 +72,16 @@ class Writer:
         self._weights: list[_Weights] = []
         self._blobs: dict[tuple[int, bytes], tuple[str, int]] = {}  # (size, SHA-256) -> segment, offset
         self._constants: dict[Constant, int] = {}
+        self._begins_segment = True
 
     def add_segment(self, kind: str, name: str, content: bytes) -> str:
         """Add a segment that is no weights; return its name."""
         self._parts.append(_Part(name, kind, content))
         return name
+
+    def begin_segment(self) -> None:
+        """Put the tensors that are added from now on, and were not added before, into other segments than those before."""
+        self._begins_segment = True
 
     def add_tensor(self, tensor: torch.Tensor) -> int:
         """Add a strided tensor on the CPU, with its sizes and strides; return its number among the constants."""
@@ -91,11 +96,11 @@ class Writer:
         """The tensors that were added, by number."""
         return tuple(self._constants)
 
-    def write(self, path: Path, manifest: Callable[[tuple[Segment, ...]], Manifest]) -> int:
+    def write(self, path: Path, manifests: Callable[[tuple[Segment, ...]], Sequence[Manifest]]) -> int:
         """Write the file in one step, replacing one that is there; return its size in bytes.
 
-        `manifest` makes the manifest of the segments. Raises OSError where the file cannot be written, HybridError for a manifest that is too
-        large.
+        `manifests` makes those of all variants, in the order in which a reader looks at them, of the segments. Raises OSError where the file
+        cannot be written, HybridError for a manifest that is too large.
         """
         parts = [*self._parts, *(weights.part() for weights in self._weights)]
         segments = [
@@ -110,7 +115,7 @@ class Writer:
             )
             for part in parts
         ]
-        text, segments, end = _laid_out(segments, manifest)
+        text, segments, end = _laid_out(segments, manifests)
         if len(text) > MAX_MANIFEST_BYTES:
             raise HybridError(
                 f"the manifest of {path} would have {len(text)} bytes; at most {MAX_MANIFEST_BYTES} are allowed: "
@@ -127,15 +132,16 @@ class Writer:
     def _place(self, memory: bytes) -> tuple[str, int]:
         key = (len(memory), hashlib.sha256(memory).digest())
         if key not in self._blobs:
-            fits = self._weights and len(self._weights[-1].content) + len(memory) + _TENSOR_ALIGNMENT <= _WEIGHTS_BYTES
-            if not fits:
+            filled = len(self._weights[-1].content) if self._weights else 0
+            if self._begins_segment or filled + len(memory) + _TENSOR_ALIGNMENT > _WEIGHTS_BYTES:
+                self._begins_segment = False
                 self._weights.append(_Weights(f"weights.{len(self._weights)}", bytearray(), {}))
             self._blobs[key] = self._weights[-1].name, self._weights[-1].add(memory)
         return self._blobs[key]
 
 
 def _laid_out(
-    segments: Sequence[Segment], manifest: Callable[[tuple[Segment, ...]], Manifest]
+    segments: Sequence[Segment], manifests: Callable[[tuple[Segment, ...]], Sequence[Manifest]]
 ) -> tuple[bytes, list[Segment], int]:
     """The manifest's text, the segments in their places, and where the file ends. Places decide the length of the text, and it decides them."""
     length = 0
@@ -146,7 +152,8 @@ def _laid_out(
             begin = end + -end % PAGE_BYTES
             placed.append(replace(segment, offset=begin))
             end = begin + segment.size
-        text = manifest(tuple(placed)).to_json().encode()
+        *before, last = manifests(tuple(placed))
+        text = last.to_json(before).encode()
         if len(text) == length:
             return text, placed, end
         length = len(text)

@@ -4,6 +4,8 @@ torch.export      -> ExportedProgram
 capture.exported  -> ATen graph, and what becomes of its outputs, as data
 HybridGraph       -> a plan, by the passes, partitions, timings and accuracy checks of a call
 artifact          -> the plan, one library of its kernels, packed weights, a report and a sample call in a file
+
+For several targets the last three make one variant of the file for each target, over weights in common.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import copy
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +94,8 @@ class ExportReport:
 
     `python_parts`: what only Python can run, one text for each: `load` runs such a file, the runner refuses it. `needs_torch`: operators of
     PyTorch are among its steps, which the runner needs LibTorch for. `sizes`: the ranges of those that may differ from call to call, one text
-    for each. `processors`: those that its kernels are for where this machine cannot time them, in words; else "".
+    for each. `processors`: those that its kernels are for where this machine cannot time them, in words; else "". `targets`: names of the
+    targets that it has kernels for, in the order in which a processor that supports several prefers them; `explanation` is of the first.
     """
 
     path: Path
@@ -103,6 +106,7 @@ class ExportReport:
     needs_torch: bool
     sizes: tuple[str, ...] = ()
     processors: str = ""
+    targets: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if self.python_parts:
@@ -114,6 +118,8 @@ class ExportReport:
         else:
             needs = "runs with torch_hybrid_backend.load, and in the runner without Python and PyTorch"
         sizes = "".join(f"serves {size}\n" for size in self.sizes)
+        if len(self.targets) > 1:
+            needs += f"\nfor {', '.join(self.targets)}: a processor runs the first of them that it supports; below is the plan of the first"
         if self.processors:
             needs += f"\nfor {self.processors}: engines and kernels were chosen by estimates, as this machine cannot time them"
         return f"{self.path}: {self.size_bytes / 1e6:.1f} MB, {', '.join(self.entries)}\n{needs}\n{sizes}\n{self.explanation}"
@@ -138,8 +144,10 @@ def export(
     are chosen on these inputs, as in the first call of a compiled model, and the call is kept in the file as a sample. None: those that the
     program was exported with. dynamic_shapes: as for `torch.export.export`. options: settings, as for `torch.compile`; under `precision`
     weights are stored in the form that kernels read; `target` names the processor, and for one of another architecture ("neoverse-n1")
-    engines and kernels are chosen by estimates. Regions stay with kernels even where an operator of PyTorch's would be faster, so that the
-    runner needs PyTorch for few files. Under `dynamic_shapes` the file serves all sizes in their ranges, which are in the report.
+    engines and kernels are chosen by estimates; a list of targets (["x86-64-v3", "x86-64-v4"]) makes a file with kernels for each, of which a
+    machine runs those of the target with most features that it supports. Regions stay with kernels even where an operator of PyTorch's would
+    be faster, so that the runner needs PyTorch for few files. Under `dynamic_shapes` the file serves all sizes in their ranges, which are in
+    the report.
 
     A module that is called with several sets of sizes becomes one file with an entry for each: `args` is then a dict from the name of an entry
     to the (args, kwargs) of its call, `dynamic_shapes` one from names to those of the entries that have some. Entries share the weights, and
@@ -169,19 +177,47 @@ def write_programs(
     generation: Generation | None = None,
 ) -> ExportReport:
     """Compile programs of one model, each on a call of it, and write them to a file as entries. `generation`: what those of a decoder are."""
-    config = with_instructions(dataclasses.replace(config, background=False, prefer_kernels=True))
-    if Target.foreign(config.target) is not None:
-        config = dataclasses.replace(config, placement="estimate")  # this machine cannot time such kernels
     name = type(model).__name__ if isinstance(model, torch.nn.Module) else "Model"
+    configs = [_for_target(config, target) for target in Target.names(config.target)]
+    for each in configs:
+        open_session(each)  # refuses a target before anything is compiled for another
+    shared = _Shared()
+    variants = [
+        _compiled_variant(model, name, programs, calls, each, shared, f"{each.target}/" if len(configs) > 1 else "")
+        for each in configs
+    ]
+    with Progress("writing"):
+        return _written(path, name, shared, variants, generation)
+
+
+def _for_target(config: Config, target: str) -> Config:
+    """The settings of an export for one target."""
+    config = with_instructions(dataclasses.replace(config, target=target, background=False, prefer_kernels=True))
+    if Target.foreign(target) is not None:
+        config = dataclasses.replace(config, placement="estimate")  # this machine cannot time such kernels
+    return config
+
+
+def _compiled_variant(
+    model: object,
+    name: str,
+    programs: Mapping[str, torch.export.ExportedProgram],
+    calls: Mapping[str, Call],
+    config: Config,
+    shared: _Shared,
+    prefix: str,
+) -> _Variant:
+    """Compile the programs for the target in `config`. `prefix`: how names of the variant's segments begin."""
     session = open_session(config)
-    ready = Ready(name, config)
+    ready = Ready(f"{name} for {config.target}" if prefix else name, config)
     plans: dict[str, Plan] = {}
+    shared.writer.begin_segment()
     with ready.working():
         with Progress("tracing"):
             keep_ops = frozenset[OpOverload]().union(*(engine.keep_ops for engine in session.engines))
             graphs = {entry: capture_exported(program, keep_ops) for entry, program in programs.items()}
         changed = _changed(list(graphs.values()))
-        exporter = _Exporter(session, config, name, changed)
+        exporter = _Exporter(session, changed, shared, config, prefix)
         for entry, captured in graphs.items():
             graph = _without_static(captured, changed)
             args, kwargs = calls[entry]
@@ -197,8 +233,54 @@ def write_programs(
             exporter.add(entry, programs[entry], graph, compiled, inputs, outputs, flat)
         first = next(iter(calls.values()))
         about = about_call(model, *first) if callable(model) else {"model": name}
-        with Progress("writing"):
-            return exporter.written(path, Explanation(tuple(plans.values()), about=about), generation)
+        return exporter.finished(Explanation(tuple(plans.values()), about=about))
+
+
+def _written(
+    path: Path, model: str, shared: _Shared, variants: Sequence[_Variant], generation: Generation | None
+) -> ExportReport:
+    """Write the file."""
+    best_first = sorted(variants, key=lambda each: -sum(len(target.features) for target in each.targets))
+    # A variant without kernels runs everywhere: no other one is reached.
+    ends = [number for number, each in enumerate(best_first) if not each.targets]
+    kept = best_first[: ends[0] + 1] if ends else best_first
+    for variant in kept:
+        for segment in variant.segments:
+            shared.writer.add_segment(*segment)
+
+    def manifests(segments: tuple[Segment, ...]) -> list[Manifest]:
+        return [
+            Manifest(
+                package=__version__,
+                torch=torch.__version__,
+                model=model,
+                segments=segments,
+                targets=variant.targets,
+                kernels=variant.kernels,
+                constants=shared.writer.constants,
+                states=tuple(shared.states.values()),
+                entries=variant.entries,
+                samples=variant.samples,
+                report=variant.report,
+                generation=generation,
+            )
+            for variant in kept
+        ]
+
+    size_bytes = shared.writer.write(path, manifests)
+    entries = [entry for variant in kept for entry in variant.entries]
+    foreign = [target.label for variant in kept if (target := Target.foreign(variant.target)) is not None]
+    return ExportReport(
+        path,
+        size_bytes,
+        tuple(entry.name for entry in kept[0].entries),
+        kept[0].explanation,
+        tuple(dict.fromkeys(part for entry in entries for part in entry.python_parts)),
+        any(entry.needs_torch for entry in entries),
+        tuple(dict.fromkeys(each for entry in entries for each in entry.served)),
+        " and ".join(foreign),
+        tuple(variant.target for variant in kept),
+    )
 
 
 def check_path(path: Path) -> Path:
@@ -368,21 +450,47 @@ def _without_static(graph: ExportedGraph, changed: frozenset[_Key]) -> ExportedG
     return dataclasses.replace(graph, captured=captured)
 
 
-class _Exporter:
-    """Collects the entries of one file. Tensors that entries share are written once, and states that they share are one."""
+@dataclass(slots=True, eq=False)
+class _Shared:
+    """Parts of a file that its variants have in common: tensors, and states by the tensors that they begin as."""
 
-    def __init__(self, session: Session, config: Config, model: str, changed: frozenset[_Key]) -> None:
+    writer: Writer = field(default_factory=Writer)
+    states: dict[_Key, State] = field(default_factory=dict)
+    state_tensors: list[torch.Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Variant:
+    """Parts of a file that are for one target, the setting `target`. `segments`: kind, name and content of each."""
+
+    target: str
+    segments: tuple[tuple[str, str, bytes], ...]
+    targets: tuple[LibraryTarget, ...]
+    kernels: tuple[Kernel, ...]
+    entries: tuple[Entry, ...]
+    samples: tuple[Sample, ...]
+    report: str
+    explanation: Explanation
+
+
+class _Exporter:
+    """Collects the entries of one variant. Tensors that entries share are written once, and states that they share are one."""
+
+    def __init__(
+        self, session: Session, changed: frozenset[_Key], shared: _Shared, config: Config, prefix: str
+    ) -> None:
         self._session = session
         self._config = config
-        self._model = model
         self._changed = changed
-        self._writer = Writer()
+        self._writer = shared.writer
+        self._states = shared.states
+        self._state_tensors = shared.state_tensors
+        self._prefix = prefix
+        self._segments: list[tuple[str, str, bytes]] = []
         self._libraries: dict[str, None] = {}
         self._kernels: dict[str, Kernel] = {}
         self._engines: set[str] = set()
         self._tensors: dict[int, torch.Tensor] = {}  # of constants, by number
-        self._states: dict[_Key, State] = {}  # by the tensor that it begins as
-        self._state_tensors: list[torch.Tensor] = []
         self._entries: list[Entry] = []
         self._samples: list[Sample] = []
 
@@ -403,12 +511,10 @@ class _Exporter:
             self._take_libraries(assignment)
         self._take_kernels(saved.description)
         description = dataclasses.replace(saved.description, titles=())
-        segment = self._writer.add_segment(
-            "plan", f"plan.{name}", description.text(lambda _member, _path: LIBRARY).encode()
-        )
+        segment = self._add_segment("plan", f"plan.{name}", description.text(lambda _member, _path: LIBRARY).encode())
         functions = None
         if saved.functions:
-            functions = self._writer.add_segment("functions", f"functions.{name}", functions_to_text(saved.functions))
+            functions = self._add_segment("functions", f"functions.{name}", functions_to_text(saved.functions))
         origin = self._origins(graph, saved)
         inputs_of_call = _input_forms(program, graph, flat)
         entry = Entry(
@@ -439,42 +545,29 @@ class _Exporter:
         expected = results if compiled.assignment.prepared.is_repeatable else [None] * len(results)
         self._samples.append(self._sample(entry, flat, expected))
 
-    def written(self, path: Path, explanation: Explanation, generation: Generation | None) -> ExportReport:
-        """Write the file."""
+    def finished(self, explanation: Explanation) -> _Variant:
+        """The variant of the entries that were added."""
         targets: tuple[LibraryTarget, ...] = ()
         if self._libraries:
             library = self._linked()
-            self._writer.add_segment("library", LIBRARY, library.code)
-            targets = (LibraryTarget(library.system, library.processor, library.features, LIBRARY),)
-        self._writer.add_segment("report", "report", explanation.to_json().encode())
-
-        def manifest(segments: tuple[Segment, ...]) -> Manifest:
-            return Manifest(
-                package=__version__,
-                torch=torch.__version__,
-                model=self._model,
-                segments=segments,
-                targets=targets,
-                kernels=tuple(self._kernels.values()),
-                constants=self._writer.constants,
-                states=tuple(self._states.values()),
-                entries=tuple(self._entries),
-                samples=tuple(self._samples),
-                report="report",
-                generation=generation,
-            )
-
-        size_bytes = self._writer.write(path, manifest)
-        return ExportReport(
-            path,
-            size_bytes,
-            tuple(entry.name for entry in self._entries),
+            name = self._add_segment("library", LIBRARY, library.code)
+            targets = (LibraryTarget(library.system, library.processor, library.features, name),)
+        report = self._add_segment("report", "report", explanation.to_json().encode())
+        return _Variant(
+            self._config.target,
+            tuple(self._segments),
+            targets,
+            tuple(self._kernels.values()),
+            tuple(self._entries),
+            tuple(self._samples),
+            report,
             explanation,
-            tuple(part for entry in self._entries for part in entry.python_parts),
-            any(entry.needs_torch for entry in self._entries),
-            tuple(each for entry in self._entries for each in entry.served),
-            target.label if (target := Target.foreign(self._config.target)) is not None else "",
         )
+
+    def _add_segment(self, kind: str, name: str, content: bytes) -> str:
+        """Add a segment; return its name."""
+        self._segments.append((kind, self._prefix + name, content))
+        return self._prefix + name
 
     def _take_libraries(self, assignment: Assignment) -> None:
         for name, region in assignment.compiled.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import statistics
@@ -46,9 +47,11 @@ def add_parsers(commands: Any) -> None:
     export.add_argument("--precision", choices=PRECISIONS, help="the setting `precision` (docs/precision.md)")
     export.add_argument(
         "--target",
-        dest="processor",
+        dest="processors",
+        action="append",
         metavar="NAME",
-        help="the setting `target`: the processor that the file is for, such as x86-64-v3 or neoverse-n1 (docs/guides/arm.md)",
+        help="the setting `target`: the processor that the file is for, such as x86-64-v3 or neoverse-n1 (docs/guides/arm.md); several are "
+        "separated by commas, or the option is repeated",
     )
     export.add_argument(
         "--dynamic",
@@ -148,7 +151,7 @@ def export(parsed: argparse.Namespace, out: TextIO) -> int:
     from torch_hybrid_backend.driver.generation import export_generation
 
     path, factory = check_path(parsed.output), Factory(parsed.target)
-    settings = {"precision": parsed.precision, "target": parsed.processor}
+    settings = {"precision": parsed.precision, "target": parsed.processors}
     options = {name: value for name, value in settings.items() if value is not None}
     with factory.importable():
         model, args, kwargs = factory.load()()
@@ -255,20 +258,20 @@ def _narrowed(path: Path, asked: Sequence[_AskedSize]) -> list[str]:
     """Warnings about sizes that were asked for and that the file does not serve."""
     if not asked:
         return []
-    entry = Manifest.from_json(Artifact(path, share=False, runs=False).manifest).entries[0]
-    names = [form.name for form in entry.inputs]
-    ends = [entry, entry]
-    if entry.symbols:
-        ends = [entry.at([s.least for s in entry.symbols]), entry.at([s.most for s in entry.symbols])]
-    warnings = []
-    for each in asked:
-        forms = [end.inputs[names.index(each.name)] for end in ends]
-        served = tuple(form.sizes[each.dim] for form in forms if isinstance(form, TensorForm))
-        if each.bounds is not None and served != each.bounds:
-            warnings.append(
-                f"{each} was asked for, and the file serves {served[0]}..{served[1]}: the model, its other sizes or its kernels allow no more"
-            )
-    return warnings
+    variants = Manifest.all_from_json(Artifact(path, share=False, runs=False).manifest)
+    warnings: dict[str, None] = {}
+    for entry in (variant.entries[0] for variant in variants):
+        names = [form.name for form in entry.inputs]
+        ends = [entry, entry]
+        if entry.symbols:
+            ends = [entry.at([s.least for s in entry.symbols]), entry.at([s.most for s in entry.symbols])]
+        for each in asked:
+            forms = [end.inputs[names.index(each.name)] for end in ends]
+            served = tuple(form.sizes[each.dim] for form in forms if isinstance(form, TensorForm))
+            if each.bounds is not None and served != each.bounds:
+                warning = f"{each} was asked for, and the file serves {served[0]}..{served[1]}"
+                warnings[f"{warning}: the model, its other sizes or its kernels allow no more"] = None
+    return list(warnings)
 
 
 def run(parsed: argparse.Namespace, out: TextIO) -> int:
@@ -330,10 +333,17 @@ def inspect(parsed: argparse.Namespace, out: TextIO) -> int:
     if parsed.json:
         out.write(json.dumps(json.loads(artifact.manifest), indent=2) + "\n")
         return 0
-    manifest = Manifest.from_json(artifact.manifest)
+    variants = Manifest.all_from_json(artifact.manifest)
+    manifest = variants[-1]
     lines = [f"{manifest.model}, written by torch_hybrid_backend {manifest.package} with torch {manifest.torch}"]
-    for target in manifest.targets:
-        lines.append(f"for {target.system} on {target.processor} with {', '.join(target.features)}")
+    segments = {segment.name: segment.size for segment in manifest.segments}
+    for variant in variants:
+        for target in variant.targets:
+            lines.append(f"for {target.system} on {target.processor} with {', '.join(target.features)}")
+            if len(variants) > 1:
+                lines.append(
+                    f"  {target.library}: {segments[target.library]:,} bytes, over {_weight_bytes(variant):,} of weights"
+                )
     for entry in manifest.entries:
         lines.append(f"{entry.name}:")
         lines += [f"  takes {_described(form)}" for form in entry.inputs]
@@ -441,6 +451,13 @@ def _told(result: Any) -> str:
 def _bytes(manifest: Manifest, number: int) -> str:
     constant = manifest.constants[number]
     return f"{constant.dtype} {constant.sizes}"
+
+
+def _weight_bytes(manifest: Manifest) -> int:
+    """Bytes of the tensors that kernels of a variant read of the file."""
+    slots = {manifest.constants[slot] for entry in manifest.entries for slot in entry.slots}
+    elements = {(each.segment, each.offset): (math.prod(each.sizes), each.dtype) for each in slots}
+    return sum(count * getattr(torch, dtype).itemsize for count, dtype in elements.values())
 
 
 def _save(folder: Path, name: str, result: torch.Tensor) -> None:

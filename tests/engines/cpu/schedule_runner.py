@@ -20,6 +20,8 @@ from torch_hybrid_backend.sizes.size import Symbol, evaluate, symbol
 HOST = Target.host()
 # Narrower vectors, another number of cores and small caches: other tiles, and the same results. Runs wherever HOST runs.
 NARROW = Target(HOST.mcpu, HOST.cpu, HOST.features, 8, 3, 16 << 10, 64 << 10)
+# The schedules of NEON, by instructions that every machine has.
+APART = Target(HOST.mcpu, HOST.cpu, ("asimd",), 4, 3, 16 << 10, 64 << 10)
 
 
 def row_major(buffer: Buffer) -> Argument:

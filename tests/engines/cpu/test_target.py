@@ -241,6 +241,7 @@ def test_targets_of_equal_features_are_equal() -> None:
 def test_llvm_gets_no_feature_that_a_target_does_not_name() -> None:
     """Machine code for Neoverse V1, which has SVE, has none of it."""
     made = tvm_target(Target.named("neoverse-v1"))
+    assert "-misched-cluster:bool=false" in made.attrs["cl-opt"]
     assert sorted(made.attrs["mattr"]) == ["+bf16", "+dotprod", "+fullfp16", "+i8mm", "+neon"]
     assert made.attrs["mtriple"] == "aarch64-linux-gnu"
     assert features_in_llvm({key: made.attrs[key] for key in ("mtriple", "mcpu")}) == ["asimd"]
@@ -280,6 +281,18 @@ def test_a_target_that_does_not_exist(name: str, told: str) -> None:
     """The error has the names that there are, and the nearest; SVE is refused with the reason."""
     with pytest.raises(ConfigError, match=rf"HYBRID_TARGET.*{told}"):
         Target.named(name)
+
+
+def test_several_targets() -> None:
+    """Commas separate targets as they separate features; what is one target counts once, by its first name. Only files are for several."""
+    assert Target.names("native") == ["native"]
+    assert Target.names("x86-64-v2,x86-64-v4,+avx512vnni,armv8-a") == ["x86-64-v2", "x86-64-v4,+avx512vnni", "armv8-a"]
+    assert Target.names("armv8-a,native,cortex-a72,native") == ["armv8-a", "native"]
+    with pytest.raises(ConfigError, match=r"no target is called 'dotprod'.*Did you mean '\+dotprod'"):
+        Target.names("x86-64-v3,dotprod")
+    for setting in ("x86-64-v3,+fma,x86-64-v4", "native,x86-64-v4", "x86-64-v3,native", "armv8-a,x86_64-linux-gnu"):
+        with pytest.raises(ConfigError, match=r"only files are for several targets.*name one of [\w-]+ and [\w-]+$"):
+            Target.named(setting)
 
 
 def test_a_foreign_target(monkeypatch: pytest.MonkeyPatch) -> None:

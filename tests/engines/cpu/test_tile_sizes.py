@@ -112,6 +112,12 @@ def test_tiles_fit_the_registers(vectors: int, lanes: int) -> None:
     assert rows == 14 or (rows + 1) * vectors + vectors + 1 > registers
 
 
+@pytest.mark.parametrize(("vectors", "rows"), [(1, 14), (2, 9), (3, 7), (4, 5)])
+def test_tiles_by_element_have_a_register_for_each_row(vectors: int, rows: int) -> None:
+    """Beside the accumulators and a row of vectors, with one to spare."""
+    assert max_rows(vectors, Target.named("neoverse-n1"), by_element=True) == rows
+
+
 def test_panels_of_columns() -> None:
     """Two vectors, or the power of two that holds all columns; two where their number is known at run time."""
     target = dataclasses.replace(HOST, lanes=16)

@@ -25,6 +25,7 @@ from tests.runtime.hybrid_files import (
     coded_file,
     file_for_many_sizes,
     file_with_control_flow,
+    file_with_variants,
     form,
     plan_text,
     small_file,
@@ -289,6 +290,117 @@ def test_the_first_library_for_this_machine_is_taken(kernels: str, path: Path) -
     check(Plan.of_artifact(artifact, "plan.forward"), artifact)
     file.manifest["targets"] = [target("other", "one", "fpu", "two"), other]
     refused(path, file, r'no library in it is for this processor.*needs "one", .*"two".*"riscv64".*: export the model')
+
+
+def fat(library: bytes, *features: Sequence[str]) -> HybridFile:
+    """A file with a variant for each list of features, the last of them its own. Their plans add other constants: n times the number."""
+    file = with_kernels(library)
+    kind, plan = file.segments.pop("plan.forward")
+    (constant,) = file.manifest["constants"]
+    of = []
+    for number, needed in enumerate(features):
+        file.segments[f"{number}/plan.forward"] = kind, plan
+        file.segments[f"{number}/library"] = "library", library + bytes([number])
+        weights = torch.arange(N, dtype=torch.float32) * number
+        file.segments[f"{number}/weights"] = "weights", weights.numpy().tobytes()
+        file.manifest["constants"].append({**constant, "segment": f"{number}/weights"})
+        of.append(
+            {
+                "targets": [target(f"{number}/library", *needed)],
+                "kernels": [{"name": "add", "bytes": [4 * N] * 3, "sizes": 0}],
+                "entries": [{**entry(file.manifest), "plan": f"{number}/plan.forward", "slots": [number + 1]}],
+                "samples": [],
+                "report": "report",
+            }
+        )
+    file.manifest.update({"variants": of[:-1], **of[-1]})
+    return file
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_the_first_variant_for_this_machine_is_taken(share: bool, kernels: str, path: Path) -> None:
+    """Variants are tried in order, the manifest's own members last. Only parts of the one that is taken are read, and can be asked for."""
+    needs = (("new_feature",), ("fpu",), ("fpu",), ())
+    file = fat(Path(kernels).read_bytes(), *needs)
+    artifact = Artifact(written(path, file), share=share, threads=2)
+    assert artifact.variant == 1
+    x = torch.randn(N)
+    plan = Plan.of_artifact(artifact, "1/plan.forward")
+    outputs = plan.run(Binding(plan, Guard([]), {}, {0: artifact.constant_address(2)}), [x])
+    assert outputs is not None
+    assert torch.equal(outputs[0], x + torch.arange(N))
+    for ask in (
+        lambda: artifact.segment("0/library"),
+        lambda: artifact.constant_address(1),
+        lambda: Plan.of_artifact(artifact, "2/plan.forward"),
+    ):
+        with pytest.raises(ArtifactError, match=rf"^{re.escape(str(path))}: segment .* is none of the variant"):
+            ask()
+    assert Artifact(path, runs=False).variant == 3
+    file = fat(Path(kernels).read_bytes(), ("new_feature",), ())
+    assert Artifact(written(path, file)).variant == 1
+
+
+@pytest.mark.fault(
+    "a part of a `.hybrid` file for several targets is damaged that only other processors run",
+    "nothing; `hybrid inspect` and `hybrid sign` raise ArtifactError",
+)
+@pytest.mark.parametrize("part", ["library", "weights", "plan.forward"])
+def test_damage_in_another_variant(part: str, path: Path) -> None:
+    """Whoever looks at the whole file finds it; the variant that runs here is checked as ever."""
+    file = fat(b"no library", ("new_feature",), ())
+    content = bytearray(file.to_bytes())
+    segments = {each["name"]: each for each in json.loads(file.text())["segments"]}
+    content[segments[f"0/{part}"]["offset"]] ^= 1
+    Artifact(written(path, bytes(content)))
+    refused(path, bytes(content), f"checksum of its segment .0/{part}", runs=False)
+    content[segments[f"1/{part}"]["offset"]] ^= 1
+    refused(path, bytes(content), f"checksum of its segment .1/{part}")
+
+
+@pytest.mark.fault(
+    "no variant of a `.hybrid` file for several targets is for this processor",
+    "ArtifactError that lists the features that each needs and this one lacks; nothing of the file has run",
+)
+def test_no_variant_fits(path: Path) -> None:
+    """The features are listed target by target."""
+    file = fat(b"no library", ("one", "fpu", "two"), ("one",))
+    refused(path, file, r'for this processor.*; "0/library" needs "one", "two"; "1/library" needs "one": export the')
+    Artifact(path, runs=False)
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (lambda variant: variant.pop("entries"), 'no member "entries"'),
+        (lambda variant: variant.pop("targets"), 'no member "targets"'),
+        (lambda variant: variant.update(targets={}), "a list"),
+        (lambda variant: variant.update(targets=[target("1/weights")]), "segment .1/weights. is of another kind"),
+        (lambda variant: variant.update(targets=[target("gone")]), "no segment .gone"),
+        (lambda variant: variant.update(report="0/library"), "segment .0/library. is of another kind"),
+        (lambda variant: variant["entries"][0].update(name="backward"), "variant 0 has other entries than the file"),
+        (lambda variant: variant.update(entries=[]), "there is no entry"),
+        (lambda variant: variant["entries"][0].update(slots=[99]), "no constant 99"),
+        (lambda variant: variant.update(kernels=[]), "which is not among the kernels"),
+    ],
+)
+def test_a_forged_variant(edit: Edit, said: str, path: Path) -> None:
+    """Each rule for the members of a manifest holds for those of a variant."""
+    file = fat(b"no library", (), ())
+    Artifact(written(path, file))
+    edit(file.manifest["variants"][0])
+    for options in ({}, {"runs": False}):
+        refused(path, file, f"not as the format demands: .*{said}", **options)
+
+
+def test_at_most_32_variants(path: Path) -> None:
+    file = file_with_variants()
+    file.manifest["variants"] *= 31
+    assert Artifact(written(path, file)).variant == 31
+    file.manifest["variants"].append(file.manifest["variants"][0])
+    refused(path, file, "it has 33 variants; at most 32 are allowed")
+    file.manifest["variants"] = {}
+    refused(path, file, "a list")
 
 
 HEADERS: dict[str, tuple[Callable[[bytes], bytes], str]] = {

@@ -74,8 +74,8 @@ _WITH_DOT_PRODUCTS = NEON_FEATURES | {"asimddp", "asimdhp"}
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """Processors that run one machine code. `name`: as in `uname -m`. `triple`: for Linux. `features`: LLVM's name of each that kernels may
-    use -> Linux's. `baseline`: those that every processor has, by Linux's names. `mcpu`: LLVM's name of a processor with no others. `abi`:
-    LLVM's name of how numbers are passed, where the triple leaves it open; else "".
+    use -> Linux's. `baseline`: those that every processor has, by Linux's names. `mcpu`: LLVM's name of a processor with no others. `options`:
+    LLVM's, for kernels. `abi`: LLVM's name of how numbers are passed, where the triple leaves it open; else "".
     """
 
     name: str
@@ -83,13 +83,22 @@ class Architecture:
     features: Mapping[str, str]
     baseline: frozenset[str]
     mcpu: str
+    options: tuple[str, ...] = ()
     abi: str = ""
 
 
 _X86_64 = Architecture("x86_64", "x86_64-linux-gnu", X86_FEATURES, frozenset(), "x86-64")
-_AARCH64 = Architecture("aarch64", "aarch64-linux-gnu", ARM_FEATURES, NEON_FEATURES, "generic")
+_AARCH64 = Architecture(
+    "aarch64",
+    "aarch64-linux-gnu",
+    ARM_FEATURES,
+    NEON_FEATURES,
+    "generic",
+    # LLVM moves loads of neighbours together, to make pairs of them: the second is there long before its use, and a sum goes to memory for it.
+    ("-misched-cluster:bool=false",),
+)
 # Linux's distributions need RV64GC.
-_RISCV64 = Architecture("riscv64", "riscv64-linux-gnu", RISCV_FEATURES, frozenset("acdfm"), "generic-rv64", "lp64d")
+_RISCV64 = Architecture("riscv64", "riscv64-linux-gnu", RISCV_FEATURES, frozenset("acdfm"), "generic-rv64", abi="lp64d")
 ARCHITECTURES = {each.name: each for each in (_X86_64, _AARCH64, _RISCV64)}
 # Targets by name. x86-64: levels of its psABI. Arm: Technical Reference Manuals of Cortex-A72, Neoverse N1 (Armv8.2) and V1 (Armv8.4).
 # RISC-V: its manual's letters.
@@ -132,6 +141,9 @@ class Isa:
     multiplies_taps: bool = False
     # Registers of a matrix product's tile for scalars that are loaded ahead; where an instruction reads them from memory there are none.
     loaded_ahead: int = 0
+    # No product reads an operand from memory, but from a lane of a vector. So scalars are loaded a vector at a time, and input rows of a
+    # depthwise convolution once for several output rows.
+    loads_apart: bool = False
     # Constant (N, K) and (K, N) weights are read where they lie (`tile_sizes.py`): measured with 8 and 16 lanes.
     reads_unpacked: bool = False
     copies_panels: bool = False
@@ -140,7 +152,7 @@ class Isa:
 
 
 SSE = Isa(lanes=4, registers=16)
-NEON = Isa(lanes=4, registers=32, loaded_ahead=4)
+NEON = Isa(lanes=4, registers=32, loaded_ahead=4, loads_apart=True)
 # One multiply-add takes a scalar beside a vector. Without V, four lanes are four of the 32 scalar registers.
 RVV = Isa(lanes=4, registers=32, computes_float16=True)
 RV64 = Isa(lanes=4, registers=8, computes_float16=True)

@@ -81,6 +81,11 @@ class Target:
         another name, and for a feature that kernels do not use.
         """
         base, *more = (part.strip() for part in name.split(","))
+        if others := [part for part in more if part in (NATIVE, *TARGETS) or _architectures(part)]:
+            raise ConfigError(
+                f"target (HYBRID_TARGET, options['target'] or --target) is {name!r}, and only files are for several targets (hybrid export, or "
+                f"torch_hybrid_backend.export): name one of {base} and {' and '.join(others)}"
+            )
         if base == NATIVE:
             raise ConfigError(
                 f"target (HYBRID_TARGET, options['target'] or --target) is {name!r}, and features cannot follow {NATIVE}: it has all that this "
@@ -89,10 +94,11 @@ class Target:
         if base in TARGETS:
             architecture, known = TARGETS[base]
         else:
-            found = [each for each in ARCHITECTURES.values() if _is_triple(base, each)]
+            found = _architectures(base)
             if not found:
                 names = (NATIVE, *TARGETS, *(each.triple for each in ARCHITECTURES.values()))
-                likely = did_you_mean(base, names).rstrip(" ")
+                written = [f"+{feature}" for each in ARCHITECTURES.values() for feature in each.features]
+                likely = did_you_mean(base, (*names, *written)).rstrip(" ")
                 raise ConfigError(
                     f"target (HYBRID_TARGET, options['target'] or --target) is {name!r}, and no target is called {base!r}; there are "
                     f"{', '.join(names)}; features may follow any but {NATIVE}, such as 'armv8-a,+dotprod'. {likely}".rstrip(
@@ -111,6 +117,15 @@ class Target:
             _DEFAULT_L2_BYTES,
             architecture.name,
         )
+
+    @staticmethod
+    def names(setting: str) -> list[str]:
+        """The names in the setting `target`, of targets that differ; several are separated by commas, as features are behind each: a feature
+        begins with "+". Raises as `named`."""
+        names: dict[Target | None, str] = {}
+        for name in re.split(r",(?!\+)", setting):
+            names.setdefault(None if name == NATIVE else Target.named(name), name)
+        return list(names.values())
 
     @staticmethod
     def foreign(name: str) -> Target | None:
@@ -163,9 +178,9 @@ class Target:
         return "|".join(map(str, parts))
 
 
-def _is_triple(text: str, architecture: Architecture) -> bool:
-    """True if a text is a triple of Linux with glibc, such as "aarch64-linux-gnu" or "aarch64-unknown-linux-gnu"."""
-    return re.fullmatch(rf"{architecture.name}-(\w+-)?linux-gnu", text) is not None
+def _architectures(triple: str) -> list[Architecture]:
+    """The architecture that a triple of Linux with glibc names, such as "aarch64-linux-gnu" or "aarch64-unknown-linux-gnu"; [] for others."""
+    return [each for each in ARCHITECTURES.values() if re.fullmatch(rf"{each.name}-(\w+-)?linux-gnu", triple)]
 
 
 def _feature(text: str, architecture: Architecture, target: str) -> str:
@@ -208,6 +223,8 @@ def tvm_target(target: Target) -> Any:
         named = {"mtriple": of.triple, "mcpu": target.mcpu, "mattr": attributes, "num-cores": target.cores}
         if of.abi:
             named["mabi"] = of.abi
+        if of.options:
+            named["cl-opt"] = [*_LLVM["cl-opt"], *of.options]
         return tvm.target.Target({**_LLVM, **named})
     if target.mcpu != NATIVE:
         return tvm.target.Target({**_LLVM, "mcpu": target.mcpu, "num-cores": target.cores})

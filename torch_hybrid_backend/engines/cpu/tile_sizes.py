@@ -26,8 +26,13 @@ def nibble_place(j: int) -> int:
 _MAX_ROWS = 14
 
 
-def max_rows(vectors: int, target: Target, spare: int = 0) -> int:
-    """The tallest tile whose accumulators leave registers for one row of vectors, one broadcast scalar and `spare` more."""
+def max_rows(vectors: int, target: Target, spare: int = 0, *, by_element: bool = False) -> int:
+    """The tallest tile whose accumulators leave registers for one row of vectors, one broadcast scalar and `spare` more.
+
+    by_element: each row has a register instead, with its elements of several steps.
+    """
+    if by_element:
+        return max(1, min(_MAX_ROWS, (target.isa.registers - 1 - spare - vectors) // (vectors + 1)))
     spare += target.isa.loaded_ahead
     return max(1, min(_MAX_ROWS, (target.isa.registers - 1 - spare - vectors) // vectors))
 

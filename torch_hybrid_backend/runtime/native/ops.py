@@ -187,6 +187,7 @@ class _Operators:
         self.artifact_read = ops.artifact_read.default
         self.artifact_manifest = ops.artifact_manifest.default
         self.artifact_signatures = ops.artifact_signatures.default
+        self.artifact_variant = ops.artifact_variant.default
         self.artifact_segment = ops.artifact_segment.default
         self.artifact_constant = ops.artifact_constant.default
         self.artifact_plan = ops.artifact_plan.default
@@ -306,7 +307,8 @@ class Artifact:
 
     share: other processes that open the file share its memory. False copies it, for files that others may write to. threads: how many
     compare checksums and decode. verify: is called with the manifest's text, as bytes, and the signatures before anything else of the file is
-    read; what it raises is raised. runs: refuse a file whose libraries are for other machines; without, its plans cannot be made.
+    read; what it raises is raised. runs: choose the variant for this machine, and refuse a file that has none; of a file with several, only
+    what that one uses is checked, and can be asked for. False: all is checked, and plans cannot be made.
 
     Addresses hold for as long as this object lives, or a plan of it. Raises ArtifactError for a file that cannot be used, with what to do.
     """
@@ -338,6 +340,11 @@ class Artifact:
         pairs = _bytes_at(*self._ops.artifact_signatures(self.handle))
         begins = range(0, len(pairs), _KEY_BYTES + _SIGNATURE_BYTES)
         return [(pairs[b : b + _KEY_BYTES], pairs[b + _KEY_BYTES :][:_SIGNATURE_BYTES]) for b in begins]
+
+    @property
+    def variant(self) -> int:
+        """The number of the variant that was chosen; without `runs` that of the last."""
+        return int(self._ops.artifact_variant(self.handle))
 
     def segment(self, name: str) -> tuple[int, int]:
         """The address and the size in bytes of a segment."""

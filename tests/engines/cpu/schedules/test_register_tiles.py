@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -112,27 +111,36 @@ def test_copies_hide_the_latency_where_there_are_steps_enough(accumulators: int,
     assert RegisterTile.ways_for(accumulators, steps) == ways
 
 
+@pytest.mark.parametrize("by_element", [False, True])
 @pytest.mark.parametrize("ways", [1, 2, 4])
 @pytest.mark.parametrize("depth", [1, 4, 7, 33])
-def test_a_tile_sums_products(depth: int, ways: int) -> None:
-    """acc[row, vector, lane] = sum over k of a[row, k] * b[k, vector, lane], in any number of copies; a row left out stays zero."""
+def test_a_tile_sums_products(depth: int, ways: int, by_element: bool) -> None:
+    """acc[row, vector, lane] = sum over k of a[row, k] * b[k, vector, lane], in any number of copies, scalars loaded one by one or as vectors
+    of steps; a row left out stays zero."""
     rows, vectors, lanes = 3, 2, 4
     width = vectors * lanes
 
     def body(builder: Builder, a: Any, b: Any, out: Any) -> Any:
-        tile = RegisterTile(builder, Printer(builder, {}), rows, vectors, lanes, "float32", ways)
+        printer = Printer(builder, {})
+        tile = RegisterTile(builder, printer, rows, vectors, lanes, "float32", ways, by_element=by_element)
 
-        def step(k: Index, way: int) -> Any:
+        def add(k: Index, scalars: Any, way: int) -> Any:
             def right(vector: int, lane: Index) -> Any:
                 return builder.load(b, k * width + vector * lanes + lane)
 
-            def left(row: int, lane: Index) -> Any:
-                return builder.load(a, row * depth + k)
+            return tile.accumulate(
+                [None if row == 1 else s for row, s in enumerate(scalars)], partials(right, vectors), way
+            )
 
-            scalars = [None if row == 1 else partial(left, row) for row in range(rows)]
-            return tile.accumulate(scalars, partials(right, vectors), way)
+        def step(k: Index, way: int) -> Any:
+            return add(k, partials(lambda row, lane: builder.load(a, row * depth + k), rows), way)
 
-        return builder.seq(tile.declare(), tile.clear(), tile.reduce(depth, step), tile.spill(out, 1))
+        def several(k: Index) -> Any:
+            values = partials(lambda row, lane: builder.load(a, row * depth + k + lane), rows)
+            return tile.in_vectors(values, lambda s, scalars: add(k + s, scalars, s % ways))
+
+        reduce = tile.reduce(depth, step, several=several)
+        return builder.seq(tile.declare(), tile.clear(), reduce, tile.spill(out, 1))
 
     a, b, out = torch.randn(rows, depth), torch.randn(depth, width), torch.full((rows * width + 1,), 77.0)
     run_body(body, a.flatten(), b.flatten(), out)
@@ -140,6 +148,34 @@ def test_a_tile_sums_products(depth: int, ways: int) -> None:
     want[1] = 0
     torch.testing.assert_close(out[1:].view(rows, width), want)
     assert out[0] == 77
+
+
+def test_a_first_product_is_stored() -> None:
+    """Rows without a sum yet need not be cleared."""
+
+    def body(builder: Builder, x: Any, out: Any) -> Any:
+        tile = RegisterTile(builder, Printer(builder, {}), 2, 1, 4, "float32")
+        scalars = partials(lambda row, lane: builder.load(x, row), 2)
+        vector = [lambda lane: builder.load(x, lane)]
+        steps = [tile.accumulate(scalars, vector, begun=begun) for begun in ([False, False], [True, False])]
+        return builder.seq(tile.declare(), *steps, tile.spill(out))
+
+    x, out = torch.tensor([2.0, 3.0, 5.0, 7.0]), torch.empty(8)
+    run_body(body, x, out)
+    assert out.view(2, 4).tolist() == [(4 * x).tolist(), (3 * x).tolist()]
+
+
+def test_words_of_vectors() -> None:
+    """Element s of each vector is in every lane of step s."""
+
+    def body(builder: Builder, x: Any, out: Any) -> Any:
+        tile = RegisterTile(builder, Printer(builder, {}), 1, 1, 4, "int32")
+        vectors = [builder.load_vector(x, start, 4) for start in (0, 4)]
+        return tile.words_in_vectors(vectors, lambda s, words: builder.store_vector(out, 4 * s, words[0] + words[1], 4))
+
+    x, out = torch.arange(8, dtype=torch.int32), torch.empty(16, dtype=torch.int32)
+    run_body(body, x, out)
+    assert out.view(4, 4).tolist() == [[2 * s + 4] * 4 for s in range(4)]
 
 
 def test_a_tile_without_scalars_has_nothing_to_add() -> None:

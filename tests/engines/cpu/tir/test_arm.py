@@ -46,7 +46,7 @@ def inner_loop(assembly: str, instruction: str) -> list[str]:
         ("armv8-a", torch.float32, "fmla"),
         ("neoverse-n1", torch.int8, "sdot"),
         ("neoverse-n1", torch.uint8, "sdot"),
-        ("neoverse-v1", torch.uint8, "usdot"),
+        ("neoverse-v1", torch.uint8, "sudot"),  # USDOT by element, its factors exchanged
     ],
 )
 @pytest.mark.parametrize("function", [multiplied, convolved])
@@ -66,6 +66,8 @@ def test_inner_loops_spill_nothing(function: object, name: str, left: torch.dtyp
     loop = inner_loop(built.inspect_source("asm"), instruction)
     products = [line for line in loop if re.search(rf"\b{instruction}\b", line)]
     assert len(products) >= 12
+    if function is multiplied:  # around an image lies a number that is no lane
+        assert all(re.search(r"\[\d\]$", line) for line in products), "a factor is a lane"
     assert not [line for line in loop if re.search(r"\b[qv]\d+.*\[sp\b", line)]
 
 

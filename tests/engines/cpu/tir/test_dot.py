@@ -9,7 +9,7 @@ import torch
 from tests.engines.cpu.schedule_runner import run_body
 from torch_hybrid_backend.engines.cpu.dot_products import MULTIPLICATION, DotProduct
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder
-from torch_hybrid_backend.engines.cpu.tir.dot import dot_product, load_word, load_words
+from torch_hybrid_backend.engines.cpu.tir.dot import dot_product, load_neighbours, load_word, load_words
 
 LANES = 4
 
@@ -35,6 +35,14 @@ def test_a_word_of_four_bytes_is_in_every_lane() -> None:
     assert out[:4].tolist() == [word] * 4
     assert out[4:20].tolist() == list(range(4, 20))
     assert out[20:].tolist() == torch.tensor([word + word * word]).to(torch.int32).tolist() * 4
+
+
+def test_neighbours_are_one_a_lane() -> None:
+    """From any element on."""
+    dot = DotProduct("sdot", 4, "int8", "int8", "int32")
+    left, out = torch.arange(20, dtype=torch.int8), torch.zeros(4, dtype=torch.int32)
+    run_body(lambda b, x, out: b.store_vector(out, 0, load_neighbours(x, b.index(2), dot, 4), 4), left, out)
+    assert out.tolist() == left[2:18].clone().view(torch.int32).tolist()
 
 
 def test_a_word_of_one_element_is_multiplied_as_it_is() -> None:

@@ -105,6 +105,11 @@ def partials(of: Callable[[int, Index], TirExpr], count: int) -> list[LaneFn]:
     return [partial(of, number) for number in range(count)]
 
 
+def element(vector: LaneFn, lane: int) -> LaneFn:
+    """Lane `lane` of a vector as a scalar."""
+    return lambda _: vector(as_index(lane))
+
+
 class RegisterTile:
     """`rows` x `vectors` accumulators of `lanes` elements of `dtype`; `ways` independent copies hide the latency of short tiles.
 
@@ -113,10 +118,20 @@ class RegisterTile:
     """
 
     def __init__(
-        self, builder: Builder, printer: Printer, rows: int, vectors: int, lanes: int, dtype: str, ways: int = 1
+        self,
+        builder: Builder,
+        printer: Printer,
+        rows: int,
+        vectors: int,
+        lanes: int,
+        dtype: str,
+        ways: int = 1,
+        *,
+        by_element: bool = False,
     ) -> None:
         self.builder, self.printer = builder, printer
         self.rows, self.vectors, self.lanes, self.dtype, self.ways = rows, vectors, lanes, dtype, ways
+        self.by_element = by_element
         self.size = rows * vectors * lanes
         self.buffer = builder.local(self.size * ways, dtype, "acc")
 
@@ -160,8 +175,10 @@ class RegisterTile:
         scalars: Sequence[LaneFn | None],
         vectors: Sequence[LaneFn],
         way: int = 0,
+        begun: Sequence[bool] | None = None,
     ) -> Stmt | None:
-        """acc[row, v] += scalars[row] * vectors[v], lane by lane; a row whose scalar is None is left alone."""
+        """acc[row, v] += scalars[row] * vectors[v], lane by lane; a row whose scalar is None is left alone. `begun`: whether a row has a sum
+        yet; the first product of one that has not is stored."""
         if all(scalar is None for scalar in scalars):
             return None
 
@@ -174,7 +191,9 @@ class RegisterTile:
                 left = scalar(lane)
                 for v, value in enumerate(values):
                     position = lane + self.offset(row, v, way)
-                    total = self.builder.load(self.buffer, position) + left * value
+                    total = left * value
+                    if begun is None or begun[row]:
+                        total = self.builder.load(self.buffer, position) + total
                     steps.append(self.builder.store(self.buffer, position, total))
             return self.builder.seq(*steps)
 
@@ -194,6 +213,20 @@ class RegisterTile:
 
         loads = partials(lambda n, lane: self.builder.load(array, lane + n * self.lanes), len(values))
         return self.builder.seq(self.builder.alloc(array), self._lanes(hold)), loads
+
+    def in_vectors(self, values: Sequence[LaneFn], step: Callable[[int, list[LaneFn]], Stmt | None]) -> Stmt:
+        """`step(s, scalars)` for each of `lanes` steps, whose scalars are element s of `values`: vectors that are loaded once for all."""
+        begin, loads = self.held(values)
+
+        steps = [step(s, [element(load, s) for load in loads]) for s in range(self.lanes)]
+        return self.builder.seq(begin, *steps)
+
+    def words_in_vectors(self, vectors: Sequence[TirExpr], step: Callable[[int, list[TirExpr]], Stmt | None]) -> Stmt:
+        """`step(s, words)` for each of `lanes` steps, whose words are element s of `vectors`, int32, in every lane."""
+        b, names = self.builder, [self.builder.variable("words", f"int32x{self.lanes}") for _ in vectors]
+        begin = [b.bind(name, vector) for name, vector in zip(names, vectors, strict=True)]
+        lanes = range(self.lanes)
+        return b.seq(*begin, *[step(s, [tir.splat(name, s, self.lanes) for name in names]) for s in lanes])
 
     def accumulate_words(
         self,
@@ -278,32 +311,51 @@ class RegisterTile:
         return ways
 
     def reduce(
-        self, extent: Dim, step: Callable[[Index, int], Stmt | None], ahead: Callable[[Index], Stmt] | None = None
+        self,
+        extent: Dim,
+        step: Callable[[Index, int], Stmt | None],
+        ahead: Callable[[Index], Stmt] | None = None,
+        several: Callable[[Index], Stmt] | None = None,
     ) -> Stmt:
-        """`step(k, way)` for k in 0 .. extent-1, and the copies summed; `ahead` as for `steps`."""
-        return self.builder.seq(self.steps(extent, step, ahead), self.merge())
+        """`step(k, way)` for k in 0 .. extent-1, and the copies summed; `ahead` and `several` as for `steps`."""
+        return self.builder.seq(self.steps(extent, step, ahead, several), self.merge())
 
     def unrolled(self, extent: Dim) -> int:
-        """Steps emitted one after the other: enough to hide the loop and to use every copy."""
+        """Steps emitted one after the other: enough to hide the loop and to use every copy; or a vector of them, whose elements are scalars."""
+        if self._has_vectors(extent):
+            vectors = max(1, min(_UNROLL, 2 * _UNROLLED_MULTIPLY_ADDS // (self.rows * self.vectors * self.lanes)))
+            return self.lanes * (min(vectors, extent // self.lanes) if isinstance(extent, int) else vectors)
         most = min(_UNROLL, _UNROLLED_MULTIPLY_ADDS // (self.rows * self.vectors))
         return max(self.ways, min(most, extent) if isinstance(extent, int) else max(most, 1))
 
+    def _has_vectors(self, extent: Dim) -> bool:
+        return self.by_element and (isinstance(extent, Size) or extent >= self.lanes)
+
     def steps(
-        self, extent: Dim, step: Callable[[Index, int], Stmt | None], ahead: Callable[[Index], Stmt] | None = None
+        self,
+        extent: Dim,
+        step: Callable[[Index, int], Stmt | None],
+        ahead: Callable[[Index], Stmt] | None = None,
+        several: Callable[[Index], Stmt] | None = None,
     ) -> Stmt:
-        """`step(k, way)` for k in 0 .. extent-1; `ahead(i)`, prefetches say, before the i-th `unrolled` of them."""
+        """`step(k, way)` for k in 0 .. extent-1; `ahead(i)`, prefetches say, before the i-th `unrolled` of them. `several(k)`: `lanes` steps
+        from k on, of a tile `by_element`."""
         b, unroll = self.builder, self.unrolled(extent)
         whole = extent // unroll
 
         def steps_at(k: Index) -> Stmt:
             before = None if ahead is None else ahead(k)
+            if several is not None and self._has_vectors(extent):
+                return b.seq(before, *[several(k * unroll + u) for u in range(0, unroll, self.lanes)])
             return b.seq(before, *[step(k * unroll + u, u % self.ways) for u in range(unroll)])
 
         main = b.loop(whole, steps_at, name="k")
         left = extent - whole * unroll
         if isinstance(left, Size):
             return b.seq(main, b.loop(left, lambda k: step(k + whole * unroll, 0), name="k"))
-        rest = [step(as_index(whole * unroll + u), 0) for u in range(left)]
+        vectors = left // self.lanes if several is not None and self.by_element else 0
+        rest = [several(as_index(whole * unroll + v * self.lanes)) for v in range(vectors)] if several else []
+        rest += [step(as_index(whole * unroll + u), 0) for u in range(vectors * self.lanes, left)]
         return b.seq(main if whole != 0 else None, *rest)
 
     def spill(self, buffer: TirBuffer, offset: Index | int = 0, row_stride: int = 0) -> Stmt:

@@ -29,10 +29,12 @@ def dot_product(
 
 def _intrinsic(name: str) -> str:
     full = f"@llvm.aarch64.neon.{name}.v4i32.v16i8"
+    # LLVM finds the form that takes a word from a lane (SDOT by element, SUDOT for USDOT) where the intrinsic has it in this place.
+    operands = "<16 x i8> %a, <16 x i8> %b" if name == "usdot" else "<16 x i8> %b, <16 x i8> %a"
     return f"""
 declare <4 x i32> {full}(<4 x i32>, <16 x i8>, <16 x i8>)
 {_HEAD.format(name=name)}
-  %r = call <4 x i32> {full}(<4 x i32> %c, <16 x i8> %a, <16 x i8> %b)
+  %r = call <4 x i32> {full}(<4 x i32> %c, {operands})
   ret <4 x i32> %r
 }}
 """

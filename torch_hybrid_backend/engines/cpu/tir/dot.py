@@ -16,6 +16,11 @@ def load_word(array: TirBuffer, offset: TirExpr, dot: DotProduct, lanes: int) ->
     return tirx.Broadcast(tirx.reinterpret("int32", tirx.BufferLoad(array, [place])), lanes)
 
 
+def load_neighbours(array: TirBuffer, offset: TirExpr, dot: DotProduct, count: int) -> TirExpr:
+    """`count` words of the left operand from element `offset` on, one a lane."""
+    return tirx.reinterpret(f"int32x{count}", tirx.BufferLoad(array, [tirx.Ramp(offset, 1, count * dot.group)]))
+
+
 def load_words(array: TirBuffer, offset: TirExpr, dot: DotProduct, lanes: int) -> TirExpr:
     """The words of `lanes` columns of the right operand, from element `offset` on."""
     return tirx.BufferLoad(array, [tirx.Ramp(offset, 1, lanes * dot.group)])

@@ -98,6 +98,11 @@ def shuffle(vectors: Sequence[TirExpr], lanes: Sequence[int]) -> TirExpr:
     return tirx.Shuffle(list(vectors), list(lanes))
 
 
+def splat(vector: TirExpr, lane: int, lanes: int) -> TirExpr:
+    """A lane of a vector in every lane."""
+    return tirx.Shuffle([vector], [lane] * lanes)
+
+
 def itemsize(dtype: str) -> int:
     """Bytes of an element in an array; of a vector's dtype, of the vector."""
     kind = tvm.DataType(dtype)

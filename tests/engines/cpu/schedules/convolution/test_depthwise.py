@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engines.cpu.schedule_runner import HOST, NARROW
+from tests.engines.cpu.schedule_runner import APART, HOST, NARROW
 from tests.engines.cpu.schedules.convolution.convolutions_for_tests import Case, check
 from torch_hybrid_backend.engines.cpu.target import Target
 
 
-@pytest.mark.parametrize("target", [HOST, NARROW], ids=["host", "narrow"])
+@pytest.mark.parametrize("target", [HOST, NARROW, APART], ids=["host", "narrow", "apart"])
 @pytest.mark.parametrize(
     "case",
     [
         Case((1, 32, 9, 20), 32, (3, 3), 1, 1, groups=32),
         Case((2, 29, 9, 9), 29, (3, 3), 2, 1, groups=29),
+        Case((1, 8, 6, 20), 8, (3, 3), 1, 0, groups=8),  # no row reads padding
+        Case((1, 8, 2, 9), 8, (3, 3), 1, 1, groups=8),  # every row does
         Case((1, 20, 11, 5), 20, (7, 7), 1, 3, groups=20),
         Case((1, 16, 60), 16, (31,), 1, 15, groups=16),
     ],

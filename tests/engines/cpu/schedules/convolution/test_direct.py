@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from tests.engines.cpu.schedule_runner import HOST, NARROW, compile_kernel, row_major, run_kernel
+from tests.engines.cpu.schedule_runner import APART, HOST, NARROW, compile_kernel, row_major, run_kernel
 from tests.engines.cpu.schedules.convolution.convolutions_for_tests import Case, check, make
 from torch_hybrid_backend.engines.cpu.dot_products import DotProduct
 from torch_hybrid_backend.engines.cpu.operands.vnni_packing import pack_conv_words
@@ -21,7 +21,7 @@ from torch_hybrid_backend.loops.kernels import Argument, Store
 from torch_hybrid_backend.loops.layout import Blocked
 
 
-@pytest.mark.parametrize("target", [HOST, NARROW], ids=["host", "narrow"])
+@pytest.mark.parametrize("target", [HOST, NARROW, APART], ids=["host", "narrow", "apart"])
 @pytest.mark.parametrize(
     "case",
     [

@@ -48,6 +48,26 @@ def test_column_tiles_cover_every_column_once(axis: Axis, parts: int) -> None:
     assert all((a.columns, a.inside) != (b.columns, b.inside) for a, b in itertools.pairwise(found))
 
 
+@pytest.mark.parametrize("axis", AXES)
+def test_the_interior_reads_no_padding(axis: Axis) -> None:
+    """Output positions whose windows lie inside the input, all of them."""
+    first, end = axis.interior()
+    inside = [o for o in range(axis.out) if all(axis.inside(o, tap) for tap in range(axis.kernel))]
+    assert list(range(first, end)) == inside
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_the_width_that_neighbours_read(axis: Axis) -> None:
+    """`width` reaches from the first position that is read to the last; `in_order` has every tap once, those that share positions together."""
+    places = [axis.place(out, tap) for out in range(3) for tap in range(axis.kernel)]
+    assert axis.width(3) == max(places) - min(places) + 1
+    order = axis.in_order()
+    assert sorted(order) == list(range(axis.kernel))
+    remainders = [tap * axis.dilation % axis.stride for tap in order]
+    assert remainders == sorted(remainders)
+    assert axis.in_order([0]) == [0]
+
+
 def test_wide_kernels_leave_the_test_to_the_loop() -> None:
     """More than fifteen columns are not unrolled: tiles are alike where they are as large."""
     axis = Axis(size=40, out=40, kernel=16, stride=1, padding=8, dilation=1)

@@ -8,13 +8,13 @@ import math
 import pytest
 import torch
 
-from tests.engines.cpu.schedule_runner import HOST, NARROW, compile_kernel, run_kernel
+from tests.engines.cpu.schedule_runner import APART, HOST, NARROW, compile_kernel, run_kernel
 from tests.engines.cpu.schedules.convolution.convolutions_for_tests import Case, check, make
 from torch_hybrid_backend.engines.cpu.schedules.convolution import rules
 from torch_hybrid_backend.engines.cpu.target import Target
 
 
-@pytest.mark.parametrize("target", [HOST, NARROW], ids=["host", "narrow"])
+@pytest.mark.parametrize("target", [HOST, NARROW, APART], ids=["host", "narrow", "apart"])
 @pytest.mark.parametrize("m", [2, 4])
 @pytest.mark.parametrize(
     "case",

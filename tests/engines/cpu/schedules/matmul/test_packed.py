@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from tests.engines.cpu.schedule_runner import HOST, NARROW, compile_kernel, row_major, run_kernel
+from tests.engines.cpu.schedule_runner import APART, HOST, NARROW, compile_kernel, row_major, run_kernel
 from torch_hybrid_backend.engines.cpu import tile_sizes
 from torch_hybrid_backend.engines.cpu.kernels import CpuMatMulKernel
 from torch_hybrid_backend.engines.cpu.operands import packing
@@ -90,7 +90,7 @@ def check(
     torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance * max(1.0, float(want.abs().max())))
 
 
-@pytest.mark.parametrize("target", [HOST, NARROW], ids=["host", "narrow"])
+@pytest.mark.parametrize("target", [HOST, NARROW, APART], ids=["host", "narrow", "apart"])
 @pytest.mark.parametrize(
     "shape",
     [

@@ -6,6 +6,8 @@ Steps:
 2. One parallel loop over (image, channel block, output row).
 3. A tile of output columns is held in registers over the whole window, which is unrolled; columns that read padding at a kernel column
    leave that step out (`conv_geometry`), rows that read padding skip a kernel row.
+4. Where a load is an instruction of its own (`Isa.loads_apart`), a tile of a small window has several output rows, which share pixels; rows
+   that read padding are computed one by one.
 The work is one load per multiply-add: the schedule runs at the speed of the first-level cache.
 """
 
@@ -16,29 +18,50 @@ from functools import partial
 
 from torch_hybrid_backend.engines.cpu.schedules.convolution.geometry import ColumnTiles, column_tiles, is_wide
 from torch_hybrid_backend.engines.cpu.schedules.convolution.parts import ConvParts
-from torch_hybrid_backend.engines.cpu.schedules.register_tiles import RegisterTile
-from torch_hybrid_backend.engines.cpu.tile_sizes import lane_chunks, max_rows
+from torch_hybrid_backend.engines.cpu.schedules.register_tiles import RegisterTile, by_part
+from torch_hybrid_backend.engines.cpu.tile_sizes import lane_chunks, max_rows, split_at_most
+from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Stmt, TirExpr
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.sizes.size import known_int
 
 # Windows up to this many taps are unrolled whole; larger ones keep a loop over kernel rows.
 _UNROLLED_TAPS = 9
+# Output rows of a register tile of such a window, where rows share what they read: of more, tiles would be too narrow.
+_SHARING_ROWS = 4
 
 
 def depthwise(parts: ConvParts) -> Stmt | None:
     """The kernel's body, or None where it is no depthwise convolution."""
-    row = _row(parts)
-    return None if row is None else parts.builder.fused((parts.images, _blocks(parts), parts.rows.out), row)
+    if len(parts.packed.shape) != 4:
+        return None
+    b, most = parts.builder, _most_rows(parts)
+    top, end = (0, 0) if most == 1 else parts.rows.interior()
+    if top == end:
+        return b.fused((parts.images, _blocks(parts), parts.rows.out), lambda at: _rows(parts, at[0], at[1], at[2], 1))
+    heights, outside = split_at_most(end - top, most), parts.rows.out - (end - top)
+
+    def task(position: tuple[Index, ...]) -> Stmt:
+        image, block, part = position
+        inside = by_part(
+            b, heights, part - outside, lambda first, height: _rows(parts, image, block, first + top, height)
+        )
+        if not outside:
+            return inside
+        # Rows that read padding come first, those at the top before those at the bottom.
+        row = tir.select(b.index(part) < top, b.index(part), b.index(part + (end - top)))
+        single, bind = b.bound(row, parts.rows.out, "row")
+        return b.when(b.index(part) < outside, b.seq(bind, _rows(parts, image, block, single, 1)), inside)
+
+    return b.fused((parts.images, _blocks(parts), outside + heights.parts), task)
 
 
 def depthwise_row(parts: ConvParts) -> Callable[[Index, Index], Stmt] | None:
     """All channels of one output row of an image, or None where it is no depthwise convolution."""
-    row = _row(parts)
-    if row is None:
+    if len(parts.packed.shape) != 4:
         return None
-    return lambda image, out_row: parts.builder.loop(
-        _blocks(parts), lambda block: row((image, block, out_row)), name="b"
+    return lambda image, row: parts.builder.loop(
+        _blocks(parts), lambda block: _rows(parts, image, block, row, 1), name="b"
     )
 
 
@@ -46,27 +69,91 @@ def _blocks(parts: ConvParts) -> int:
     return known_int(parts.packed.shape[0])
 
 
-def _row(parts: ConvParts) -> Callable[[tuple[Index, ...]], Stmt] | None:
-    """Compute one output row of a channel block: (image, block, output row)."""
-    if len(parts.packed.shape) != 4:
-        return None
+def _most_rows(parts: ConvParts) -> int:
+    """Output rows of a register tile, which share the input rows that they read."""
+    if not parts.target.isa.loads_apart or parts.rows.kernel * parts.columns.kernel > _UNROLLED_TAPS:
+        return 1
+    return max(1, _SHARING_ROWS // parts.rows.stride)
+
+
+def _most_columns(parts: ConvParts, height: int) -> int:
+    """Output columns of a register tile of `height` rows; where rows share pixels, beside the window and pixels of one input row.
+
+    With a stride, LLVM loads the first pixels of the next row while the last of one are multiplied.
+    """
+    if _most_rows(parts) == 1:
+        return max_rows(1, parts.target)
+    columns = parts.columns
+    room = parts.target.isa.registers - 1 - parts.rows.kernel * columns.kernel
+    return next((c for c in range(room, 0, -1) if height * c + columns.width(c) + 2 * (columns.stride - 1) <= room), 1)
+
+
+def _rows(parts: ConvParts, image: Index, block: Index, first: Index, height: int) -> Stmt:
+    """Compute `height` output rows of a channel block."""
     b, blocks = parts.builder, _blocks(parts)
     tail = parts.out_channels - (blocks - 1) * parts.block
-    tiles = column_tiles(parts.columns, -(-parts.columns.out // max_rows(1, parts.target)))
+    tiles = column_tiles(parts.columns, -(-parts.columns.out // _most_columns(parts, height)))
 
-    def row(position: tuple[Index, ...]) -> Stmt:
-        image, block, out_row = position
+    def lanes(start: int, width: int) -> Stmt:
+        of = _tiles if height == 1 else partial(_tall_tiles, height=height)
+        return b.seq(*[of(parts, tile, image, block, first, start, width) for tile in tiles])
 
-        def lanes(start: int, width: int) -> Stmt:
-            return b.seq(*[_tiles(parts, tile, image, block, out_row, start, width) for tile in tiles])
+    last = b.seq(*[lanes(start, width) for start, width in lane_chunks(tail, parts.block)])
+    if tail == parts.block or blocks == 1:
+        return last
+    return b.when(b.index(block) < blocks - 1, lanes(0, parts.block), last)
 
-        chunks = lane_chunks(tail, parts.block)
-        last = b.seq(*[lanes(start, width) for start, width in chunks])
-        if tail == parts.block or blocks == 1:
-            return last
-        return b.when(b.index(block) < blocks - 1, lanes(0, parts.block), last)
 
-    return row
+def _tall_tiles(
+    parts: ConvParts,
+    tiles: ColumnTiles,
+    image: Index,
+    block: Index,
+    out_row: Index,
+    start: int,
+    lanes: int,
+    height: int,
+) -> Stmt:
+    """All tiles of one kind in `height` output rows that read no padding above or below: an input row at a time, for all that read it."""
+    b, rows, columns = parts.builder, parts.rows, parts.columns
+
+    def channel(lane: Index) -> Index:
+        return block * parts.block + lane + start
+
+    def one(number: Index) -> Stmt:
+        first = number * tiles.columns + tiles.first
+        of_rows = [RegisterTile(b, parts.printer, tiles.columns, 1, lanes, parts.dtype) for _ in range(height)]
+        begun = [[False] * tiles.columns for _ in range(height)]
+
+        def input_row(offset: int) -> Stmt | None:
+            """Input row `offset` of those that the tile reads."""
+            source = rows.source(out_row, 0) + offset
+            taps = [(r, kh) for r in range(height) for kh in range(rows.kernel) if offset == rows.place(r, kh)]
+
+            def x(kw: int, column: int, lane: Index) -> TirExpr:
+                return parts.x(image, channel(lane), source, columns.source(first + column, kw))
+
+            def tap(r: int, kh: int, kw: int) -> Stmt | None:
+                pixels = [partial(x, kw, c) if inside else None for c, inside in enumerate(tiles.inside[kw])]
+                weight = [lambda lane: parts.weight(block, as_index(kh), as_index(kw), lane + start)]
+                step = of_rows[r].accumulate(pixels, weight, begun=begun[r])
+                begun[r] = [done or inside for done, inside in zip(begun[r], tiles.inside[kw], strict=True)]
+                return step
+
+            steps = [tap(r, kh, kw) for kw in columns.in_order() for r, kh in taps]
+            return b.seq(*steps) if any(s is not None for s in steps) else None
+
+        steps = [input_row(offset) for offset in range(rows.width(height))]
+        # A column that reads nothing but padding has no product.
+        never = [tile.clear() if not all(done) else None for tile, done in zip(of_rows, begun, strict=True)]
+
+        def place(r: int, _: int, lane: Index, c: int | Index) -> tuple[Index, ...]:
+            return image, channel(lane), out_row + r, first + c
+
+        write = [parts.write_tile(tile, lanes, partial(place, r)) for r, tile in enumerate(of_rows)]
+        return b.seq(*[tile.declare() for tile in of_rows], *never, *steps, *write)
+
+    return b.loop(tiles.count, one, name="t")
 
 
 def _tiles(

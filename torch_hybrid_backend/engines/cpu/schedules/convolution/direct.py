@@ -4,6 +4,7 @@ Pattern: `Panels` that are (groups, channel blocks, kh, input channels of the gr
 1. Vector lanes are the output channels of a block. A register tile is some output columns of one row times some channel blocks, chosen by
    counting multiply-adds, loads and tasks (`conv_tiling`): small images need several blocks to have enough accumulators.
 2. A 1x1 kernel with stride 1 sees one long row: its tiles are cut from height x width.
+   Where the processor multiplies by an element of a vector, pixels are loaded as vectors of channels, or of columns.
 3. One parallel loop over (image, group, blocks, row), ordered so that the smaller of weight and input stays in the cache (`weight_stream`).
 4. Around the registers: kernel rows, input channels, and, unrolled, kernel columns: the order in which the weight is packed, so it streams.
    The input is read as broadcast scalars, so its layout is free.
@@ -17,7 +18,8 @@ Architectures", SC 2018.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from torch_hybrid_backend.engines.cpu.dot_products import DotProduct
@@ -27,6 +29,7 @@ from torch_hybrid_backend.engines.cpu.schedules.convolution.tiling import (
     channel_block,
     choose_tiling,
     reads_one_long_row,
+    vectors_along,
 )
 from torch_hybrid_backend.engines.cpu.schedules.convolution.weight_stream import (
     Task,
@@ -34,8 +37,16 @@ from torch_hybrid_backend.engines.cpu.schedules.convolution.weight_stream import
     WeightStream,
     streams,
 )
-from torch_hybrid_backend.engines.cpu.schedules.register_tiles import RegisterTile, by_part, has_polynomial
+from torch_hybrid_backend.engines.cpu.schedules.register_tiles import (
+    LaneFn,
+    RegisterTile,
+    by_part,
+    element,
+    has_polynomial,
+    partials,
+)
 from torch_hybrid_backend.engines.cpu.tile_sizes import Split, split_into
+from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Stmt, TirExpr
 from torch_hybrid_backend.engines.cpu.tir.expressions import word_of
 from torch_hybrid_backend.loops.index import Index, as_index
@@ -59,6 +70,11 @@ def direct_row(parts: ConvParts) -> Callable[[Index, Index], Stmt]:
     return _Direct(parts, is_flat=False).whole_row
 
 
+def _even(most: int, step: int, count: int) -> int:
+    """The largest multiple of `step`, at most `most`, of which `count` is one; `most` where there is none but small ones."""
+    return next((size for size in range(most, most // 2, -step) if count % size == 0), most)
+
+
 class _Direct:
     """The emission of one kernel."""
 
@@ -74,6 +90,7 @@ class _Direct:
             self.rows, self.columns = Axis(1, 1, 1, 1, 0, 1), Axis(pixels, pixels, 1, 1, 0, 1)
         self.tiling = choose_tiling(parts, self.rows, self.columns, self.is_flat)
         self.channel_block = channel_block(parts)
+        self.along = vectors_along(parts)
 
     # Emission.
 
@@ -153,7 +170,7 @@ class _Direct:
         reduce = self._reduce(tile, task, row, first, inside, as_index(0), self.channels, ahead)
 
         def place(vector: int, lane: Index, column: int | Index) -> tuple[Index, ...]:
-            return task.image, self._channel(task, vector, lane), *self._pixel(row, first + column)
+            return task.image, self._channel(task, vector, lane), *self.pixel(row, first + column)
 
         write = self._with_tail(task, lambda channels: self.parts.write_tile(tile, channels, place))
         return b.seq(tile.declare(), self._begin(tile, task), reduce, write)
@@ -175,12 +192,29 @@ class _Direct:
     def _channel(self, task: Task, vector: int, lane: Index) -> Index:
         return task.group * self.per_group + (task.first_block + vector) * self.block + lane
 
-    def _pixel(self, row: Index, column: Index) -> tuple[Index, Index]:
+    def pixel(self, row: Index, column: Index) -> tuple[Index, Index]:
         """Row and column of the image."""
         if not self.is_flat:
             return row, column
         width = self.parts.columns.out
         return column // width, column % width
+
+    def weight_words(
+        self, task: Task, tile: RegisterTile, dot: DotProduct, kh: Index, channel: Index, kw: Index
+    ) -> list[TirExpr]:
+        """Weight of a tap and a channel in words, a vector for each block of a tile."""
+        return [
+            self.parts.weight_words(dot, task.group, task.first_block + v, kh, channel, kw, as_index(0))
+            for v in range(tile.vectors)
+        ]
+
+    def weight_vectors(self, task: Task, tile: RegisterTile, kh: Index, channel: Index, kw: Index) -> list[LaneFn]:
+        """Weight of a tap and a channel, a vector for each block of a tile."""
+
+        def weight(vector: int, lane: Index) -> TirExpr:
+            return self.parts.weight(task.group, task.first_block + vector, kh, channel, kw, lane)
+
+        return partials(weight, tile.vectors)
 
     def _reduce(
         self,
@@ -202,12 +236,6 @@ class _Direct:
         if not wide and not taps:
             return None
 
-        def weight_words(dot: DotProduct, kh: Index, channel: Index, kw: Index) -> list[TirExpr]:
-            return [
-                parts.weight_words(dot, task.group, task.first_block + v, kh, channel, kw, as_index(0))
-                for v in range(tile.vectors)
-            ]
-
         def step(
             kh: Index, source_row: Index, channel: Index, kw: Index, columns: Sequence[bool | None]
         ) -> Stmt | None:
@@ -216,37 +244,44 @@ class _Direct:
 
                 def word(c: int) -> TirExpr | None:
                     if columns[c]:
-                        pixel = self._pixel(source_row, self.columns.source(first + c, kw))
+                        pixel = self.pixel(source_row, self.columns.source(first + c, kw))
                         return parts.word(dot, task.image, task.group * self.channels + channel, *pixel)
                     return None if columns[c] is None else around
 
                 words = [word(c) for c in range(tile.rows)]
-                return tile.accumulate_words(words, weight_words(dot, kh, channel, kw), dot)
+                return tile.accumulate_words(words, self.weight_words(task, tile, dot, kh, channel, kw), dot)
 
             def x(column: int, _: Index) -> TirExpr:
-                pixel = self._pixel(source_row, self.columns.source(first + column, kw))
+                pixel = self.pixel(source_row, self.columns.source(first + column, kw))
                 return parts.x(task.image, task.group * self.channels + channel, *pixel)
 
-            def weight(vector: int, lane: Index) -> TirExpr:
-                return parts.weight(task.group, task.first_block + vector, kh, channel, kw, lane)
-
-            return tile.accumulate(
-                [partial(x, c) if columns[c] else None for c in range(tile.rows)],
-                [partial(weight, v) for v in range(tile.vectors)],
-            )
+            scalars = [partial(x, c) if columns[c] else None for c in range(tile.rows)]
+            return tile.accumulate(scalars, self.weight_vectors(task, tile, kh, channel, kw))
 
         def unrolled(kh: Index, source: Index) -> Stmt:
-            unroll = max(1, _UNROLLED_MULTIPLY_ADDS // (len(taps) * tile.rows * tile.vectors))
+            multiply_adds = len(taps) * tile.rows * tile.vectors
+
+            def single(channel: Index) -> Stmt:
+                return b.seq(*[step(kh, source, channel, as_index(kw), inside[kw]) for kw in taps])
+
+            def fetches(channel: Index, is_last: TirExpr) -> list[Stmt | None]:
+                return [
+                    self._fetch_ahead(tile.rows, task, source, first, first_channel, channel, is_last),
+                    ahead(kh, channel),
+                ]
+
+            vectors = _VectorSteps(self, tile, task, kh, source, first, inside, taps)
+            if body := vectors.body(around):
+                each = tile.lanes if self.along == "channels" else 1
+                return self._each_vector(first_channel, channels, each, multiply_adds, body, single, fetches)
+            unroll = max(1, _UNROLLED_MULTIPLY_ADDS // multiply_adds)
             return self._each_channel(
                 first_channel,
                 channels,
                 unroll,
-                len(taps) * tile.rows * tile.vectors,
-                lambda channel: b.seq(*[step(kh, source, channel, as_index(kw), inside[kw]) for kw in taps]),
-                lambda channel, is_last: [
-                    self._fetch_ahead(tile.rows, task, source, first, first_channel, channel, is_last),
-                    ahead(kh, channel),
-                ],
+                multiply_adds,
+                single,
+                fetches,
             )
 
         def looped(kh: Index, source: Index) -> Stmt:
@@ -282,7 +317,9 @@ class _Direct:
 
             def add(position: tuple[Index, ...]) -> Stmt | None:
                 kw, channel = position
-                return one.accumulate_words([around], weight_words(dot, kh, first_channel + channel, kw), dot)
+                return one.accumulate_words(
+                    [around], self.weight_words(task, one, dot, kh, first_channel + channel, kw), dot
+                )
 
             def with_sum(column: int, vector: int) -> Stmt:
                 total = b.load_vector(one.buffer, one.offset(0, vector), self.block)
@@ -298,6 +335,42 @@ class _Direct:
             return parts.inside(self.rows, source, there, other=outside(kh))
 
         return b.loop(self.rows.kernel, kernel_row, name="kh")
+
+    def _each_vector(
+        self,
+        first: Index,
+        count: int,
+        each: int,
+        multiply_adds: int,
+        body: Callable[[Index], Stmt],
+        single: Callable[[Index], Stmt | None],
+        ahead: Callable[[Index, TirExpr], Sequence[Stmt | None]],
+    ) -> Stmt:
+        """`body`, of `each` channels, or `single`, of one, for `count` channels from `first`, each of `multiply_adds`; `ahead` as for
+        `_each_channel`."""
+        b, block = self.builder, self.channel_block
+        length = _even(max(each, 4 * _UNROLLED_MULTIPLY_ADDS // multiply_adds // each * each), each, count)
+        unit = max(block, _even(length // block * block, block, count))
+        last = count // block * block - block
+
+        def run(start: Index, size: int) -> Stmt | None:
+            def vectors(start: Index, size: int) -> list[Stmt | None]:
+                whole = size // each * each
+                single_ones = [single(start + at) for at in range(whole, size)]
+                return [*[body(start + at) for at in range(0, whole, each)], *single_ones]
+
+            step = min(length, size)
+            loop = b.loop(size // step, lambda i: b.seq(*vectors(start + i * step, step)), name="ic")
+            return b.seq(loop, *vectors(start + (size - size % step), size % step))
+
+        def blocks(done: Index, size: int) -> Stmt:
+            starts = [done + at for at in range(0, size, block)]
+            begin = [s for at in starts for s in ahead(first + at, b.index(at) == last)]
+            return b.seq(*begin, run(first + done, size))
+
+        loop = b.loop(count // unit, lambda i: blocks(i * unit, unit), name="cb") if count >= unit else None
+        left = count % unit
+        return b.seq(loop, blocks(as_index(count - left), left) if left else None)
 
     def _each_channel(
         self,
@@ -331,12 +404,14 @@ class _Direct:
     ) -> Stmt | None:
         """Asks for what a tile of `columns` reads after the block of `channel`: the next block, or the first of the next kernel row."""
         axis, group = self.columns, task.group * self.channels
-        width = (columns - 1) * axis.stride + (axis.kernel - 1) * axis.dilation + 1
+        width = axis.width(columns)
 
         def at(row: Index, channel: Index) -> Callable[[int], tuple[Index, ...]]:
-            return lambda i: (task.image, group + channel, *self._pixel(row, axis.source(first, 0) + i))
+            return lambda i: (task.image, group + channel, *self.pixel(row, axis.source(first, 0) + i))
 
         behind = at(row, channel + self.channel_block)
+        if self.along:  # a choice of address takes as long as four products of a short block
+            return self.parts.fetch(width, None, behind, behind)
         return self.parts.fetch(width, is_last, at(row + self.rows.dilation, channels), behind)
 
     def _fetch_weight(self, task: Task, turn: Index, kh: Index, channel: Index) -> Stmt | None:
@@ -407,3 +482,108 @@ class _Direct:
             name="chunk",
         )
         return b.seq(b.alloc(sums), begin, each_chunk, each_row(write))
+
+
+@dataclass(frozen=True, slots=True)
+class _VectorSteps:
+    """Steps of a tile in one row of the kernel and the input, whose pixels are loaded in vectors and multiplied element by element."""
+
+    direct: _Direct
+    tile: RegisterTile
+    task: Task
+    kh: Index
+    source: Index
+    first: Index
+    inside: tuple[tuple[bool, ...], ...]
+    taps: Sequence[int]
+
+    def body(self, around: TirExpr | None) -> Callable[[Index], Stmt] | None:
+        """A function of the channel for the steps of a vector of channels, or of one channel; None where scalars are loaded one by one.
+        `around`: the word of what lies around the image."""
+        if self.direct.along == "channels":
+            return (
+                self._scalars_of_channels if self.direct.parts.dot is None else partial(self._words_of_channels, around)
+            )
+        if self.direct.along == "columns" and len(self._columns()) >= self.tile.lanes:
+            return partial(self._words_of_columns, around)
+        return None
+
+    def _columns(self) -> range:
+        """The columns from the first to the last that the tile reads, counted as `Axis.place` does."""
+        read = [place for kw in self.taps for place in self._places(kw) if place is not None]
+        return range(min(read), max(read) + 1) if read else range(0)
+
+    def _places(self, kw: int) -> list[int | None]:
+        """The column that each of the tile's outputs reads at a tap; None of one outside."""
+        inside = self.inside[kw]
+        return [self.direct.columns.place(c, kw) if inside[c] else None for c in range(self.tile.rows)]
+
+    def _pixel(self, place: int) -> tuple[Index, Index]:
+        return self.direct.pixel(self.source, self.direct.columns.source(self.first, 0) + place)
+
+    def _words(self, channel: Index, place: int) -> tuple[TirExpr, Stmt]:
+        """A variable with the words from one of a column on, and the statement that loads them."""
+        direct, dot = self.direct, self.direct.parts.dot
+        assert dot is not None
+        image, group = self.task.image, self.task.group * direct.channels
+        name = direct.builder.variable("words", f"int32x{self.tile.lanes}")
+        return name, direct.builder.bind(name, direct.parts.words(dot, image, group + channel, *self._pixel(place)))
+
+    def _multiplied(self, words: Sequence[TirExpr | None], channel: Index, kw: int) -> Stmt | None:
+        dot = self.direct.parts.dot
+        assert dot is not None
+        weights = self.direct.weight_words(self.task, self.tile, dot, self.kh, channel, as_index(kw))
+        return self.tile.accumulate_words(words, weights, dot)
+
+    def _scalars_of_channels(self, channel: Index) -> Stmt:
+        """Multiply `lanes` channels from one on: a pixel is a vector of them."""
+        direct, tile, pixels = self.direct, self.tile, dict[int, LaneFn]()
+        image, group = self.task.image, self.task.group * direct.channels
+
+        def x(place: int, lane: Index) -> TirExpr:
+            return direct.parts.x(image, group + channel + lane, *self._pixel(place))
+
+        def tap(kw: int) -> Iterator[Stmt | None]:
+            places = self._places(kw)
+            missing = [place for place in places if place is not None and place not in pixels]
+            if missing:
+                begin, loads = tile.held([partial(x, place) for place in missing])
+                pixels.update(zip(missing, loads, strict=True))
+                yield begin
+            for s in range(tile.lanes):
+                weights = direct.weight_vectors(self.task, tile, self.kh, channel + s, as_index(kw))
+                yield tile.accumulate([None if at is None else element(pixels[at], s) for at in places], weights)
+
+        return direct.builder.seq(*[step for kw in direct.columns.in_order(self.taps) for step in tap(kw)])
+
+    def _words_of_channels(self, around: TirExpr | None, channel: Index) -> Stmt:
+        """Multiply `lanes` words of channels likewise."""
+        tile, pixels = self.tile, dict[int, TirExpr]()
+
+        def tap(kw: int) -> Iterator[Stmt | None]:
+            places = self._places(kw)
+            for place in places:
+                if place is not None and place not in pixels:
+                    pixels[place], begin = self._words(channel, place)
+                    yield begin
+            for s in range(tile.lanes):
+                words = [around if place is None else tir.splat(pixels[place], s, tile.lanes) for place in places]
+                yield self._multiplied(words, channel + s, kw)
+
+        return self.direct.builder.seq(*[step for kw in self.direct.columns.in_order(self.taps) for step in tap(kw)])
+
+    def _words_of_columns(self, around: TirExpr | None, channel: Index) -> Stmt:
+        """Multiply one word of channels, whose neighbouring columns are a vector."""
+        columns, lanes = self._columns(), self.tile.lanes
+        starts = [min(place, columns.stop - lanes) for place in columns[::lanes]]
+        names, begin = zip(*[self._words(channel, start) for start in starts], strict=True)
+
+        def word(place: int) -> TirExpr:
+            number = max(n for n, start in enumerate(starts) if start <= place)
+            return tir.splat(names[number], place - starts[number], lanes)
+
+        steps = [
+            self._multiplied([around if place is None else word(place) for place in self._places(kw)], channel, kw)
+            for kw in self.direct.columns.in_order(self.taps)
+        ]
+        return self.direct.builder.seq(*begin, *steps)

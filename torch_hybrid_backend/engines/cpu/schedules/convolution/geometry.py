@@ -7,6 +7,7 @@ and each kernel column it is known beforehand which of the tile's columns lie in
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch_hybrid_backend.engines.cpu.kernels import CpuConvKernel
@@ -37,6 +38,26 @@ class Axis:
     @property
     def is_pointwise(self) -> bool:
         return self.kernel == 1 and self.stride == 1 and self.padding == 0 and self.size == self.out
+
+    def in_order(self, taps: Iterable[int] | None = None) -> list[int]:
+        """Kernel positions, all or some, those first that share input positions: each is then needed for few of them."""
+        return sorted(
+            range(self.kernel) if taps is None else taps, key=lambda tap: (tap * self.dilation % self.stride, tap)
+        )
+
+    def interior(self) -> tuple[int, int]:
+        """The first output position whose window lies inside the input, and the one behind the last; equal where there is none."""
+        first = -(-self.padding // self.stride)
+        end = (self.size - self.place(0, self.kernel - 1) - 1 + self.padding) // self.stride + 1
+        return (first, min(end, self.out)) if first < end else (0, 0)
+
+    def place(self, out: int, tap: int) -> int:
+        """The input position that output position `out` reads at a kernel position, counted from the first that position 0 reads."""
+        return out * self.stride + tap * self.dilation
+
+    def width(self, outs: int) -> int:
+        """The input positions from the first to the last that `outs` neighbouring output positions read."""
+        return self.place(outs - 1, self.kernel - 1) + 1
 
     def shared(self, outs: int) -> int:
         """The number of input positions that several of `outs` neighbouring output positions read."""

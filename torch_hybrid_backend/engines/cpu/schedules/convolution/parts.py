@@ -16,7 +16,7 @@ from torch_hybrid_backend.engines.cpu.target import LINE_BYTES, Target
 from torch_hybrid_backend.engines.cpu.tile_sizes import lane_chunks
 from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirBuffer, TirExpr
-from torch_hybrid_backend.engines.cpu.tir.dot import load_word, load_words
+from torch_hybrid_backend.engines.cpu.tir.dot import load_neighbours, load_word, load_words
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
 from torch_hybrid_backend.engines.cpu.weights import Panels, Taps, Winograd
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
@@ -69,6 +69,14 @@ class ConvParts:
         offset = self.printer.offset(load.buffer, load.index, self.x_env(image, channel, row, column))
         return load_word(array, self.builder.index(offset), dot, self.block)
 
+    def words(self, dot: DotProduct, image: Index, channel: Index, row: Index, column: Index) -> TirExpr:
+        """Neighbouring words, as many as a vector has lanes, from a word of input channels on."""
+        load = self.kernel.x
+        assert isinstance(load, Load)
+        array = self.printer.arguments[load.buffer][0]
+        offset = self.printer.offset(load.buffer, load.index, self.x_env(image, channel, row, column))
+        return load_neighbours(array, self.builder.index(offset), dot, self.block)
+
     def weight_words(self, dot: DotProduct, *position: Index) -> TirExpr:
         """A block's words of the packed weight, of which `position` is the first lane's."""
         array = self.printer.arguments[self.packed][0]
@@ -84,7 +92,7 @@ class ConvParts:
     def fetch(
         self,
         width: int,
-        condition: TirExpr,
+        condition: TirExpr | None,
         then: Callable[[int], tuple[Index, ...]],
         otherwise: Callable[[int], tuple[Index, ...]],
     ) -> Stmt | None:
@@ -106,7 +114,10 @@ class ConvParts:
 
         step = max(1, LINE_BYTES // (layout.block * tir.itemsize(load.buffer.dtype)))
         lines = range(0, width, step)
-        choices = [tir.select(condition, offset(then(i)), offset(otherwise(i))) for i in lines]
+        choices = [
+            offset(otherwise(i)) if condition is None else tir.select(condition, offset(then(i)), offset(otherwise(i)))
+            for i in lines
+        ]
         return self.builder.seq(*[self.builder.prefetch(array, choice, level=1) for choice in choices])
 
     def weight(self, *position: Index) -> TirExpr:

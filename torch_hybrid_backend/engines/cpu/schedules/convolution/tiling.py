@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch_hybrid_backend.engines.cpu.schedules.axes import offsets_of, step
 from torch_hybrid_backend.engines.cpu.schedules.convolution.geometry import Axis, is_wide
 from torch_hybrid_backend.engines.cpu.schedules.convolution.parts import ConvParts
 from torch_hybrid_backend.engines.cpu.schedules.convolution.weight_stream import streams
@@ -14,6 +15,8 @@ from torch_hybrid_backend.loops.ir import loads_of
 from torch_hybrid_backend.loops.layout import Blocked
 from torch_hybrid_backend.sizes.size import known_int, size_hint
 
+# Taller register tiles gain nothing.
+_MOST_COLUMNS = 14
 # How much longer a kernel takes whose streamed weights push each other out of the cache: 2048x7x7 to 512, 1x1 (docs/performance.md).
 _CROWDED = 1.15
 
@@ -56,11 +59,27 @@ def channel_block(parts: ConvParts) -> int:
     return channels if parts.kernel.groups > 1 and channels % block else min(block, channels)
 
 
+def vectors_along(parts: ConvParts) -> str:
+    """ "channels" or "columns": along which neighbours of the input are loaded as a vector, whose elements are then multiplied one by one; ""
+    where they are loaded one by one."""
+    lanes = lanes_of(parts.target, parts.dtype)
+    if not parts.target.isa.loads_apart or parts.block != lanes:
+        return ""
+    steps = [
+        (step(offset, parts.kernel.x_vars[1]), step(offset, parts.kernel.x_vars[-1]))
+        for offset in offsets_of(parts.printer, [parts.kernel.x])
+    ]
+    if channel_block(parts) % lanes == 0 and all(along in (0, 1) for along, _ in steps):
+        return "channels"
+    return "columns" if parts.dot is not None and all(across == parts.together for _, across in steps) else ""
+
+
 def choose_tiling(parts: ConvParts, rows: Axis, columns: Axis, is_flat: bool) -> Tiling:
     """Blocks and columns per register tile: the kernel's `schedule_rank` of those there are, by estimated time; ties go to fewer loads."""
     groups, all_blocks, *_ = map(known_int, parts.packed.shape)
     target, vectors = parts.target, max(1, parts.block // lanes_of(parts.target, parts.dtype))
     found: dict[tuple[Split, int], float] = {}
+    time = _vector_tile_time if vectors_along(parts) else _tile_time
     for most in range(1, min(all_blocks, target.isa.registers // 4) + 1):
         blocks = split_into(all_blocks, -(-all_blocks // most))
         tiles = -(-columns.out // _most_columns(parts, columns, blocks.size * vectors))
@@ -78,7 +97,7 @@ def choose_tiling(parts: ConvParts, rows: Axis, columns: Axis, is_flat: bool) ->
         )
         is_far = weight > target.l1_bytes // 2 and rows.out * columns.out > 1
         work = sum(
-            n_blocks * n_columns * _tile_time(b * vectors, c, b * parts.block if is_far else 0)
+            n_blocks * n_columns * time(b * vectors, c, b * parts.block if is_far else 0)
             for _, n_blocks, b in blocks.runs()
             for _, n_columns, c in split.runs()
         )
@@ -97,9 +116,17 @@ def _most_columns(parts: ConvParts, columns: Axis, vectors: int) -> int:
     room beside the accumulators, or accumulators are stored and loaded in every step (3x the time for 3x3 and 2 blocks of 14 columns).
     """
     spare = 0 if parts.dot is None else parts.dot.registers
-    most = max_rows(vectors, parts.target, spare)
     if is_wide(columns):
-        return most
+        return max_rows(vectors, parts.target, spare)
+    match vectors_along(parts):
+        case "channels":
+            # Of an element that columns read at neighbouring taps, the last to be read waits for its turn.
+            return max_rows(vectors, parts.target, spare + -(-columns.dilation // columns.stride), by_element=True)
+        case "columns":
+            room = parts.target.isa.registers - 1 - spare - vectors
+            fits = (c for c in range(_MOST_COLUMNS, 0, -1) if c * vectors + -(-columns.width(c) // parts.block) <= room)
+            return next(fits, 1)
+    most = max_rows(vectors, parts.target, spare)
     registers = parts.target.isa.registers - 1 - spare - vectors
     return next((c for c in range(most, 0, -1) if c * vectors + columns.shared(c) <= registers), 1)
 
@@ -122,3 +149,10 @@ def _tile_time(vectors: int, columns: int, far: int) -> float:
     """Half cycles per step of the reduction: two multiply-adds and two loads per cycle; short tiles wait for the last sum; `far` elements of
     the weight from the second-level cache, eight a cycle, come beside the multiply-adds."""
     return max(vectors * columns, vectors + columns, IN_FLIGHT, far / 4) + 0.1 * (vectors + columns)
+
+
+def _vector_tile_time(vectors: int, columns: int, far: int) -> float:
+    """The same where the elements of columns are loaded four at a time: three instructions of a core that decodes three or four a cycle, of
+    which a load counts for two."""
+    products = vectors * columns
+    return max(products, (products + 2 * (vectors + columns / 4)) / 1.5, IN_FLIGHT, far / 4)

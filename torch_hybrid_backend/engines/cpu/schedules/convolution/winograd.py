@@ -23,12 +23,13 @@ import functools
 import operator
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from functools import partial
 
 from torch_hybrid_backend.engines.cpu.operands.winograd_cost import winograd_tasks
 from torch_hybrid_backend.engines.cpu.operands.winograd_transform import POINTS, even_polynomial, tile_size
 from torch_hybrid_backend.engines.cpu.schedules.convolution.geometry import Axis
 from torch_hybrid_backend.engines.cpu.schedules.convolution.parts import ConvParts
-from torch_hybrid_backend.engines.cpu.schedules.register_tiles import RegisterTile
+from torch_hybrid_backend.engines.cpu.schedules.register_tiles import LaneFn, RegisterTile, lanes_of, partials
 from torch_hybrid_backend.engines.cpu.target import LINE_BYTES
 from torch_hybrid_backend.engines.cpu.tile_sizes import max_rows, split_at_most
 from torch_hybrid_backend.engines.cpu.tir import expressions as tir
@@ -273,28 +274,40 @@ class _Winograd:
     def _multiply(self, transformed: TirBuffer, products: TirBuffer, group: Index, out_part: Index) -> Stmt:
         b, parts = self.builder, self.parts
         part = group * self.out_parts + out_part
-        split = split_at_most(self.tiles, max_rows(self.vectors, self.target))
+        by_element = self.target.isa.loads_apart and lanes_of(self.target, self.dtype) == self.lanes
+        split = split_at_most(self.tiles, max_rows(self.vectors, self.target, by_element=by_element))
 
         def position(p: Index) -> Stmt:
             def rows(number: Index, first: Index, count: int) -> Stmt:
-                tile = RegisterTile(b, parts.printer, count, self.vectors, self.lanes, self.dtype)
+                tile = RegisterTile(
+                    b, parts.printer, count, self.vectors, self.lanes, self.dtype, by_element=by_element
+                )
+
+                def scalar(block: Index, channel: Index, row: int) -> TirExpr:
+                    start = p * self.v_stride + block * (self.tiles * self.lanes) + first * self.lanes
+                    return b.load(transformed, start + channel + row * self.lanes)
+
+                def multiplied(block: Index, channel: Index, scalars: Sequence[LaneFn]) -> Stmt | None:
+                    def vector(v: int, lane: Index) -> TirExpr:
+                        return parts.weight(part, p, block * self.lanes + channel, lane + v * self.lanes)
+
+                    return tile.accumulate(scalars, partials(vector, self.vectors))
 
                 def step(block: Index, channel: Index) -> Stmt | None:
-                    start = p * self.v_stride + block * (self.tiles * self.lanes) + first * self.lanes + channel
+                    return multiplied(block, channel, partials(lambda row, _: scalar(block, channel, row), count))
 
-                    def scalar(row: int) -> Callable[[Index], TirExpr]:
-                        return lambda _: b.load(transformed, start + row * self.lanes)
-
-                    def vector(v: int) -> Callable[[Index], TirExpr]:
-                        return lambda lane: parts.weight(part, p, block * self.lanes + channel, lane + v * self.lanes)
-
-                    return tile.accumulate([scalar(r) for r in range(count)], [vector(v) for v in range(self.vectors)])
+                def several(block: Index, channel: Index) -> Stmt:
+                    values = partials(lambda row, lane: scalar(block, channel + lane, row), count)
+                    return tile.in_vectors(values, lambda s, scalars: multiplied(block, channel + s, scalars))
 
                 def steps(block: Index) -> Stmt:
                     # Behind the last position is the first one of the next part.
                     panel = part * (self.positions + 1) + (p + 1) + (p + 1) // self.positions
                     begin, ahead = self._prefetching(tile, panel, block, number, split.parts)
-                    return b.seq(begin, tile.steps(self.lanes, lambda channel, _: step(block, channel), ahead))
+                    products = tile.steps(
+                        self.lanes, lambda channel, _: step(block, channel), ahead, partial(several, block)
+                    )
+                    return b.seq(begin, products)
 
                 return b.seq(
                     tile.declare(),

@@ -18,15 +18,16 @@ Source: Goto & van de Geijn, "Anatomy of High-Performance Matrix Multiplication"
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from torch_hybrid_backend.engines.cpu.dot_products import DotProduct
 from torch_hybrid_backend.engines.cpu.kernels import CpuMatMulKernel
-from torch_hybrid_backend.engines.cpu.schedules.axes import Chunk, chunks, step
+from torch_hybrid_backend.engines.cpu.schedules.axes import Chunk, chunks, offsets_of, step
 from torch_hybrid_backend.engines.cpu.schedules.register_tiles import (
     IN_FLIGHT,
+    LaneFn,
     RegisterTile,
     by_height,
     by_part,
@@ -39,7 +40,7 @@ from torch_hybrid_backend.engines.cpu.target import LINE_BYTES, Target
 from torch_hybrid_backend.engines.cpu.tile_sizes import Split, max_rows, split_at_most, split_into
 from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirExpr
-from torch_hybrid_backend.engines.cpu.tir.dot import load_word, load_words
+from torch_hybrid_backend.engines.cpu.tir.dot import load_neighbours, load_word, load_words
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
 from torch_hybrid_backend.engines.cpu.weights import Panels, Weight
 from torch_hybrid_backend.loops.index import Index, as_index
@@ -105,6 +106,8 @@ class MatMul:
         whole = self.n.extent // width if isinstance(self.n.extent, Size) else self.panels - 1
         self.last = self.n.extent - whole * width
         self.long_epilogue = has_long_epilogue(kernel.stores)
+        # Steps that lie together in A are loaded a vector at a time.
+        self.by_element = target.isa.loads_apart and self.lanes > 1 and self._lies_along_k()
         self.is_dot = dot is None and width == 1 and size_hint(kernel.k.extent) >= 2 * lanes_of(target, self.dtype)
 
     def emit(self) -> Stmt:
@@ -138,8 +141,8 @@ class MatMul:
         return b.fused((self.b.extent, blocks, self.panels, per_block), tile)
 
     def _most_rows(self) -> int:
-        spare = 0 if self.dot is None else self.dot.registers
-        most = min(max_rows(1 if self.is_dot else self.vectors, self.target, spare), self._most_cached_rows())
+        spare, vectors = 0 if self.dot is None else self.dot.registers, 1 if self.is_dot else self.vectors
+        most = min(max_rows(vectors, self.target, spare, by_element=self.by_element), self._most_cached_rows())
         return min(most, _LONG_EPILOGUE_ACCUMULATORS // self.vectors) if self.long_epilogue else most
 
     def _most_cached_rows(self) -> int:
@@ -163,6 +166,10 @@ class MatMul:
                 itemsize = tir.itemsize(load.buffer.dtype)
                 found.append(step(self.printer.offset(load.buffer, load.index, {}), self.m) * itemsize)
         return found
+
+    def _lies_along_k(self) -> bool:
+        """True if neighbours along k are neighbours in memory, in all that A is computed from."""
+        return all(step(offset, self.kernel.k) in (0, 1) for offset in offsets_of(self.printer, [self.kernel.a]))
 
     def _fitting(self, rows: int) -> int:
         """Tiles of `rows` rows of A that fit half the second-level cache."""
@@ -276,25 +283,37 @@ class _PackedMatMul(MatMul):
         b, dot, k_extent = self.builder, self.dot, self.steps
         vectors = self.vectors if isinstance(columns, Size) else -(-columns // self.lanes)
         ways = RegisterTile.ways_for(rows * vectors, k_extent)
-        tile = RegisterTile(b, self.printer, rows, vectors, self.lanes, self.dtype, ways)
+        tile = RegisterTile(b, self.printer, rows, vectors, self.lanes, self.dtype, ways, by_element=self.by_element)
 
-        def step(k: Index, way: int) -> Stmt | None:
-            if dot is not None:
-                words = [self._word(batch, first + row, k, dot) for row in range(rows)]
-                columns_of = [self._packed_words(batch, panel, k, v, dot) for v in range(vectors)]
-                return tile.accumulate_words(words, columns_of, dot, way)
+        def words_step(dot: DotProduct, k: Index, words: Sequence[TirExpr], way: int) -> Stmt | None:
+            columns_of = [self._packed_words(batch, panel, k, v, dot) for v in range(vectors)]
+            return tile.accumulate_words(words, columns_of, dot, way)
 
-            def a(row: int, _: Index) -> TirExpr:
-                return self._a(batch, first + row, k)
-
+        def scalars_step(k: Index, scalars: Sequence[LaneFn], way: int) -> Stmt | None:
             def packed(vector: int, lane: Index) -> TirExpr:
                 return self._packed(batch, panel, k, lane + vector * self.lanes)
 
-            return tile.accumulate(partials(a, rows), partials(packed, vectors), way)
+            return tile.accumulate(scalars, partials(packed, vectors), way)
+
+        def step(k: Index, way: int) -> Stmt | None:
+            if dot is not None:
+                return words_step(dot, k, [self._word(batch, first + row, k, dot) for row in range(rows)], way)
+            return scalars_step(k, partials(lambda row, _: self._a(batch, first + row, k), rows), way)
+
+        def several(k: Index) -> Stmt:
+            if dot is not None:
+                loads = [self._word(batch, first + row, k, dot, self.lanes) for row in range(rows)]
+                return tile.words_in_vectors(loads, lambda s, words: words_step(dot, k + s, words, s % ways))
+            values = partials(lambda row, lane: self._a(batch, first + row, k + lane), rows)
+            return tile.in_vectors(values, lambda s, scalars: scalars_step(k + s, scalars, s % ways))
 
         begin, prefetch = self._prefetching(tile, batch, panel, ahead)
         compute = b.seq(
-            begin, tile.declare(), tile.clear(), self._start(tile, batch, panel), tile.reduce(k_extent, step, prefetch)
+            begin,
+            tile.declare(),
+            tile.clear(),
+            self._start(tile, batch, panel),
+            tile.reduce(k_extent, step, prefetch, several),
         )
         return b.seq(compute, self._write(tile, batch, first, panel * self.width, columns))
 
@@ -311,13 +330,14 @@ class _PackedMatMul(MatMul):
 
         return tile.fill(value)
 
-    def _word(self, batch: Index, row: Index, k: Index, dot: DotProduct) -> TirExpr:
+    def _word(self, batch: Index, row: Index, k: Index, dot: DotProduct, count: int = 1) -> TirExpr:
+        """A word of A in every lane, or `count` neighbours along k, as many as there are lanes."""
         load = self.kernel.a
         assert isinstance(load, Load)
         env = {self.b: batch, self.m: row, self.kernel.k: k * dot.group}
         array = self.printer.arguments[load.buffer][0]
         offset = self.builder.index(self.printer.offset(load.buffer, load.index, env))
-        return load_word(array, offset, dot, self.lanes)
+        return load_word(array, offset, dot, self.lanes) if count == 1 else load_neighbours(array, offset, dot, count)
 
     def _packed_words(self, batch: Index, panel: Index, k: Index, vector: int, dot: DotProduct) -> TirExpr:
         packed = self.weight.buffer
