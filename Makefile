@@ -84,7 +84,8 @@ $(VENV)/ecosystem: constraints.txt | $(VENV)/.installed
 
 # An interrupted run goes on where it stopped; delete the folder to start anew.
 test-full: $(VENV)/.built $(VENV)/torchvision $(VENV)/ecosystem $(DOCS)/.installed wheel
-	for target in $(RUNNER_TARGETS); do $(MAKE) runner TARGET=$$target && $(MAKE) wheel TARGET=$$target || exit 1; done
+	for target in $(RUNNER_TARGETS); do $(MAKE) runner TARGET=$$target || exit 1; done
+	$(MAKE) wheel TARGET=aarch64
 	$(PY) -m pytest -m full
 	$(PY) -m tests.operators.run --out $(FULL_OUT)/operators $(ARGS); status=$$?; \
 	$(PY) -m tests.operators.report $(FULL_OUT)/operators; exit $$status
@@ -187,7 +188,7 @@ $(CROSS)/.installed: constraints.txt | $(VENV)/bin/python
 	touch $@
 
 # The runner for TARGET: a processor and the oldest glibc that it may run on, or a processor alone. It brings a C++ runtime library of its own.
-RUNNER_TARGETS := aarch64-linux-gnu.2.28
+RUNNER_TARGETS := aarch64-linux-gnu.2.28 riscv64-linux-gnu.2.28
 TARGET ?= $(firstword $(RUNNER_TARGETS))
 override TARGET := $(firstword $(filter $(TARGET)-%,$(RUNNER_TARGETS)) $(TARGET))
 RUNNER := hybrid-runner-$(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' torch_hybrid_backend/_version.py)-$(TARGET)

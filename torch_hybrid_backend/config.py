@@ -235,11 +235,11 @@ class Config:
         default="native",
         metadata=_setting(
             _target,
-            "native, x86-64-v2, x86-64-v3, x86-64-v4, armv8-a, cortex-a72, neoverse-n1, neoverse-v1, a triple; features may follow; for files "
-            "also several",
+            "native, x86-64-v2, x86-64-v3, x86-64-v4, armv8-a, cortex-a72, neoverse-n1, neoverse-v1, rv64gc, rv64gcv, a triple; features may "
+            "follow; for files also several",
             "processor that kernels of the CPU are compiled for: this machine's; or a level of x86-64 (v3 has AVX2, v4 AVX-512), whose kernels "
-            "all machines of that level share; they are slower than native ones (docs/guides/cache.md); or for `export`, an Arm processor "
-            "(docs/guides/arm.md), or several processors (docs/guides/ship.md)",
+            "all machines of that level share; they are slower than native ones (docs/guides/cache.md); or for `export`, an Arm or RISC-V "
+            "processor (docs/guides/arm.md), or several processors (docs/guides/ship.md)",
         ),
     )
     placement: str = dataclasses.field(

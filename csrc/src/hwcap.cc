@@ -34,4 +34,13 @@ std::set<std::string> FeaturesOfHwcap(unsigned long hwcap, unsigned long hwcap2)
   return features;
 }
 
+// From "a" on: Linux's arch/riscv/include/uapi/asm/hwcap.h.
+std::set<std::string> LettersOfHwcap(unsigned long hwcap) {
+  std::set<std::string> features;
+  for (char letter = 'a'; letter <= 'z'; ++letter) {
+    if ((hwcap >> (letter - 'a') & 1) != 0) features.insert(std::string(1, letter));
+  }
+  return features;
+}
+
 }  // namespace torch_hybrid_backend

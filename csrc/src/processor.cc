@@ -107,6 +107,8 @@ const Processor& ThisProcessor() {
     }
 #if defined(__aarch64__)
     made->features = FeaturesOfHwcap(getauxval(AT_HWCAP), getauxval(AT_HWCAP2));
+#elif defined(__riscv)
+    made->features = LettersOfHwcap(getauxval(AT_HWCAP));
 #else
     std::ifstream file("/proc/cpuinfo");
     made->features = FeaturesIn(file);

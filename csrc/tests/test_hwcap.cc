@@ -10,6 +10,7 @@
 #include "check.h"
 
 using torch_hybrid_backend::FeaturesOfHwcap;
+using torch_hybrid_backend::LettersOfHwcap;
 using Features = std::set<std::string>;
 
 int main() {
@@ -19,6 +20,7 @@ int main() {
             Features{"aes", "asimd", "cpuid", "crc32", "evtstrm", "fp", "pmull", "sha1", "sha2"},
         "Cortex-A72");
   const Features n1 = FeaturesOfHwcap(0x119fff, 0);
+  Check(LettersOfHwcap(0x20112d) == Features{"a", "c", "d", "f", "i", "m", "v"}, "RV64GCV");
   Check(n1.contains("asimddp") && n1.contains("asimdhp") && !n1.contains("sve"), "Neoverse N1");
 #if defined(__aarch64__)
   Check(FeaturesOfHwcap(HWCAP_ASIMDDP | HWCAP_ASIMDHP | HWCAP_SVE | HWCAP_SHA2 | HWCAP_PACG,

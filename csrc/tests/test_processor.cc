@@ -46,5 +46,8 @@ int main() {
 #elif defined(__aarch64__)
   Check(machine.name == "aarch64" && machine.features.contains("asimd"),
         "has what all of its kind have");
+#elif defined(__riscv)
+  Check(machine.name == "riscv64" && machine.features.contains("d"),
+        "has what all of its kind have");
 #endif
 }

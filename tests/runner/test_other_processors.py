@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +14,13 @@ import numpy as np
 import pytest
 
 from tests.runner.hybrid_files import HybridFile, doubling_plan, named
+from tests.runner.machines import ARM, ROOT, X86, Machine, needed
 from tests.runner.runner_in_python import run
-from torch_hybrid_backend import __version__
 
-ROOT = Path(__file__).resolve().parents[2]
 CROSS = ROOT / ".venv/cross"
 ZIG = CROSS / "ziglang/zig"
 # What `make runner` has compiled of the C++ runtime library is there.
 SETTINGS = ("env", f"ZIG_GLOBAL_CACHE_DIR={CROSS}/cache", f"ZIG_LOCAL_CACHE_DIR={CROSS}/cache")
-ARM_ROOT = Path("/usr/aarch64-linux-gnu")  # glibc and libgomp, as Debian has them for cross compilation
 MOST_BYTES = 2 << 20
 # Those of the C++ unit tests that need no tensors and no threads of PyTorch.
 UNITS = (
@@ -45,49 +41,9 @@ torch_hybrid_backend.export(model, (torch.randn(2, 3, 8, 8),), {path!r}, options
 """
 
 
-@dataclass(frozen=True)
-class Machine:
-    """A target of `make runner`, and the command that runs its programs. `glibc`: the newest that they may need."""
-
-    target: str
-    emulator: tuple[str, ...]
-    glibc: tuple[int, int]
-
-    @property
-    def folder(self) -> Path:
-        """Folder that `make runner` has installed to."""
-        return ROOT / f"build/runner/hybrid-runner-{__version__}-{self.target}"
-
-    @property
-    def processor(self) -> str:
-        return self.target.partition("-")[0]
-
-    def runs(self, *command: object, emulator: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-        """Run a program of this machine; `emulator`: more arguments of the emulator."""
-        whole = [*self.emulator, *emulator, *map(str, command)]
-        return subprocess.run(whole, capture_output=True, text=True, timeout=500, check=False)
-
-
-ARM = Machine(
-    "aarch64-linux-gnu.2.28", ("qemu-aarch64", "-L", str(ARM_ROOT), "-E", f"LD_LIBRARY_PATH={ARM_ROOT}/lib"), (2, 28)
-)
-X86 = Machine("x86_64-linux-gnu.2.28", ("qemu-x86_64",), (2, 28))
-
-
 @pytest.fixture(scope="module")
 def machine() -> Machine:
-    return _needed(ARM)
-
-
-def _needed(machine: Machine) -> Machine:
-    """The machine; skips where something to build for it and to emulate it is missing."""
-    if not machine.folder.exists():
-        pytest.skip(f"run `make runner TARGET={machine.target}`, as `make test-full` does")
-    if shutil.which(machine.emulator[0]) is None:
-        pytest.skip(f"needs {machine.emulator[0]}: apt-get install qemu-user")
-    if machine is ARM and not (ARM_ROOT / "lib/libgomp.so.1").exists():
-        pytest.skip("needs glibc and libgomp for arm64: apt-get install libc6-arm64-cross libgomp1-arm64-cross")
-    return machine
+    return needed(ARM)
 
 
 @pytest.fixture(scope="module")

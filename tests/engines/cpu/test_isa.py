@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_hybrid_backend.engines.cpu.isa import AVX2, AVX512, NEON, SSE, X86_FEATURES, isa_of, widest_lanes
+from torch_hybrid_backend.engines.cpu.isa import AVX2, AVX512, NEON, RV64, RVV, SSE, X86_FEATURES, isa_of, widest_lanes
 
 _AVX512F = ("avx2", "avx512f")
 
@@ -21,10 +21,17 @@ def test_lanes(features: tuple[str, ...], lanes: int) -> None:
 
 @pytest.mark.parametrize(
     ("features", "isa"),
-    [((), SSE), (("avx2", "fma"), AVX2), (_AVX512F, AVX512), (("asimd", "asimdhp"), NEON)],
+    [
+        ((), SSE),
+        (("avx2", "fma"), AVX2),
+        (_AVX512F, AVX512),
+        (("asimd", "asimdhp"), NEON),
+        (tuple("acdfmv"), RVV),
+        (tuple("acdfm"), RV64),
+    ],
 )
 def test_instruction_sets_without_extensions(features: tuple[str, ...], isa: object) -> None:
-    """The vectors decide, but for Arm's, which are as wide as SSE's."""
+    """The vectors decide, but for those of Arm and RISC-V, which are as wide as SSE's."""
     assert isa_of(features, widest_lanes(features)) == isa
 
 
@@ -79,13 +86,13 @@ def test_tiles() -> None:
     assert isa_of(tiles, 16).tiles == set()
 
 
-@pytest.mark.parametrize("isa", [SSE, NEON])
+@pytest.mark.parametrize("isa", [SSE, NEON, RVV, RV64])
 def test_vectors_of_four_lanes_refuse_by_name(isa: object) -> None:
     """Every way of computing beyond arithmetic on vectors has a property, and is refused; two tell of the vectors' arithmetic itself."""
     assert {
         value
         for field in dataclasses.fields(isa)[2:]
-        if field.name not in ("loaded_ahead", "loads_apart") and (value := getattr(isa, field.name))
+        if field.name not in ("loaded_ahead", "loads_apart", "computes_float16") and (value := getattr(isa, field.name))
     } == set()  # type: ignore[arg-type]
 
 

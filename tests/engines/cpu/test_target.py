@@ -218,10 +218,11 @@ def test_a_named_target_is_the_same_everywhere(monkeypatch: pytest.MonkeyPatch) 
 def features_in_llvm(named: Mapping[str, object]) -> list[str]:
     """The features that LLVM takes a processor to have, of those that kernels use, by Linux's names; asked in a process of its own."""
     code = f"""
-from torch_hybrid_backend.engines.cpu.isa import ARM_FEATURES, X86_FEATURES
+from torch_hybrid_backend.engines.cpu.isa import ARCHITECTURES
 from torch_hybrid_backend.engines.cpu.target import Target, _llvm_features
-used = _llvm_features({{"kind": "llvm", **{named!r}}})
-known = ARM_FEATURES if "neon" in used else X86_FEATURES
+named = {named!r}
+used = _llvm_features({{"kind": "llvm", **named}})
+known = ARCHITECTURES[named.get("mtriple", "x86_64").partition("-")[0]].features
 print(*sorted(linux for llvm, linux in known.items() if llvm in used))
 """
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
@@ -243,6 +244,7 @@ def test_targets_of_equal_features_are_equal() -> None:
     assert Target.named("x86-64-v4,+avx512vnni").isa.dot_products >= {"vpdpbusd"}
     assert Target.named("armv8-a,+dotprod").fingerprint != Target.named("armv8-a").fingerprint
     assert Target.named("x86_64-linux-gnu").features == ()
+    assert Target.named("riscv64-linux-gnu,+v") == Target.named("rv64gcv") == Target.named("rv64gc,+v")
 
 
 def test_llvm_gets_no_feature_that_a_target_does_not_name() -> None:
@@ -254,14 +256,25 @@ def test_llvm_gets_no_feature_that_a_target_does_not_name() -> None:
     assert features_in_llvm({key: made.attrs[key] for key in ("mtriple", "mcpu")}) == ["asimd"]
 
 
+def test_a_target_of_riscv() -> None:
+    """Vectors of 128 bits, which every processor with V has; numbers are passed in registers of float64."""
+    made, isa = tvm_target(Target.named("rv64gcv")), Target.named("rv64gcv").isa
+    assert (isa.lanes, isa.registers, isa.computes_float16) == (4, 32, True)
+    assert (made.attrs["mtriple"], made.attrs["mabi"]) == ("riscv64-linux-gnu", "lp64d")
+    assert sorted(made.attrs["mattr"]) == ["+a", "+c", "+d", "+f", "+m", "+v"]
+    assert features_in_llvm({key: made.attrs[key] for key in ("mtriple", "mcpu", "mattr", "mabi")}) == [*"acdfmv"]
+
+
 @pytest.mark.parametrize(
     ("name", "told"),
     [
         (
             "neoverse-n7",
-            r"no target is called 'neoverse-n7'; there are native, x86-64-v2, .*'aarch64-linux-gnu,\+dotprod'.*mean 'neoverse-",
+            r"no target is called 'neoverse-n7'; there are native, x86-64-v2, .*'armv8-a,\+dotprod'.*mean 'neoverse-",
         ),
-        ("riscv64-linux-gnu", "no target is called 'riscv64-linux-gnu'"),
+        ("riscv64", "no target is called 'riscv64'.*mean 'riscv64-linux-gnu'"),
+        ("rv64gcv,+zvfh", r"'\+zvfh' is no feature that kernels of riscv64 use; .* of a, c, d, f, m, v"),
+        ("rv64gcv,+sve", r"'\+sve' is no feature that kernels of riscv64 use"),
         ("aarch64-apple-darwin", "no target is called 'aarch64-apple-darwin'"),
         (
             "armv8-a,+dotprods",

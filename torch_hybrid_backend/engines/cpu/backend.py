@@ -37,8 +37,8 @@ from torch_hybrid_backend.loops.sdpa_matching import match_sdpa
 from torch_hybrid_backend.machine import may_use_tiles
 from torch_hybrid_backend.sizes.size import Dim, as_size
 
-# The architecture whose kernels other machines make too: of its instructions `tir/arm.py` has forms that run anywhere.
-_CROSS_COMPILED = ("x86_64", "aarch64")
+# The machines that make kernels for others too: of those processors' instructions there are forms that run anywhere (`tir/arm.py`).
+_CROSS_COMPILES = "x86_64"
 
 
 class TvmBackend:
@@ -62,7 +62,7 @@ class TvmBackend:
         if name == NATIVE:
             return TvmBackend()
         target, start = Target.named(name), f"target (HYBRID_TARGET, options['target'] or --target) is {name!r}, and "
-        if target.is_foreign and (platform.machine(), target.architecture) != _CROSS_COMPILED:
+        if target.is_foreign and platform.machine() != _CROSS_COMPILES:
             raise ConfigError(
                 f"{start}kernels of {target.architecture} are made on such machines alone; this is {platform.machine()}: use another target"
             )

@@ -5,7 +5,7 @@ Everything else asks a property of `Target.isa`. A way of computing that an inst
 another kernel takes its place. `tir/x86.py` and `tir/arm.py` emit the instructions. Nothing here imports TVM or torch.
 
 Sources: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapters 14 to 18; Arm Architecture Reference Manual for
-A-profile, B1.2 (32 registers of 128 bits).
+A-profile, B1.2 (32 registers of 128 bits); The RISC-V Instruction Set Manual, volume I, "V" (32 registers of at least 128 bits).
 """
 
 from __future__ import annotations
@@ -56,10 +56,12 @@ X86_FEATURES = {
 }
 # Likewise, of AArch64.
 ARM_FEATURES = {"neon": "asimd", "dotprod": "asimddp", "fullfp16": "asimdhp", "bf16": "bf16", "i8mm": "i8mm"}
-# LLVM's names of the features whose vectors have no fixed length.
+# Likewise, of RISC-V. V has registers of no fixed length, but of 128 bits at least: kernels have LLVM use so many.
+RISCV_FEATURES = {letter: letter for letter in "acdfmv"}
+# LLVM's names of the features of AArch64 whose vectors have no fixed length.
 SCALABLE = frozenset(("sve", "sve2", "sme", "sme2"))
 # All that kernels may depend on, as Linux names them.
-FEATURES = frozenset((*X86_FEATURES.values(), *ARM_FEATURES.values()))
+FEATURES = frozenset((*X86_FEATURES.values(), *ARM_FEATURES.values(), *RISCV_FEATURES.values()))
 # LLVM's name of an extension -> of the first processor with it, as which a processor is tuned that LLVM takes for one without.
 FIRST_PROCESSOR = {"amx-tile": "sapphirerapids"}
 _WITH_SSE4 = frozenset(("sse4_1", "sse4_2", "popcnt"))
@@ -73,7 +75,7 @@ _WITH_DOT_PRODUCTS = NEON_FEATURES | {"asimddp", "asimdhp"}
 class Architecture:
     """Processors that run one machine code. `name`: as in `uname -m`. `triple`: for Linux. `features`: LLVM's name of each that kernels may
     use -> Linux's. `baseline`: those that every processor has, by Linux's names. `mcpu`: LLVM's name of a processor with no others. `options`:
-    LLVM's, for kernels.
+    LLVM's, for kernels. `abi`: LLVM's name of how numbers are passed, where the triple leaves it open; else "".
     """
 
     name: str
@@ -82,6 +84,7 @@ class Architecture:
     baseline: frozenset[str]
     mcpu: str
     options: tuple[str, ...] = ()
+    abi: str = ""
 
 
 _X86_64 = Architecture("x86_64", "x86_64-linux-gnu", X86_FEATURES, frozenset(), "x86-64")
@@ -94,8 +97,11 @@ _AARCH64 = Architecture(
     # LLVM moves loads of neighbours together, to make pairs of them: the second is there long before its use, and a sum goes to memory for it.
     ("-misched-cluster:bool=false",),
 )
-ARCHITECTURES = {each.name: each for each in (_X86_64, _AARCH64)}
+# Linux's distributions need RV64GC.
+_RISCV64 = Architecture("riscv64", "riscv64-linux-gnu", RISCV_FEATURES, frozenset("acdfm"), "generic-rv64", abi="lp64d")
+ARCHITECTURES = {each.name: each for each in (_X86_64, _AARCH64, _RISCV64)}
 # Targets by name. x86-64: levels of its psABI. Arm: Technical Reference Manuals of Cortex-A72, Neoverse N1 (Armv8.2) and V1 (Armv8.4).
+# RISC-V: its manual's letters.
 TARGETS: Mapping[str, tuple[Architecture, frozenset[str]]] = {
     "x86-64-v2": (_X86_64, _WITH_SSE4),
     "x86-64-v3": (_X86_64, _WITH_AVX2),
@@ -104,6 +110,8 @@ TARGETS: Mapping[str, tuple[Architecture, frozenset[str]]] = {
     "cortex-a72": (_AARCH64, NEON_FEATURES),
     "neoverse-n1": (_AARCH64, _WITH_DOT_PRODUCTS),
     "neoverse-v1": (_AARCH64, _WITH_DOT_PRODUCTS | {"bf16", "i8mm"}),
+    "rv64gc": (_RISCV64, _RISCV64.baseline),
+    "rv64gcv": (_RISCV64, _RISCV64.baseline | {"v"}),
 }
 # PyTorch's name of what it uses (`torch.backends.cpu.get_cpu_capability()`) -> features that are there at least.
 FEATURES_OF_CAPABILITY = {"AVX2": _WITH_AVX2, "AVX512": _WITH_AVX512, "AVX512_VNNI": _WITH_AVX512}
@@ -139,10 +147,15 @@ class Isa:
     # Constant (N, K) and (K, N) weights are read where they lie (`tile_sizes.py`): measured with 8 and 16 lanes.
     reads_unpacked: bool = False
     copies_panels: bool = False
+    # No instruction converts float16: it is written as arithmetic on integers (`tir/storage.py`).
+    computes_float16: bool = False
 
 
 SSE = Isa(lanes=4, registers=16)
 NEON = Isa(lanes=4, registers=32, loaded_ahead=4, loads_apart=True)
+# One multiply-add takes a scalar beside a vector. Without V, four lanes are four of the 32 scalar registers.
+RVV = Isa(lanes=4, registers=32, computes_float16=True)
+RV64 = Isa(lanes=4, registers=8, computes_float16=True)
 AVX2 = Isa(
     lanes=8,
     registers=16,
@@ -176,7 +189,7 @@ _TILES, _TILE_DTYPES = "amx_tile", {"amx_bf16": "bfloat16", "amx_fp16": "float16
 
 
 def widest_lanes(features: tuple[str, ...]) -> int:
-    """float32 lanes of the widest vectors: 16 with AVX-512, 8 with AVX2, else 4 (SSE, NEON)."""
+    """float32 lanes of the widest vectors: 16 with AVX-512, 8 with AVX2, else 4 (SSE, NEON, RVV)."""
     if "avx512f" in features:
         return AVX512.lanes
     return AVX2.lanes if "avx2" in features else SSE.lanes
@@ -185,8 +198,12 @@ def widest_lanes(features: tuple[str, ...]) -> int:
 @functools.cache
 def isa_of(features: tuple[str, ...], lanes: int) -> Isa:
     """The instruction set of a processor with `features`, as Linux names them, where kernels use vectors of `lanes` float32."""
-    is_arm = set(features) >= NEON_FEATURES
-    isa = replace(NEON, lanes=lanes) if is_arm else {AVX512.lanes: AVX512, AVX2.lanes: AVX2}.get(lanes, SSE)
+    if not NEON_FEATURES.isdisjoint(features):
+        isa = replace(NEON, lanes=lanes)
+    elif _RISCV64.baseline.issubset(features):
+        isa = RVV if "v" in features else RV64
+    else:
+        isa = {AVX512.lanes: AVX512, AVX2.lanes: AVX2}.get(lanes, SSE)
     for feature, widths, added in _EXTENSIONS:
         if feature in features and lanes in widths:
             changes = {

@@ -101,7 +101,7 @@ class Target:
                 likely = did_you_mean(base, (*names, *written)).rstrip(" ")
                 raise ConfigError(
                     f"target (HYBRID_TARGET, options['target'] or --target) is {name!r}, and no target is called {base!r}; there are "
-                    f"{', '.join(names)}; features may follow any but {NATIVE}, such as '{names[-1]},+dotprod'. {likely}".rstrip(
+                    f"{', '.join(names)}; features may follow any but {NATIVE}, such as 'armv8-a,+dotprod'. {likely}".rstrip(
                         " ."
                     )
                 )
@@ -189,7 +189,7 @@ def _feature(text: str, architecture: Architecture, target: str) -> str:
     if text.startswith("+") and name in architecture.features:
         return architecture.features[name]
     start = f"target (HYBRID_TARGET, options['target'] or --target) is {target!r}: "
-    if name in SCALABLE:
+    if name in SCALABLE and architecture.baseline is NEON_FEATURES:
         raise ConfigError(
             f"{start}no kernel uses {name}: its vectors have a length that only the processor knows, and schedules cut up registers of a known "
             "length; leave it out, as processors with it also run NEON"
@@ -223,6 +223,8 @@ def tvm_target(target: Target) -> Any:
         mcpu = of.mcpu if target.mcpu == NATIVE else target.mcpu
         attributes = [f"+{llvm}" for llvm, linux in of.features.items() if linux in target.features]
         named = {"mtriple": of.triple, "mcpu": mcpu, "mattr": attributes, "num-cores": target.cores}
+        if of.abi:
+            named["mabi"] = of.abi
         if of.options:
             named["cl-opt"] = [*_LLVM["cl-opt"], *of.options]
         return tvm.target.Target({**_LLVM, **named})

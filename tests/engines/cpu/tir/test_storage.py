@@ -21,26 +21,38 @@ def test_dtypes_of_arrays(dtype: str, stored: str) -> None:
     assert storage_dtype(dtype) == stored
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_types_widen_exactly(dtype: torch.dtype) -> None:
+# A half type, and whether arithmetic converts it where there is no instruction for it.
+HALF_TYPES = [(torch.bfloat16, False), (torch.float16, False), (torch.float16, True)]
+
+
+@pytest.mark.parametrize(("dtype", "computes"), HALF_TYPES)
+def test_half_types_widen_exactly(dtype: torch.dtype, computes: bool) -> None:
     """Every bit pattern is the number that torch takes it for."""
+
+    def widened(value: Any) -> Any:
+        return widen(value, _name(dtype), computes_float16=computes)
+
     x = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
     wide = torch.empty(x.shape)
-    run_body(lambda b, a, o: _each(b, x, lambda i: b.store(o, i, widen(b.load(a, i), _name(dtype)))), x, wide)
+    run_body(lambda b, a, o: _each(b, x, lambda i: b.store(o, i, widened(b.load(a, i)))), x, wide)
     torch.testing.assert_close(wide, x.float(), rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_types_round_to_nearest_even(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "computes"), HALF_TYPES)
+def test_half_types_round_to_nearest_even(dtype: torch.dtype, computes: bool) -> None:
     """Half types are rounded as torch rounds: halves between two neighbours, numbers that become infinite or denormal; a NaN of any bits stays
     one."""
+
+    def narrowed(value: Any) -> Any:
+        return narrow(value, _name(dtype), computes_float16=computes)
+
     exact = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype).float()
     half = (exact + exact.roll(-1)) / 2
     nans = torch.tensor([0x7F800001, 0x7FFFFFFF, -1, -0x7FFFFF], dtype=torch.int32).view(torch.float32)
     assert nans.isnan().all()
     x = torch.cat([exact, half, half * (1 + 2**-20), torch.tensor([3.39e38, 65519.9, 65520.0, 1e-40]), nans])
     out = torch.empty(x.shape, dtype=dtype)
-    run_body(lambda b, a, o: _each(b, x, lambda i: b.store(o, i, narrow(b.load(a, i), _name(dtype)))), x, out)
+    run_body(lambda b, a, o: _each(b, x, lambda i: b.store(o, i, narrowed(b.load(a, i)))), x, out)
     torch.testing.assert_close(out, x.to(dtype), rtol=0, atol=0, equal_nan=True)
 
 

@@ -57,9 +57,12 @@ class Builder:
     variables and of places in memory, "int32" or "int64". emulates: dot products of AArch64 are written as arithmetic, for any machine.
     """
 
-    def __init__(self, schedule_rank: int = 0, address: str = "int32", *, emulates: bool = False) -> None:
+    def __init__(
+        self, schedule_rank: int = 0, address: str = "int32", *, emulates: bool = False, computes_float16: bool = False
+    ) -> None:
         self.schedule_rank = schedule_rank
         self.emulates = emulates
+        self.computes_float16 = computes_float16
         self.address = address
         self.ways = 1
         self._vars: dict[LoopVar, TirExpr] = {}

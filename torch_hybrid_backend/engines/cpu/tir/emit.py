@@ -22,7 +22,8 @@ def emit_kernel(kernel: Kernel, name: str, target: Target, *, emulates: bool = F
 
     Raises ScheduleError where no schedule serves it, or the one that does has no such `schedule_rank`.
     """
-    builder = Builder(kernel.schedule_rank, "int64" if counts_far(kernel) else "int32", emulates=emulates)
+    address, computes_float16 = "int64" if counts_far(kernel) else "int32", target.isa.computes_float16
+    builder = Builder(kernel.schedule_rank, address, emulates=emulates, computes_float16=computes_float16)
     if builder.address == "int64" and not isinstance(kernel, MapKernel | RowKernel):
         raise ScheduleError(f"no schedule of a {type(kernel).__name__} counts beyond {MAX_SIZE} elements")
     arrays: dict[Buffer, tuple[TirBuffer, Layout]] = {}

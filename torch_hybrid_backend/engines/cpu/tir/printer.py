@@ -82,6 +82,14 @@ class Printer:
             result = self._print(roots[0])
             return scope.bindings.around(result)
 
+    def narrow(self, value: TirExpr, dtype: str) -> TirExpr:
+        """`storage.narrow` by what the target has."""
+        return narrow(value, dtype, computes_float16=self.builder.computes_float16)
+
+    def widen(self, value: TirExpr, dtype: str) -> TirExpr:
+        """`storage.widen` by what the target has."""
+        return widen(value, dtype, computes_float16=self.builder.computes_float16)
+
     def evaluate(self, exprs: Sequence[Expr], env: Env, use: Callable[[list[TirExpr]], Stmt]) -> Stmt:
         """Bind what the expressions share, then `use` their values (each may be used many times) in a statement."""
         own: list[Stmt] = []
@@ -192,7 +200,7 @@ class Printer:
 
     def _put(self, target: tuple[TirBuffer, Index], store: Store, value: TirExpr) -> Stmt:
         array, offset = target
-        return self.builder.store(array, offset, narrow(value, store.buffer.dtype))
+        return self.builder.store(array, offset, self.narrow(value, store.buffer.dtype))
 
     # Expressions.
 
@@ -302,9 +310,9 @@ class Printer:
             case Call(_, "round", (x, Const() as target)):
                 dtype = ROUND_TARGETS[int(target.value)]
                 value = self._print(x)
-                if dtype == "bfloat16" and isinstance(x, Call):
+                if isinstance(x, Call) and (dtype == "bfloat16" or self.builder.computes_float16):
                     value = self._bind(value, x.dtype)  # rounding prints it several times
-                return widen(narrow(value, dtype), dtype)
+                return self.widen(self.narrow(value, dtype), dtype)
             case Call("int8" | "uint8" | "int32", "cast", (x,)) if (unrounded := _unrounded(x)) is not None:
                 # One instruction rounds and converts.
                 number = self._bind(self._print(unrounded), "float32")
@@ -322,7 +330,7 @@ class Printer:
         offset = self.builder.index(self.offset(e.buffer, e.index, self._env))
         for mask in self._masks:
             offset = tirx.Select(mask, offset, self.builder.size(0))
-        return widen(tirx.BufferLoad(array, [offset]), e.buffer.dtype)
+        return self.widen(tirx.BufferLoad(array, [offset]), e.buffer.dtype)
 
     def _guard(self, e: Call) -> TirExpr:
         condition, inside, outside = e.args

@@ -14,7 +14,6 @@ from torch_hybrid_backend.engines.cpu.tile_sizes import NIBBLES, nibble_place
 from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirExpr
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
-from torch_hybrid_backend.engines.cpu.tir.storage import widen
 from torch_hybrid_backend.engines.cpu.tir.x86 import looked_up
 from torch_hybrid_backend.engines.cpu.weights import Quantized
 from torch_hybrid_backend.loops.index import Index
@@ -103,7 +102,7 @@ class QuantizedWeight:
         buffer = self._weight.zeros if zero else self._weight.scales
         assert buffer is not None
         place = panel * (self.groups * self._width) + group * self._width + column
-        return widen(self._builder.load(self._printer.arguments[buffer][0], place), buffer.dtype)
+        return self._printer.widen(self._builder.load(self._printer.arguments[buffer][0], place), buffer.dtype)
 
     def moved(self, value: TirExpr, panel: Index, group: Index, column: Index) -> TirExpr:
         """An integer less its zero point."""

@@ -14,7 +14,7 @@ from torch_hybrid_backend.engines.cpu.schedules.reduction.parts import (
     element_of,
 )
 from torch_hybrid_backend.engines.cpu.tir.builder import Stmt, TirBuffer, TirExpr
-from torch_hybrid_backend.engines.cpu.tir.storage import storage_dtype, widen
+from torch_hybrid_backend.engines.cpu.tir.storage import storage_dtype
 from torch_hybrid_backend.loops.index import Index, LoopVar
 from torch_hybrid_backend.loops.ir import Buffer
 from torch_hybrid_backend.loops.kernels import Stage
@@ -67,7 +67,7 @@ class Row:
 
     def _scalar(self, local: Buffer) -> TirBuffer:
         buffer = self._local(1, local.dtype, "scalar")
-        self.p.locals[local] = lambda _: widen(self.b.load(buffer, 0), local.dtype)
+        self.p.locals[local] = lambda _: self.p.widen(self.b.load(buffer, 0), local.dtype)
         return buffer
 
     def _each(self, body: Callable[[Env], Stmt]) -> Stmt:

@@ -16,7 +16,7 @@ from torch_hybrid_backend.engines.cpu.schedules.reduction.parts import (
 )
 from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Stmt, TirBuffer, TirExpr
-from torch_hybrid_backend.engines.cpu.tir.storage import storage_dtype, widen
+from torch_hybrid_backend.engines.cpu.tir.storage import storage_dtype
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
 from torch_hybrid_backend.loops.ir import Buffer
 from torch_hybrid_backend.loops.kernels import Stage
@@ -87,7 +87,7 @@ class VectorOfRows:
     def _lanes_of(self, local: Buffer) -> TirBuffer:
         buffer = self.b.local(self.width, storage_dtype(local.dtype), "lanes")
         self.allocated.append(buffer)
-        self.p.locals[local] = lambda index: widen(self.b.load(buffer, self._lane(index, local)), local.dtype)
+        self.p.locals[local] = lambda index: self.p.widen(self.b.load(buffer, self._lane(index, local)), local.dtype)
         return buffer
 
     def _lane(self, index: tuple[Index, ...], local: Buffer) -> Index:

@@ -10,7 +10,7 @@ from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.cpu.tir.math import is_nan
 from torch_hybrid_backend.engines.cpu.tir.printer import Printer
-from torch_hybrid_backend.engines.cpu.tir.storage import narrow, storage_dtype, widen
+from torch_hybrid_backend.engines.cpu.tir.storage import storage_dtype
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
 from torch_hybrid_backend.loops.ir import Expr
 from torch_hybrid_backend.loops.kernels import Stage
@@ -25,7 +25,7 @@ EXTREMES = {"argmax": "max", "argmin": "min"}
 def computed(printer: Printer, expr: Expr, env: Env, dtype: str, use: Callable[[TirExpr], Stmt]) -> Stmt:
     """`use` of a value as locals hold it; guards that no lane decides become branches."""
     return printer.cases(
-        [expr], env, lambda exprs: printer.evaluate(exprs, env, lambda values: use(narrow(values[0], dtype)))
+        [expr], env, lambda exprs: printer.evaluate(exprs, env, lambda values: use(printer.narrow(values[0], dtype)))
     )
 
 
@@ -61,7 +61,7 @@ def element_of(
             row = row * variable.extent + index[positions[variable]]
         return place(row, index)
 
-    printer.locals[local] = lambda index: widen(builder.load(buffer, offset(index)), local.dtype)
+    printer.locals[local] = lambda index: printer.widen(builder.load(buffer, offset(index)), local.dtype)
 
     def body(env: Env) -> Stmt:
         at = tuple(env.get(v, as_index(0)) for v in domain)
