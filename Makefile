@@ -193,6 +193,7 @@ TARGET ?= $(firstword $(RUNNER_TARGETS))
 override TARGET := $(firstword $(filter $(TARGET)-%,$(RUNNER_TARGETS)) $(TARGET))
 RUNNER := hybrid-runner-$(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' torch_hybrid_backend/_version.py)-$(TARGET)
 runner: $(CROSS)/.installed
+	$(if $(findstring -linux-gnu,$(TARGET)),,$(error TARGET is $(TARGET); it is a processor with its system and glibc, such as $(RUNNER_TARGETS)))
 	CC="$(ZIG) cc -target $(TARGET)" CXX="$(ZIG) c++ -target $(TARGET)" LDFLAGS=-s $(ZIG_CACHE) \
 		$(CROSS)/cmake/data/bin/cmake -S csrc/runner -B build/runner/$(TARGET) -DCMAKE_INSTALL_LIBDIR=lib \
 		-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=$(firstword $(subst -, ,$(TARGET)))

@@ -69,6 +69,8 @@ def _measured(file: Path, arguments: argparse.Namespace, bare_mib: float) -> dic
         other = shutil.copy(file, file.with_stem(f"{file.stem}_other"))
         _deploy(file, arguments, replicas=1, artifact=Path(other).name)
         while not _maps(pids := _replicas(_APPLICATION), Path(other)) or _maps(pids, file):
+            if time.time() > swap + 60:
+                raise RuntimeError(f"{other} is not served")
             time.sleep(0.02)
         swapped_s = time.time() - swap
         time.sleep(max(0.0, arguments.seconds - swapped_s))

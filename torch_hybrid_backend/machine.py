@@ -216,7 +216,7 @@ def _name_of(fields: Mapping[str, str]) -> str:
     return fields.get("model name") or " ".join(numbers)
 
 
-# An instruction set, as Linux names it -> the precisions that kernels multiply in by it: x86's, and Arm's, where only PyTorch's kernels do.
+# An instruction set, as Linux names it -> the precisions that kernels, or PyTorch's own, multiply in by it: x86's, and Arm's.
 # AVX512-FP16 is not among them: its sums would be of float16 too, and no kernel of ours multiplies by it (ADR 90). _WHOLE_BYTES: 8 bits by
 # 8 bits without saturating.
 _WHOLE_BYTES = "whole bytes"

@@ -86,7 +86,8 @@ typedef struct DLManagedTensorVersioned {
 
 #define HYBRID_API __attribute__((visibility("default")))
 
-/* Raised whenever a function of this header changes; hybrid_api_version is the library's. */
+/* Raised whenever a function of this header changes, not when one is added; hybrid_api_version is
+ * the library's. */
 #define HYBRID_API_VERSION 1
 HYBRID_API int32_t hybrid_api_version(void);
 
@@ -154,7 +155,8 @@ HYBRID_API const char* hybrid_entry_name(const HybridModel* model, size_t index)
 /* Fills in `entry`. `name`: NULL for the first one. */
 HYBRID_API int32_t hybrid_describe(const HybridModel* model, const char* name, HybridEntry* entry);
 
-/* The file's manifest: a JSON text, which lives as long as the model. */
+/* The file's manifest, of all targets that the file has kernels for: a JSON text, which lives as long
+ * as the model. */
 HYBRID_API const char* hybrid_manifest(const HybridModel* model);
 
 /* The name of the library of kernels that the model runs: of those in the file, the best that this

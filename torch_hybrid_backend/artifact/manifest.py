@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 # Members of the manifest that each variant of a file has for itself.
 _OF_VARIANTS = ("targets", "kernels", "entries", "samples", "report")
+MAX_VARIANTS = 32  # that a reader takes: csrc/src/manifest.cc
 
 # Origin of a tensor in a call: "input", "constant", "state", or in results also "output" (of the plan), and its number.
 Origin = tuple[str, int]
@@ -289,7 +290,10 @@ class Manifest:
     def from_json(text: str, variant: int = -1) -> Manifest:
         """The manifest of the variant of that number, the last one by default, for text of which that was checked."""
         plain = json.loads(text)
-        plain |= [*plain.get("variants", ()), {}][variant]
+        chosen = [*plain.get("variants", ()), plain][variant]
+        # Other members of a variant were not checked.
+        own = {member: chosen[member] for member in _OF_VARIANTS if member in chosen}
+        plain = {member: value for member, value in plain.items() if member not in _OF_VARIANTS} | own
         return Manifest(
             package=plain["package"],
             torch=plain["torch"],

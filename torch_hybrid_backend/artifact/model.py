@@ -60,7 +60,8 @@ def load(path: str | os.PathLike[str], *, keys: Sequence[Any] | None = None, sha
 class LoadedModel:
     """A model from a file: called as the model that was exported. Threads may call it at once; calls that change a state take turns."""
 
-    def __init__(self, path: Path, *, keys: Sequence[Any] | None, share: bool) -> None:
+    def __init__(self, path: Path, *, keys: Sequence[Any] | None, share: bool, checks: bool = True) -> None:
+        """See `load`. `checks`: make the sample calls; else the caller does, by `check`."""
         self._path = path
         verify = None
         if keys is not None:
@@ -87,7 +88,8 @@ class LoadedModel:
                 f"and use torch {self._manifest.torch} and torch_hybrid_backend {self._manifest.package}, which wrote it"
             ) from error
         self._default = self._entries[self._manifest.entries[0].name]
-        self.check()
+        if checks:
+            self.check()
         self._generator = None
         if (settings := self._manifest.generation) is not None:
             from torch_hybrid_backend.artifact.generation import TextGenerator
@@ -121,13 +123,15 @@ class LoadedModel:
         """SHA-256 of the manifest, which has the checksum of every segment, as hexadecimal digits: equal files have equal digests."""
         return hashlib.sha256(self._artifact.manifest.encode()).hexdigest()
 
-    def check(self, entry: str | None = None) -> None:
-        """Make the sample calls of the file, or that of one entry, and set the states back. Raises ArtifactError where results are others than
-        in the file."""
+    def check(self, entry: str | None = None) -> dict[str, list[Any]]:
+        """Make the sample calls of the file, or that of one entry, set the states back, and return the flat results by entry. Raises
+        ArtifactError where results are others than in the file."""
         with self._lock:
-            for sample in self._manifest.samples:
-                if entry in (None, sample.entry):
-                    self._check_sample(sample, self._memory)
+            return {
+                sample.entry: self._check_sample(sample, self._memory)
+                for sample in self._manifest.samples
+                if entry in (None, sample.entry)
+            }
 
     def flat_entry(self, name: str | None = None) -> LoadedEntry:
         """The entry of that name, or the first, as a function of flat arguments. Raises ArgumentError as `entry` does."""
@@ -199,8 +203,8 @@ class LoadedModel:
                 "or export the model again with this one"
             )
 
-    def _check_sample(self, sample: Sample, memory: _Memory) -> None:
-        """Make the call that is kept in the file. Raises ArtifactError where its results are others than in the file."""
+    def _check_sample(self, sample: Sample, memory: _Memory) -> list[Any]:
+        """Make the call that is kept in the file; return its results. Raises ArtifactError where they are others than in the file."""
         entry = self._entries[sample.entry]
         literals = [form.value if isinstance(form, LiteralForm) else None for form in entry.entry.inputs]
         entry.sample_inputs = [
@@ -208,15 +212,15 @@ class LoadedModel:
             for number, literal in zip(sample.inputs, literals, strict=True)
         ]
         inputs = [value.clone() if isinstance(value, torch.Tensor) else value for value in entry.sample_inputs]
-        entry.sample_outputs = [None if number is None else memory.constant(number) for number in sample.outputs]
         results = entry.run(inputs)
-        for expected, result in zip(entry.sample_outputs, results, strict=True):
-            if expected is not None and not is_close(result, expected, sample.tolerance):
+        for number, result in zip(sample.outputs, results, strict=True):
+            if number is not None and not is_close(result, memory.constant(number), sample.tolerance):
                 raise ArtifactError(
                     f"{self._path}: the sample call of {sample.entry} has other results on this machine than in the file: "
                     "export the model again on a machine of this kind"
                 )
         self.reset()
+        return results
 
 
 class _Memory:
@@ -254,11 +258,9 @@ class _AtSizes:
 
 
 class LoadedEntry:
-    """An entry that is ready to run. `sample_inputs`, `sample_outputs`: the flat arguments and results of the call that is kept in the file;
-    None for results that are no tensors."""
+    """An entry that is ready to run. `sample_inputs`: the flat arguments of the call that is kept in the file."""
 
     sample_inputs: Sequence[Any] = ()
-    sample_outputs: Sequence[torch.Tensor | None] = ()
 
     def __init__(
         self,

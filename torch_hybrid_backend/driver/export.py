@@ -25,6 +25,7 @@ from torch_hybrid_backend.arguments import described, is_compiled
 from torch_hybrid_backend.artifact.calls import bits_in_words, finish
 from torch_hybrid_backend.artifact.functions import functions_to_text
 from torch_hybrid_backend.artifact.manifest import (
+    MAX_VARIANTS,
     CopyUpdate,
     Entry,
     Form,
@@ -68,7 +69,7 @@ from torch_hybrid_backend.driver.saved_graph import saved_graph
 from torch_hybrid_backend.driver.session import Session, open_session
 from torch_hybrid_backend.driver.stages import Assignment
 from torch_hybrid_backend.engines.cpu.target import Target
-from torch_hybrid_backend.errors import ArgumentError, NotExportableError, failures
+from torch_hybrid_backend.errors import ArgumentError, ConfigError, NotExportableError, failures
 from torch_hybrid_backend.progress import Progress
 from torch_hybrid_backend.report import Explanation, about_call
 from torch_hybrid_backend.runtime.executor import PlanOutput, SavedPlan
@@ -82,10 +83,17 @@ ENTRY = "forward"
 LIBRARY = "library"
 
 # How far the outputs of the sample call may be off on another machine, whose mathematical functions round otherwise.
-_TOLERANCES = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _TOLERANCE = 1e-3
-# Where a graph in another precision rounds inside, the last bit of float32 decides to which side, and outputs of float32 differ by as much.
-_TOLERANCES_OF_PRECISION = {"bf16": 5e-2, "int8+bf16": 5e-2, "fp16": 1e-2, "int8": 1e-2}
+# Where a graph rounds to such numbers, the last bit of float32 decides to which side, and outputs of any dtype differ by as much.
+_TOLERANCES = {torch.float16: 1e-2, torch.int8: 1e-2, torch.bfloat16: 5e-2}
+_ROUNDS_TO = {
+    "bf16": torch.bfloat16,
+    "int8+bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "int8": torch.int8,
+    "int8-weights": torch.int8,  # kernels may round activations
+    "int4-weights": torch.int8,
+}
 # Lines of PyTorch's text about what it cannot trace that an error repeats: enough for the line of the model.
 _MAX_LINES = 8
 
@@ -180,7 +188,10 @@ def write_programs(
 ) -> ExportReport:
     """Compile programs of one model, each on a call of it, and write them to a file as entries. `generation`: what those of a decoder are."""
     name = type(model).__name__ if isinstance(model, torch.nn.Module) else "Model"
-    configs = [_for_target(config, target) for target in Target.names(config.target)]
+    targets = Target.names(config.target)
+    if len(targets) > MAX_VARIANTS:
+        raise ConfigError(f"there are {len(targets)} targets; a file holds kernels for at most {MAX_VARIANTS}")
+    configs = [_for_target(config, target) for target in targets]
     for each in configs:
         open_session(each)  # refuses a target before anything is compiled for another
     shared = _Shared()
@@ -545,7 +556,7 @@ class _Exporter:
         self._entries.append(dataclasses.replace(entry, outputs=forms, symbols=symbols, limits=_of_several(limits)))
         # Random numbers differ in the next call.
         expected = results if compiled.assignment.prepared.is_repeatable else [None] * len(results)
-        self._samples.append(self._sample(entry, flat, expected))
+        self._samples.append(self._sample(entry, program, flat, expected))
 
     def finished(self, explanation: Explanation) -> _Variant:
         """The variant of the entries that were added."""
@@ -657,13 +668,20 @@ class _Exporter:
         with torch.no_grad():
             return finish(entry, find)
 
-    def _sample(self, entry: Entry, flat: Sequence[Any], results: Sequence[Any]) -> Sample:
+    def _sample(
+        self, entry: Entry, program: torch.export.ExportedProgram, flat: Sequence[Any], results: Sequence[Any]
+    ) -> Sample:
         def numbers(values: Sequence[Any]) -> tuple[int | None, ...]:
             return tuple(self._writer.add_tensor(v) if isinstance(v, torch.Tensor) else None for v in values)
 
-        outputs = [value for value in results if isinstance(value, torch.Tensor) and value.is_floating_point()]
-        least = _TOLERANCES_OF_PRECISION.get(self._config.precision, _TOLERANCE)
-        tolerance = max((max(_TOLERANCES.get(value.dtype, 0.0), least) for value in outputs), default=0.0)
+        dtypes = {_ROUNDS_TO.get(self._config.precision, torch.float32)} | {
+            value.dtype
+            for node in program.graph.nodes
+            for value in tree_flatten(node.meta.get("val"))[0]
+            if isinstance(value, torch.Tensor)
+        }
+        are_floating = any(isinstance(value, torch.Tensor) and value.is_floating_point() for value in results)
+        tolerance = max(_TOLERANCES.get(dtype, _TOLERANCE) for dtype in dtypes) if are_floating else 0.0
         return Sample(entry.name, numbers(flat), numbers(results), tolerance)
 
 

@@ -50,8 +50,7 @@ class Replica:
         # A generation has the model's cache until it ends.
         self._generation = asyncio.Lock()
         self._model: ServedModel | None = None
-        self._wanted: Path | None = None  # the file that is served, or will be when it is open
-        self._swaps: set[asyncio.Task[None]] = set()
+        self._swap: tuple[Path, asyncio.Task[None]] | None = None  # the last one
         joined: Any = self._joined  # `serve.batch` gave it setters
         joined.set_max_batch_size(settings.max_batch)
         joined.set_batch_wait_timeout_s(settings.batch_wait_ms / 1e3)
@@ -71,8 +70,7 @@ class Replica:
         stops a replica whose `reconfigure` raises, and of one replica nothing would be left.
         """
         if self._model is None:
-            self._wanted = self._path_of(config)
-            self._model = await self._opened(self._wanted)
+            self._model = await self._opened(self._path_of(config))
             self.metrics.swapped(self._model)
             return
         try:
@@ -80,24 +78,25 @@ class Replica:
         except HybridError as error:
             self._swap_failed(error)
             return
-        if path != self._wanted:  # else another rank
-            self._wanted = path
-            swap = asyncio.get_running_loop().create_task(self._swap(path))
-            self._swaps.add(swap)  # the loop itself holds none
-            swap.add_done_callback(self._swaps.discard)
+        wanted = self.model.path
+        if self._swap is not None and not self._swap[1].done():
+            wanted = self._swap[0]
+        if path == wanted:
+            return  # another rank
+        if self._swap is not None:
+            self._swap[1].cancel()  # the file that is asked for last is served
+        if path != self.model.path:
+            self._swap = path, asyncio.get_running_loop().create_task(self._swap_to(path))
 
-    async def _swap(self, path: Path) -> None:
-        """Serve a file from the next request on, unless another one is wanted by then."""
+    async def _swap_to(self, path: Path) -> None:
+        """Serve a file from the next request on, once it is open."""
         try:
             model = await self._opened(path)
         except HybridError as error:
-            if path == self._wanted:
-                self._wanted = self.model.path  # the same file may be mended, and be asked for again
             self._swap_failed(error)
             return
-        if path == self._wanted:
-            self.metrics.swapped(model, self.model)
-            self._model = model
+        self.metrics.swapped(model, self.model)
+        self._model = model
 
     def _swap_failed(self, error: HybridError) -> None:
         self.metrics.swap_failed(self.model)
@@ -121,7 +120,7 @@ class Replica:
                 raise RequestError(f"{model.name} has no output {name!r}; it gives {', '.join(sorted(outputs))}")
         work = model.work(request.tensors)
         with self.metrics.request(model):
-            # Of batches of one there is nothing to wait for.
+            # A batch of one waits for no other request.
             run: Any = self._joined if self._settings.max_batch > 1 else self._alone
             result: dict[str, torch.Tensor] | HybridError = await run((model, work))
         if isinstance(result, HybridError):

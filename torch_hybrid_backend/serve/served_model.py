@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from torch_hybrid_backend.artifact.manifest import Entry, Form, LiteralForm, TensorForm
-from torch_hybrid_backend.artifact.model import LoadedEntry, is_close, load
+from torch_hybrid_backend.artifact.model import LoadedEntry, LoadedModel, is_close
 from torch_hybrid_backend.errors import (
     ArgumentError,
     ArtifactError,
@@ -68,14 +68,15 @@ class Work:
 class ServedEntry:
     """An entry without states. `rows`: the least and the most that a call takes, None if requests must not be joined."""
 
-    def __init__(self, call: LoadedEntry, tolerance: float) -> None:
+    def __init__(self, call: LoadedEntry, results: Sequence[Any]) -> None:
+        """`results`: those of the sample call, made here; none if the file has none."""
         self.call = call
         entry = call.entry
         self.inputs, self.outputs = _named(entry.inputs), _named(entry.outputs)
         self._at = functools.lru_cache(_MOST_KEPT)(functools.partial(_sizes_at, entry))
         self._batch_symbol = _batch_symbol(entry)
         self.rows = self._row_range()
-        if self.rows is not None and not self._rows_are_independent(tolerance):
+        if self.rows is not None and not (results and self._rows_are_independent(self._named(results))):
             self.rows = None
 
     def info(self, forms: Mapping[str, Form], of_results: bool = False) -> Iterator[TensorInfo]:
@@ -128,13 +129,12 @@ class ServedEntry:
         count = next(iter(counts)) if len(counts) == 1 else None
         return (count, count) if isinstance(count, int) and count > 0 and not entry.symbols else None
 
-    def _rows_are_independent(self, tolerance: float) -> bool:
-        """True if each row of the sample's results is the same in another place, beside another row."""
+    def _rows_are_independent(self, before: Mapping[str, torch.Tensor]) -> bool:
+        """True if each row of the sample's results is the same in another place, beside another row. `before`: results of the sample call."""
         assert self.rows is not None
         if self.rows == (1, 1):
             return True
         leaves = list(self.call.sample_inputs)
-        before = self._named(self.call.sample_outputs)
         if not leaves:
             return False
         if self._batch_symbol is not None and all(
@@ -145,7 +145,7 @@ class ServedEntry:
             leaves = [leaf.repeat_interleave(2, 0) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
             before = self.run([_copy(leaf) for leaf in leaves])
         after = self.run([_moved(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
-        return all(is_close(after[name][1:], result[:-1], tolerance) for name, result in before.items())
+        return all(is_close(after[name][1:], result[:-1], _rounding(result)) for name, result in before.items())
 
 
 class ServedModel:
@@ -158,15 +158,15 @@ class ServedModel:
     def __init__(self, path: Path, keys: Sequence[Any] | None = None, name: str | None = None) -> None:
         self.path = path
         self.name = path.stem if name is None else name
-        self.model = load(path, keys=keys)
+        self.model = LoadedModel(path, keys=keys, share=True, checks=False)
+        results = self.model.check()
         self.version = self.model.digest[:12]
         self.generates = self.model.manifest.generation is not None
         self._checks = itertools.cycle(sample.entry for sample in self.model.manifest.samples)
         self._next_entry = next(self._checks, None)
         self._next_check = 0.0
-        samples = {sample.entry: sample.tolerance for sample in self.model.manifest.samples}
         served = [
-            ServedEntry(self.model.flat_entry(entry.name), samples.get(entry.name, 0.0))
+            ServedEntry(self.model.flat_entry(entry.name), results.get(entry.name, ()))
             for entry in self.model.manifest.entries
             if not _has_states(entry)
         ]
@@ -430,6 +430,11 @@ def _varying(entry: Entry, form: TensorForm, number: int, of_results: bool) -> t
 def _copy(leaf: Any) -> Any:
     """A leaf that a call may write to."""
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _rounding(result: torch.Tensor) -> float:
+    """The share of the largest value by which two right results of one row may differ on one machine."""
+    return max(1e-3, 2 * torch.finfo(result.dtype).eps) if result.is_floating_point() else 0.0
 
 
 def _moved(rows: torch.Tensor) -> torch.Tensor:

@@ -36,6 +36,7 @@ from tests.runtime.hybrid_files import (
 )
 from tests.runtime.plans import Draft
 from torch_hybrid_backend.artifact.coding import coded
+from torch_hybrid_backend.artifact.manifest import Manifest
 from torch_hybrid_backend.errors import ArtifactError, HybridError
 from torch_hybrid_backend.runtime.native.description import ValueKind
 from torch_hybrid_backend.runtime.native.ops import Artifact, Binding, Guard, Plan, SizedPlans
@@ -391,6 +392,15 @@ def test_a_forged_variant(edit: Edit, said: str, path: Path) -> None:
     edit(file.manifest["variants"][0])
     for options in ({}, {"runs": False}):
         refused(path, file, f"not as the format demands: .*{said}", **options)
+
+
+def test_members_that_a_variant_does_not_have(path: Path) -> None:
+    """Members that a variant should not have are read by nobody: nothing checks them."""
+    file = fat(b"no library", (), ())
+    file.manifest["variants"][0]["constants"] = [{"segment": "0/weights", "offset": 1 << 40}]
+    artifact = Artifact(written(path, file))
+    found, expected = (Manifest.from_json(artifact.manifest, number) for number in (0, -1))
+    assert found.constants == expected.constants
 
 
 def test_at_most_32_variants(path: Path) -> None:

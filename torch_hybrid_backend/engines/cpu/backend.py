@@ -37,7 +37,7 @@ from torch_hybrid_backend.loops.sdpa_matching import match_sdpa
 from torch_hybrid_backend.machine import may_use_tiles
 from torch_hybrid_backend.sizes.size import Dim, as_size
 
-# The machines that make kernels for others too: of those processors' instructions there are forms that run anywhere (`tir/arm.py`).
+# Machines of this architecture make kernels for others too: of the others' instructions there are forms that run anywhere (`tir/arm.py`).
 _CROSS_COMPILES = "x86_64"
 
 
@@ -64,7 +64,8 @@ class TvmBackend:
         target, start = Target.named(name), f"target (HYBRID_TARGET, options['target'] or --target) is {name!r}, and "
         if target.is_foreign and platform.machine() != _CROSS_COMPILES:
             raise ConfigError(
-                f"{start}kernels of {target.architecture} are made on such machines alone; this is {platform.machine()}: use another target"
+                f"{start}a machine with {platform.machine()} makes no kernels of {target.architecture}: use one with {_CROSS_COMPILES}, or "
+                "another target"
             )
         if target.is_foreign and times:
             raise ConfigError(

@@ -211,7 +211,7 @@ def tvm_target(target: Target) -> Any:
 
     LLVM knows the host by its model number, but a virtual machine may hide extensions that model has: those that LLVM would use and
     the operating system does not show are switched off. A machine may also show the number of an older model: one with AMX is then tuned for
-    as the first processor that had it.
+    as the first processor that had it. A host of AArch64 is described to LLVM by its features alone, as named targets are.
     """
     import tvm
     from tvm.target import codegen
