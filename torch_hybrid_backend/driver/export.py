@@ -254,9 +254,9 @@ def _written(
 ) -> ExportReport:
     """Write the file."""
     best_first = sorted(variants, key=lambda each: -sum(len(target.features) for target in each.targets))
-    # A variant without kernels runs everywhere: no other one is reached.
-    ends = [number for number, each in enumerate(best_first) if not each.targets]
-    kept = best_first[: ends[0] + 1] if ends else best_first
+    # A variant without kernels runs everywhere: no other one is reached, and it is among the last.
+    without = [each for each in best_first if not each.targets]
+    kept = [each for each in best_first if each.targets] + without[:1]
     for variant in kept:
         for segment in variant.segments:
             shared.writer.add_segment(*segment)

@@ -198,7 +198,7 @@ def widest_lanes(features: tuple[str, ...]) -> int:
 @functools.cache
 def isa_of(features: tuple[str, ...], lanes: int) -> Isa:
     """The instruction set of a processor with `features`, as Linux names them, where kernels use vectors of `lanes` float32."""
-    if not NEON_FEATURES.isdisjoint(features):
+    if NEON_FEATURES.issubset(features):
         isa = replace(NEON, lanes=lanes)
     elif _RISCV64.baseline.issubset(features):
         isa = RVV if "v" in features else RV64

@@ -23,7 +23,7 @@ def nibble_place(j: int) -> int:
 
 
 # Taller register tiles gain nothing: the vectors' own loads are already 1/14 of the work.
-_MAX_ROWS = 14
+MAX_ROWS = 14
 
 
 def max_rows(vectors: int, target: Target, spare: int = 0, *, by_element: bool = False) -> int:
@@ -32,15 +32,15 @@ def max_rows(vectors: int, target: Target, spare: int = 0, *, by_element: bool =
     by_element: each row has a register instead, with its elements of several steps.
     """
     if by_element:
-        return max(1, min(_MAX_ROWS, (target.isa.registers - 1 - spare - vectors) // (vectors + 1)))
+        return max(1, min(MAX_ROWS, (target.isa.registers - 1 - spare - vectors) // (vectors + 1)))
     spare += target.isa.loaded_ahead
-    return max(1, min(_MAX_ROWS, (target.isa.registers - 1 - spare - vectors) // vectors))
+    return max(1, min(MAX_ROWS, (target.isa.registers - 1 - spare - vectors) // vectors))
 
 
 def most_pairs(vectors: int, cached_rows: int, target: Target) -> int:
     """The most pairs of rows in a tile of blocks of 2 x 2 (`dot_products`): blocks for each of `vectors` pairs of columns, the pair itself, and
     three registers for pairs of columns. `cached_rows`: rows that find a place in the first-level cache."""
-    return max(1, min(_MAX_ROWS // 2, cached_rows // 2, (target.isa.registers - 3) // (vectors + 1)))
+    return max(1, min(MAX_ROWS // 2, cached_rows // 2, (target.isa.registers - 3) // (vectors + 1)))
 
 
 def reads_unpacked(m: Dim, k: Dim, n: Dim, target: Target) -> bool:

@@ -9,14 +9,12 @@ from torch_hybrid_backend.engines.cpu.schedules.convolution.geometry import Axis
 from torch_hybrid_backend.engines.cpu.schedules.convolution.parts import ConvParts
 from torch_hybrid_backend.engines.cpu.schedules.convolution.weight_stream import streams
 from torch_hybrid_backend.engines.cpu.schedules.register_tiles import IN_FLIGHT, lanes_of
-from torch_hybrid_backend.engines.cpu.tile_sizes import Split, max_rows, split_into
+from torch_hybrid_backend.engines.cpu.tile_sizes import MAX_ROWS, Split, max_rows, split_into
 from torch_hybrid_backend.loops.index import Index, LoopVar
 from torch_hybrid_backend.loops.ir import loads_of
 from torch_hybrid_backend.loops.layout import Blocked
 from torch_hybrid_backend.sizes.size import known_int, size_hint
 
-# Taller register tiles gain nothing.
-_MOST_COLUMNS = 14
 # How much longer a kernel takes whose streamed weights push each other out of the cache: 2048x7x7 to 512, 1x1 (docs/performance.md).
 _CROWDED = 1.15
 
@@ -124,7 +122,7 @@ def _most_columns(parts: ConvParts, columns: Axis, vectors: int) -> int:
             return max_rows(vectors, parts.target, spare + -(-columns.dilation // columns.stride), by_element=True)
         case "columns":
             room = parts.target.isa.registers - 1 - spare - vectors
-            fits = (c for c in range(_MOST_COLUMNS, 0, -1) if c * vectors + -(-columns.width(c) // parts.block) <= room)
+            fits = (c for c in range(MAX_ROWS, 0, -1) if c * vectors + -(-columns.width(c) // parts.block) <= room)
             return next(fits, 1)
     most = max_rows(vectors, parts.target, spare)
     registers = parts.target.isa.registers - 1 - spare - vectors
