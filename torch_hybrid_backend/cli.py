@@ -43,6 +43,7 @@ import platform
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -235,7 +236,11 @@ def _doctor(engines: Engines, out: TextIO) -> int:
     config = Config.from_env(os.environ)
     lines = ["engines:"]
     lacking = [unsupported()] if unsupported() else []
-    known = engines(config)
+    try:
+        known = engines(config)
+    except ConfigError as error:  # a target that this machine compiles for, and cannot run, say
+        lacking.append(str(error))
+        known = engines(replace(config, target=Config().target))
     selected = config.select([engine.name for engine in known])
     compilers = [engine for engine in known if engine.name in selected and engine.name != EAGER]
     if compilers and not any(engine.available() for engine in compilers):

@@ -946,7 +946,7 @@ VariantChoice ChooseVariant(const ManifestText& text, const Processor& machine) 
           {},
           "no library in it is for this processor (" + machine.system + " on " + machine.name +
               ")" + lacking +
-              ": export the model for this processor, or use one that has these features"};
+              ": export the model for this processor, or run the file on one that it is for"};
 }
 
 }  // namespace torch_hybrid_backend

@@ -67,7 +67,7 @@ def test_a_worker_has_the_package_of_its_tree(tmp_path: Path) -> None:
 def test_a_worker_that_spins_is_waited_for_and_one_that_hangs_is_ended(tmp_path: Path) -> None:
     """The next round starts when the worker's threads sleep. A worker that does not answer in time is ended, and no process is left."""
     with WorkerProcess({}, tmp_path / "log") as spinning:
-        process = spinning.ask(Spin(0.5), within_s=120)
+        process = spinning.ask(Spin(1.5), within_s=120)
         if spinning.cpu_ns() == 0:
             pytest.skip("this system does not tell the processor time of threads")
         assert wait_until_quiet([spinning], at_most_s=60) > 0.3

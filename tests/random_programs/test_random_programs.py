@@ -109,8 +109,8 @@ def test_sums_that_saturate_are_found(tmp_path: Path, monkeypatch: pytest.Monkey
     program = seeded(103, 5, "quantized")
     assert not check(program, "tvm", tmp_path / "right").why
 
-    def for_seven_bits(*operands: Any, knows_sums: bool, bounds: tuple[int, int] | None) -> DotProduct | None:
-        return integer_dot_product(*operands, knows_sums=knows_sums, bounds=SEVEN_BITS)
+    def for_seven_bits(*operands: Any, **known: Any) -> DotProduct | None:
+        return integer_dot_product(*operands, **{**known, "bounds": SEVEN_BITS})
 
     monkeypatch.setattr(dot_product_operands, "integer_dot_product", for_seven_bits)
     assert "off by" in check(program, "tvm", tmp_path / "wrong").why

@@ -125,6 +125,8 @@ class ExportReport:
         elif self.needs_torch:
             version = torch.__version__
             needs = f"runs with torch_hybrid_backend.load, and in the runner beside LibTorch {version}: it calls operators of PyTorch"
+            if self.processors:
+                needs += " (for aarch64 the wheels have both; for riscv64 there is none)"
         else:
             needs = "runs with torch_hybrid_backend.load, and in the runner without Python and PyTorch"
         sizes = "".join(f"serves {size}\n" for size in self.sizes)

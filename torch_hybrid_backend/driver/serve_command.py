@@ -105,6 +105,10 @@ def serve(parsed: argparse.Namespace, out: TextIO) -> int:
         raise ArgumentError(f"there is no file {parsed.file}; write one with `hybrid export`")
     if parsed.address is None:
         _check_host(parsed.host)
+        # A file that cannot be served is told before a cluster is started for it. The nodes of another cluster may have other processors.
+        from torch_hybrid_backend.artifact.model import LoadedModel  # heavy, so not imported for --help
+
+        LoadedModel(parsed.file, keys=parsed.key or None, share=True, checks=False)
     set_safe_defaults(os.environ, is_new=parsed.address is None, on_loopback=not parsed.metrics_port)
     ray: Any = importlib.import_module("ray")
     ray_serve: Any = importlib.import_module("ray.serve")

@@ -284,6 +284,9 @@ def test_a_target_of_riscv() -> None:
         ("x86-64-v3,+dotprod", "no feature that kernels of x86_64 use"),
         ("neoverse-v1,+sve", "no kernel uses sve: its vectors have a length that only the processor knows"),
         ("native,+avx2", "features cannot follow native"),
+        ("armv8-a,+asimddp", r"mean '\+dotprod'"),
+        ("+dotprod", "features stand behind the name of a processor"),
+        ("-neon", "none can be taken away: name a processor without it"),
     ],
 )
 def test_a_target_that_does_not_exist(name: str, told: str) -> None:

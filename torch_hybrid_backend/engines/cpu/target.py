@@ -95,6 +95,11 @@ class Target:
             architecture, known = TARGETS[base]
         else:
             found = _architectures(base)
+            if base.startswith(("+", "-")):
+                raise ConfigError(
+                    f"target (HYBRID_TARGET, options['target'] or --target) is {name!r}; features stand behind the name of a processor, as in "
+                    "'armv8-a,+dotprod', and none can be taken away: name a processor without it"
+                )
             if not found:
                 names = (NATIVE, *TARGETS, *(each.triple for each in ARCHITECTURES.values()))
                 written = [f"+{feature}" for each in ARCHITECTURES.values() for feature in each.features]
@@ -194,7 +199,8 @@ def _feature(text: str, architecture: Architecture, target: str) -> str:
             f"{start}no kernel uses {name}: its vectors have a length that only the processor knows, and schedules cut up registers of a known "
             "length; leave it out, as processors with it also run NEON"
         )
-    hint = did_you_mean(f"+{name}", [f"+{each}" for each in architecture.features])
+    by_linux = {linux: llvm for llvm, linux in architecture.features.items()}
+    hint = did_you_mean(f"+{by_linux.get(name, name)}", [f"+{each}" for each in architecture.features])
     raise ConfigError(
         f"{start}{text!r} is no feature that kernels of {architecture.name} use; features are written as '+NAME', of "
         f"{', '.join(architecture.features)}. {hint}".rstrip(" .")
