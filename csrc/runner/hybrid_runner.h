@@ -155,8 +155,8 @@ HYBRID_API const char* hybrid_entry_name(const HybridModel* model, size_t index)
 /* Fills in `entry`. `name`: NULL for the first one. */
 HYBRID_API int32_t hybrid_describe(const HybridModel* model, const char* name, HybridEntry* entry);
 
-/* The file's manifest, of all targets that the file has kernels for: a JSON text, which lives as long
- * as the model. */
+/* The file's manifest, of all targets that the file has kernels for: a JSON text, which lives as
+ * long as the model. */
 HYBRID_API const char* hybrid_manifest(const HybridModel* model);
 
 /* The name of the library of kernels that the model runs: of those in the file, the best that this
