@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 import torch
 
 from tests.runtime import hybrid_files
@@ -35,8 +36,10 @@ from tests.runtime.hybrid_files import (
     with_text,
 )
 from tests.runtime.plans import Draft
+from torch_hybrid_backend import sign
 from torch_hybrid_backend.artifact.coding import coded
 from torch_hybrid_backend.artifact.manifest import Manifest
+from torch_hybrid_backend.cli import main
 from torch_hybrid_backend.errors import ArtifactError, HybridError
 from torch_hybrid_backend.runtime.native.description import ValueKind
 from torch_hybrid_backend.runtime.native.ops import Artifact, Binding, Guard, Plan, SizedPlans
@@ -355,6 +358,9 @@ def test_damage_in_another_variant(part: str, path: Path) -> None:
     content[segments[f"0/{part}"]["offset"]] ^= 1
     Artifact(written(path, bytes(content)))
     refused(path, bytes(content), f"checksum of its segment .0/{part}", runs=False)
+    with pytest.raises(ArtifactError, match="checksum"):
+        sign(path, Ed25519PrivateKey.generate())
+    assert main(["inspect", str(path)]) != 0
     content[segments[f"1/{part}"]["offset"]] ^= 1
     refused(path, bytes(content), f"checksum of its segment .1/{part}")
 
