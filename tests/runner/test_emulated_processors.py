@@ -146,7 +146,7 @@ def test_a_level_that_the_processor_lacks(
     path, _ = _exported("mlp", level, folder=tmp_path)
     done = _emulated(processor, "-strace", installed / "bin/hybrid-run", path)
     names = '", "'.join(lacking)
-    told = f'"library" needs "{names}": export the model for this processor, or use one'
+    told = f'"library" needs "{names}": export the model for this processor, or run'
     assert (done.returncode, told in done.stderr) == (1, True), done.stderr
     opened = done.stderr.partition(str(path))[2]
     assert "mmap(" in opened
