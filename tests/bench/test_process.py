@@ -64,16 +64,23 @@ def test_a_worker_has_the_package_of_its_tree(tmp_path: Path) -> None:
     assert bench == str(worker.__file__)
 
 
+def _is_waited_for(worker: WorkerProcess) -> bool:
+    """True if the wait lasts as long as a thread of the worker spins, and the worker then sleeps."""
+    worker.ask(Spin(0.5), within_s=120)
+    waited = wait_until_quiet([worker], at_most_s=60)
+    before = worker.cpu_ns()
+    time.sleep(0.1)
+    return waited > 0.3 and worker.cpu_ns() - before < 10e6
+
+
 def test_a_worker_that_spins_is_waited_for_and_one_that_hangs_is_ended(tmp_path: Path) -> None:
     """The next round starts when the worker's threads sleep. A worker that does not answer in time is ended, and no process is left."""
     with WorkerProcess({}, tmp_path / "log") as spinning:
-        process = spinning.ask(Spin(1.5), within_s=120)
+        process = spinning.ask(Spin(0.5), within_s=120)
         if spinning.cpu_ns() == 0:
             pytest.skip("this system does not tell the processor time of threads")
-        assert wait_until_quiet([spinning], at_most_s=60) > 0.3
-        before = spinning.cpu_ns()
-        time.sleep(0.1)
-        assert spinning.cpu_ns() - before < 10e6  # idle
+        # Amid other load a thread that spins may get no core for a while, and looks as if it slept.
+        assert any(_is_waited_for(spinning) for _ in range(10))
         with pytest.raises(WorkerError, match="no answer within 0 s"):
             spinning.ask(Hang(), within_s=0.2)
         assert not Path(f"/proc/{process}").exists()
