@@ -354,9 +354,9 @@ def _convolution_backward(
     ):
         return NotImplemented
     geometry = (stride, padding, dilation, transposed, output_padding, groups)
-    pairs = [[value[0], value[-1]] for value in (stride, padding, dilation)]
-    of_image = _image_gradient(gradient, x, weight, *pairs, groups) if mask[0] else None
-    of_weight = _weight_gradient(gradient, x, weight, *pairs, groups) if mask[1] else None
+    s, p, d = ([value[0], value[-1]] for value in (stride, padding, dilation))
+    of_image = _image_gradient(gradient, x, weight, s, p, d, groups) if mask[0] else None
+    of_weight = _weight_gradient(gradient, x, weight, s, p, d, groups) if mask[1] else None
     whole = [mask[0] and of_image is None, mask[1] and of_weight is None, False]
     if whole[:2] == [*mask[:2]]:
         return NotImplemented
