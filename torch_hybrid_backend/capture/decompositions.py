@@ -135,7 +135,11 @@ def decomposition_table(keep_ops: frozenset[OpOverload]) -> dict[Operator, Calla
     Random operators stay whole, so that a compiled model draws the numbers that eager draws from the same generator
     state wherever eager's operator is the same one.
     """
-    return {operator: formula for operator, formula in _full_table().items() if operator not in keep_ops}
+    table = {operator: formula for operator, formula in _full_table().items() if operator not in keep_ops}
+    # Dynamo writes steps of Adam with it, and registers it then.
+    if hasattr(prims, "fma"):
+        table[prims.fma.default] = _multiply_add
+    return table
 
 
 def asked(
@@ -260,6 +264,11 @@ def _convert_element_type(a: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """torch's reference formulas cast with a prims operator; engines know `aten._to_copy` alone."""
     cast: torch.Tensor = aten._to_copy.default(a, dtype=dtype)
     return cast
+
+
+def _multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """a * b + c. Compilers of kernels make one instruction of it."""
+    return a * b + c
 
 
 def _split_with_sizes(x: torch.Tensor, split_sizes: Sequence[int], dim: int = 0) -> list[torch.Tensor]:
