@@ -122,7 +122,7 @@ def test_a_panel_that_cannot_be_split_keeps_its_bits(number: float) -> None:
 @pytest.mark.parametrize("m", [2, 4])
 @pytest.mark.parametrize("outputs", [16, 64, 84])
 def test_winograd_weights_are_transformed_by_a_kernel(m, outputs):
-    """As ahead of calls, signs of taps included; output channels beyond the last are zero."""
+    """Equal to what is packed ahead of calls, signs of taps included; output channels beyond the last are zero."""
     w = torch.randn(outputs, 16, 3, 3)
     w[3, 2, 1] = torch.tensor([0.0, -0.0, -2.0])
     packed = packing.pack_conv_weight(w, groups=1, block=16)
