@@ -37,6 +37,7 @@ from torch_hybrid_backend.graph.devices import is_on_host
 from torch_hybrid_backend.graph.eager_graph import EagerGraph, with_right_text
 from torch_hybrid_backend.graph.values import holds_collectives, is_repeatable
 from torch_hybrid_backend.partition.seen_graphs import SeenGraphs, graph_key
+from torch_hybrid_backend.partition.training_call import PricedTraining
 from torch_hybrid_backend.partition.whole_call import PricedCall
 from torch_hybrid_backend.progress import Progress
 from torch_hybrid_backend.torch_private import OpOverload, hint_of, tracing
@@ -84,6 +85,7 @@ class GraphCompilation:
         self._runs_twice = True  # unnoticed, each graph but the backward graph
         self._writes_inputs = False
         self._priced: tuple[PricedCall, bool] | None = None  # with whether it is built off the call
+        self._priced_training: PricedTraining | None = None
 
     def compiled(self, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile the graph; return what Dynamo calls in its place."""
@@ -131,6 +133,7 @@ class GraphCompilation:
             on_plan = self._price_whole(on_plan, ready, in_background)
             return self._hybrid_graph(captured, ready, on_plan, in_background)
         if not in_background:
+            on_plan = self._price_training(captured, on_plan, ready)
             return self._hybrid_graph(captured, ready, on_plan, in_background)
         written = EagerGraph(copy_of(captured.graph_module))  # before passes change it
         graph = self._hybrid_graph(captured, ready, on_plan, in_background)
@@ -176,10 +179,31 @@ class GraphCompilation:
         self._listeners.on_graph(WholeGraph(call, self._in_eager))
         return call.take_plan
 
+    def _price_training(self, captured: CapturedGraph, on_plan: OnPlan, ready: Ready) -> OnPlan:
+        """Have steps of training priced against eager, where they can be; return what takes the plan of a forward or a backward graph."""
+        if captured.kind == "forward" and not self._sizes and is_timed(captured, self._config):
+            pricing = functools.partial(pricing_of, self._session, self._config, self._deadline, CPU)
+            is_shared = (lambda *_: False) if captured.writes_inputs else _is_static
+            self._priced_training = PricedTraining(
+                self._in_eager.forward,
+                lambda inputs: copies_of(inputs, is_shared),
+                self._key,
+                self._config.measure_budget_s,
+                pricing,
+                ready.working,
+            )
+        priced = self._priced_training
+        # With a backward graph that cannot be run twice unnoticed there is never a second plan, and nothing is timed.
+        if priced is None or captured.kind == "inference" or hindrance(captured.graph_module) is not None:
+            return on_plan
+        return priced.taking(on_plan)
+
     def _whole(self, planned: Callable[..., Any]) -> Callable[..., Any]:
         """The calls of the graph, with what stands around those of its ATen graphs."""
         if self._runs_twice:
             planned = raising_as_written(planned, self._gm)
+        if self._priced_training is not None:
+            return self._priced_training.around(planned)
         if self._priced is None:
             return planned
         priced, in_background = self._priced
@@ -254,12 +278,16 @@ def _is_static(_position: int, value: object) -> bool:
 
 
 def is_priced_whole(captured: CapturedGraph, config: Config) -> bool:
-    """True if whole calls of the graph can be timed, and are to be: not where nothing is timed, or all is compared with eager anyway."""
-    if captured.kind != "inference" or captured.writes_inputs or is_running():
+    """True if whole calls of the graph can be timed, and are to be: inference graphs that do nothing but compute."""
+    if captured.kind != "inference" or captured.writes_inputs:
         return False
-    if config.placement == "estimate" or config.verify == "always":
-        return False
-    return is_on_host(captured.graph_module) and is_repeatable(captured.graph_module)
+    return is_timed(captured, config) and is_repeatable(captured.graph_module)
+
+
+def is_timed(captured: CapturedGraph, config: Config) -> bool:
+    """True if calls of graphs are to be timed: not where nothing is timed, or all is compared with eager anyway; only on the host."""
+    is_off = is_running() or config.placement == "estimate" or config.verify == "always"
+    return not is_off and is_on_host(captured.graph_module)
 
 
 @functools.cache
