@@ -356,6 +356,15 @@ class Config:
             "twice unnoticed are compiled in the call",
         ),
     )
+    offload_weights: bool = dataclasses.field(
+        default=False,
+        metadata=_setting(
+            _boolean,
+            "0, 1",
+            "move weights that inference plans hold in packed form from memory to a file without a name in `cache_dir`; what reads them later "
+            "gets them from there, and writes to them count as ever (docs/guides/memory.md)",
+        ),
+    )
     ranks_agree: bool = dataclasses.field(
         default=True,
         metadata=_setting(
