@@ -356,6 +356,15 @@ class Config:
             "twice unnoticed are compiled in the call",
         ),
     )
+    memory_budget: float = dataclasses.field(
+        default=float("inf"),
+        metadata=_setting(
+            _number("a number, at least 0; 'inf' for no limit", lambda value: value >= 0),
+            "at least 0, or inf",
+            "memory by which packed weights may exceed the weights that they are packed from, as a share of these; forms of weights that take "
+            "more (Winograd's) are used where they gain most time per byte (docs/guides/memory.md)",
+        ),
+    )
     offload_weights: bool = dataclasses.field(
         default=False,
         metadata=_setting(
