@@ -61,6 +61,7 @@ def _choices(times: list[dict[str, float]]) -> tuple[list[Choice], RegionKernels
     ("budget", "expected"),
     [
         (math.inf, ["winograd 4", "winograd 4"]),
+        (None, ["winograd 4", "winograd 4"]),  # the default does not limit small models
         (3.2, ["winograd 4", "winograd 4"]),
         # The first kernel gains less, but more per byte; what it leaves is enough for the smaller form of the second.
         (2.0, ["winograd 4", "winograd 2"]),
@@ -69,7 +70,7 @@ def _choices(times: list[dict[str, float]]) -> tuple[list[Choice], RegionKernels
         (0.0, ["", ""]),
     ],
 )
-def test_kernels_that_gain_most_per_byte_come_first(budget: float, expected: list[str]) -> None:
+def test_kernels_that_gain_most_per_byte_come_first(budget: float | None, expected: list[str]) -> None:
     """The budget is a share of the weights' bytes; a kernel whose fastest form does not fit has the fastest that does."""
     first = {"": 100.0, "winograd 4": 60.0, "winograd 2": 80.0}
     second = {"": 200.0, "winograd 4": 150.0, "winograd 2": 170.0}
