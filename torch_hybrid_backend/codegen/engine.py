@@ -279,6 +279,8 @@ class KernelEngine(EngineBase):
             for position, (option, variant) in enumerate(zip(options, chosen, strict=True))
             if all(variant is not each.variant for each in option.compiled)
         ]
+        if not missing:
+            return [option.choosing(variant) for option, variant in zip(options, chosen, strict=True)]
         made = iter(
             self.built([k for _, variant in missing for k in variant.kernels], kernels.backend.target, deadline)
         )

@@ -46,7 +46,7 @@ from torch_hybrid_backend.driver.stages import (
     partition_and_compile,
     place,
 )
-from torch_hybrid_backend.errors import HybridError, RefusedValuesError, failures, is_out_of_memory, is_sticky
+from torch_hybrid_backend.errors import HybridError, RefusedValuesError, failures, ignored, is_out_of_memory, is_sticky
 from torch_hybrid_backend.generators import draws_apart, is_captured
 from torch_hybrid_backend.graph.eager_graph import EagerGraph
 from torch_hybrid_backend.partition.deviation import any_telling
@@ -272,6 +272,8 @@ class HybridGraph:
                 "offload_weights has no effect: this system cannot tell which pages were written to (Linux 6.7 can, docs/live_weights.md)"
             )
             return
+        with ignored(OSError):  # then `offload` says what is wrong
+            self._config.cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._offloaded = run.offload(inputs, self._config.cache_dir)
         log.info("%d bytes of weights lie in a file", self._offloaded.size_bytes)
 

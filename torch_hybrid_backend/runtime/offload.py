@@ -21,6 +21,8 @@ from pathlib import Path
 
 import torch
 
+from torch_hybrid_backend.errors import failures
+
 _log = logging.getLogger(__name__)
 
 _MIB = 1 << 20
@@ -99,7 +101,7 @@ def offload(
                     there.append(each)
                 offset += each.size_bytes
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    except OSError as error:
+    except failures(OSError) as error:
         _log.warning("weights stay in memory, as no file can be written in %s (cache_dir): %s", folder, error)
         return OffloadedWeights(())
     return OffloadedWeights(tuple(there), is_new=True)
