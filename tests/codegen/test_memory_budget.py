@@ -1,4 +1,4 @@
-"""Which kernels get weights that take more memory, under a budget."""
+"""Kernels that get weights which take more memory, under a budget."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_memory_is_freed_and_contents_stay(tmp_path: Path) -> None:
 
 
 def test_writes_outlive_page_out(tmp_path: Path) -> None:
-    """What is written to an offloaded tensor, through it or an alias, is never lost."""
+    """Writes to an offloaded tensor, through it or an alias, are never lost."""
     tensor = torch.zeros(512, 512)
     array, view = tensor.numpy(), tensor[100:200]
     moved = offload([tensor, view], tmp_path)
