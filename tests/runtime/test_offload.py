@@ -124,8 +124,8 @@ def net() -> Iterator[_Net]:
     torch.compiler.reset()
 
 
-def _compiled(net: nn.Module, folder: Path) -> nn.Module:
-    options = {"offload_weights": True, "placement": "estimate", "strict": True, "cache_dir": folder, "progress": False}
+def _compiled(net: nn.Module) -> nn.Module:
+    options = {"offload_weights": True, "placement": "estimate", "strict": True, "progress": False}
     return torch.compile(net, backend="hybrid", options=options, dynamic=False)
 
 
@@ -140,10 +140,10 @@ needs_watch = pytest.mark.skipif(not watches_writes(), reason="this system canno
 @needs_watch
 @torch.no_grad()
 @pytest.mark.parametrize("breaks", [False, True])
-def test_models(net: _Net, tmp_path: Path, breaks: bool) -> None:
+def test_models(net: _Net, breaks: bool) -> None:
     """A model's packed weights leave memory; calls at other sizes, eager calls, state_dict and changes of weights work as without it."""
     net.breaks = breaks
-    fast, x = _compiled(net, tmp_path), torch.randn(2, 16, 8, 8)
+    fast, x = _compiled(net), torch.randn(2, 16, 8, 8)
     expected = net(x)
     state = {name: value.clone() for name, value in net.state_dict().items()}
     result = fast(x)
@@ -162,9 +162,9 @@ def test_models(net: _Net, tmp_path: Path, breaks: bool) -> None:
 
 
 @needs_watch
-def test_training_graphs_keep_their_weights(net: _Net, tmp_path: Path) -> None:
+def test_training_graphs_keep_their_weights(net: _Net) -> None:
     """Weights of graphs for training stay in memory."""
     net.train()
-    fast = _compiled(net, tmp_path)
+    fast = _compiled(net)
     fast(torch.randn(2, 16, 8, 8)).sum().backward()
     assert _resident(net.middle.weight) > 0.9 * net.middle.weight.nbytes

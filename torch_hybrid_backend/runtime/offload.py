@@ -34,10 +34,11 @@ _MAP_PRIVATE, _MAP_FIXED = 0x02, 0x10
 _moved: dict[int, Pages] = {}
 _FAILED = ctypes.c_void_p(-1).value
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+# The C library's, which the interpreter has loaded: no library is opened here. Python's `mmap` chooses its addresses itself.
+_mmap = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)(
+    ("mmap", ctypes.pythonapi)
+)
+_madvise = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)(("madvise", ctypes.pythonapi))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class OffloadedWeights:
         """Free the memory of pages that were read since. Pages that were written to stay: their contents are in no file."""
         for pages in self.pages:
             if pages.storage() is not None:
-                _libc.madvise(pages.begin, pages.size_bytes, _MADV_PAGEOUT)
+                _madvise(pages.begin, pages.size_bytes, _MADV_PAGEOUT)
 
 
 def offload(
@@ -133,5 +134,5 @@ def _write(descriptor: int, pages: Pages) -> None:
 def _mapped(descriptor: int, pages: Pages, offset: int) -> bool:
     """Map a part of the file in place of pages, in one step for all threads; False if the kernel refuses, and nothing has changed."""
     protection = mmap.PROT_READ | mmap.PROT_WRITE
-    made = _libc.mmap(pages.begin, pages.size_bytes, protection, _MAP_PRIVATE | _MAP_FIXED, descriptor, offset)
+    made = _mmap(pages.begin, pages.size_bytes, protection, _MAP_PRIVATE | _MAP_FIXED, descriptor, offset)
     return bool(made != _FAILED)
