@@ -7,9 +7,10 @@ whole              the calls of all of it: priced against eager, made off the ca
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +87,7 @@ class GraphCompilation:
         self._writes_inputs = False
         self._priced: tuple[PricedCall, bool] | None = None  # with whether it is built off the call
         self._priced_training: PricedTraining | None = None
+        self._graphs: list[HybridGraph] = []
 
     def compiled(self, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile the graph; return what Dynamo calls in its place."""
@@ -146,7 +148,10 @@ class GraphCompilation:
         return self._config.background and not why_not
 
     def _hybrid_graph(self, captured: CapturedGraph, ready: Ready, on_plan: OnPlan, in_background: bool) -> HybridGraph:
-        on_graph = self._listeners.on_graph
+        def on_graph(graph: HybridGraph) -> None:
+            self._graphs.append(graph)
+            self._listeners.on_graph(PlannedGraph(graph))
+
         return HybridGraph(
             captured,
             self._session,
@@ -157,7 +162,7 @@ class GraphCompilation:
             self._listeners.on_regions,
             meanwhile=self._off_the_call.graph if in_background else None,
             working=ready.working,
-            on_graph=lambda graph: on_graph(PlannedGraph(graph)),
+            on_graph=on_graph,
         )
 
     def _price_whole(self, on_plan: OnPlan, ready: Ready, in_background: bool) -> OnPlan:
@@ -173,7 +178,7 @@ class GraphCompilation:
             self._config.measure_budget_s,
             pricing,
             on_plan,
-            ready.working,
+            functools.partial(self._pricing_whole, ready),
         )
         self._priced = call, in_background
         self._listeners.on_graph(WholeGraph(call, self._in_eager))
@@ -197,6 +202,14 @@ class GraphCompilation:
         if priced is None or captured.kind == "inference" or hindrance(captured.graph_module) is not None:
             return on_plan
         return priced.taking(on_plan)
+
+    @contextlib.contextmanager
+    def _pricing_whole(self, ready: Ready) -> Iterator[None]:
+        """Work on a graph whose whole calls are priced: eager's calls leave free memory behind, of ResNet-50 61 MiB."""
+        with ready.working():
+            yield
+            for graph in self._graphs:
+                graph.give_back_memory()
 
     def _whole(self, planned: Callable[..., Any]) -> Callable[..., Any]:
         """The calls of the graph, with what stands around those of its ATen graphs."""
