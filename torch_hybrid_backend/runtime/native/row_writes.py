@@ -6,6 +6,7 @@ PyTorch's operator takes 5 to 10 us for each tensor, and a decoder of 22 layers 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch.autograd.graph import increment_version
@@ -21,7 +22,7 @@ def write_rows(tensors: list[torch.Tensor], writes: Sequence[tuple[int, int, int
     does not have: nothing is written then, where C++ writes.
     """
     module = native_module()
-    numbers = tuple(number for write in writes for number in write)
+    numbers = tuple(chain.from_iterable(writes))
     if module is not None and module.write_rows(tensors, numbers) is None:
         changed = (tensors[target] for target, *_ in writes)
         increment_version([tensor for tensor in changed if not tensor.is_inference()])  # those have no version
