@@ -37,7 +37,7 @@ def _models() -> tuple[Any, Any]:
     [
         {"num_beams": 4},
         {"num_beams": 4, "num_return_sequences": 2, "length_penalty": 0.5, "cache_implementation": "static"},
-        # The others take many graphs: one for each number of tokens that is guessed. Those of several tokens are compiled in tests of dynamic sizes.
+        # The others take many graphs, one for each number of tokens that is guessed.
         pytest.param({"num_beams": 3, "do_sample": True, "temperature": 1.3, "top_k": 20}, marks=pytest.mark.full),
         pytest.param({"assistant": True}, marks=pytest.mark.full),
         pytest.param({"assistant": True, "do_sample": True, "temperature": 0.9}, marks=pytest.mark.full),
