@@ -41,6 +41,7 @@ from torch_hybrid_backend.partition.seen_graphs import SeenGraphs, graph_key
 from torch_hybrid_backend.partition.training_call import PricedTraining
 from torch_hybrid_backend.partition.whole_call import PricedCall
 from torch_hybrid_backend.progress import Progress
+from torch_hybrid_backend.runtime.native.row_writes import write_rows
 from torch_hybrid_backend.torch_private import OpOverload, hint_of, tracing
 
 log = logging.getLogger(__name__)
@@ -116,7 +117,9 @@ class GraphCompilation:
         keep_ops = frozenset[OpOverload]().union(*(engine.keep_ops for engine in self._session.engines))
         kept = AotCache(self._session.services.store) if self._config.cache and not is_running() else None
         with Progress("tracing"):
-            return capture(self._gm, example_inputs, self._compile_captured, keep_ops, kept, applied_in_capture())
+            return capture(
+                self._gm, example_inputs, self._compile_captured, keep_ops, kept, applied_in_capture(), write_rows
+            )
 
     @collector_paused()  # a backward graph may be compiled later, when backward is called
     def _compile_captured(self, captured: CapturedGraph) -> BoxedCall:
