@@ -11,8 +11,8 @@ class Abilities:
 
     `float8`: tensors may hold float8_e4m3fn and float8_e5m2.
     `scans`: kernels for `loops.ir.ScanOp`; elsewhere each element of a running sum reduces all before it, and long ones are refused.
-    `scatters`: whether many points may write to one element (`loops.ir.ScatterOp`): "none"; "any", as atomic operations do it, in whatever
-    order; "ordered", only where every order has the same result. `max_gathered`: pixels up to which each is asked about all windows that cover
+    `scatters`: whether many points may write to one element (`loops.ir.ScatterOp`): "none"; "any", in the order of the domain, or, by atomic
+    operations, in whatever order; "ordered", only where every order has the same result. `max_gathered`: pixels up to which each is asked about all windows that cover
     it, for the gradient of a maximum pooling. `max_taps`: neighbours that an interpolation may read for one pixel.
     `any_convolution`: convolutions of volumes, and transposed ones whose windows do not tile the result.
     `attention_gradients`: attention writes its log-sum-exp where that is read, and its gradients are kernels.
