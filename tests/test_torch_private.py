@@ -59,6 +59,26 @@ def traced_with(context: Any) -> bool:
     return inside and private.TracingContext.try_get() is None
 
 
+def compiling_for() -> list[Any]:
+    """Backends, with what they wrap, that are named at the start of a compilation."""
+    seen: list[Any] = []
+
+    def mine(gm: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        return gm.forward
+
+    private.around_compilations(lambda: seen.extend(private.compiling_backends()), lambda: seen.append("end"))
+    torch.compiler.reset()  # which forgets others' callbacks
+    torch.compile(lambda x: x + 1, backend=mine)(torch.zeros(2))
+    assert seen[-1] == "end"
+    return [backend for backend in seen if backend is mine]
+
+
+def key_below_autograd() -> bool:
+    """True if operators called there record no gradient."""
+    with private.below_autograd():
+        return not (torch.ones(2, requires_grad=True) * 2).requires_grad
+
+
 def during_function_mode(use: Callable[[], object]) -> object:
     class Mode(TorchFunctionMode):
         pass
@@ -400,6 +420,10 @@ CANARIES: dict[str, Callable[[], object]] = {
     "mkldnn_layout": lambda: torch.zeros(2, 2).to_mkldnn().layout is private.mkldnn_layout,
     "negative_view": lambda: private.negative_view(torch.ones(2)).is_neg(),
     "own_store": lambda: in_a_job(own_store_is_apart),
+    "around_compilations": lambda: len(compiling_for()) == 1,
+    "below_autograd": key_below_autograd,
+    "compiling_backends": lambda: private.compiling_backends() == [] and len(compiling_for()) == 1,
+    "meta_table": lambda: torch.ops.aten.mm.default in private.meta_table,
     "peek_interpreter_stack": lambda: private.peek_interpreter_stack() is None and _inside_vmap() is not None,
     "profiler_enabled": lambda: profiled() == (False, True),
     "quantized_decomposed": lambda: (

@@ -12,10 +12,12 @@ import this module's names inside a function where the package must stay cheap t
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib
 import logging
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +41,7 @@ from torch._decomp import (
     decomposition_table,
     get_decompositions,
     global_decomposition_table,
+    meta_table,
 )
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext, detect_fake_mode, tracing
@@ -158,11 +161,14 @@ __all__ = [
     "TreeSpec",
     "ValueRanges",
     "aot_autograd",
+    "around_compilations",
+    "below_autograd",
     "clear_fx_tracing_flag",
     "compile_aotinductor",
     "compile_lock",
     "compiled_autograd",
     "compiler_bisector",
+    "compiling_backends",
     "conjugate_view",
     "core_aten_decompositions",
     "count_torch_dispatch_modes",
@@ -190,6 +196,7 @@ __all__ = [
     "load_aotinductor",
     "load_inductor",
     "make_graph_module",
+    "meta_table",
     "mkldnn_layout",
     "negative_view",
     "own_store",
@@ -230,6 +237,48 @@ if not TYPE_CHECKING:
         value = getattr(value, attribute) if attribute else value
         globals()[name] = value
         return value
+
+
+@contextlib.contextmanager
+def below_autograd() -> Iterator[None]:
+    """Call operators below autograd, and below what records views and writes: the next to see them are modes and backends."""
+    with torch._C._AutoDispatchBelowAutograd():
+        above = torch._C.DispatchKeySet(DispatchKey.ADInplaceOrView)
+        with torch._C._ExcludeDispatchKeyGuard(above):
+            yield
+
+
+def around_compilations(begin: Callable[[], None], end: Callable[[], None]) -> None:
+    """Have Dynamo call `begin` when a compilation starts and `end` when it ends, from now on, also after `torch.compiler.reset`."""
+    from torch._dynamo.callback import callback_handler
+
+    clear = callback_handler.clear
+
+    def register() -> None:
+        callback_handler.register_start_callback(lambda _: begin())
+        callback_handler.register_end_callback(lambda _: end())
+
+    def clear_others() -> None:
+        clear()
+        register()
+
+    callback_handler.clear = clear_others  # type: ignore[method-assign]
+    register()
+
+
+def compiling_backends() -> list[Any]:
+    """The backend for which Dynamo compiles on this thread right now, and what it is wrapped in; none outside of a compilation."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_compile" and frame.f_globals.get("__name__") == "torch._dynamo.convert_frame":
+            found, backend = [], frame.f_locals.get("compiler_fn")
+            while backend is not None and backend not in found:
+                found.append(backend)
+                inner = (getattr(backend, name, None) for name in ("_torchdynamo_orig_backend", "compiler_fn", "func"))
+                backend = next((b for b in inner if b is not None), None)
+            return found
+        frame = frame.f_back  # type: ignore[assignment]
+    return []
 
 
 def clear_fx_tracing_flag() -> None:

@@ -41,6 +41,7 @@ from torch_hybrid_backend.capture.fixes.input_updates import InPlace, write_in_p
 from torch_hybrid_backend.capture.fixes.norm_statistics import correct_statistics
 from torch_hybrid_backend.capture.fixes.output_aliases import Restore, separate_aliases
 from torch_hybrid_backend.capture.fixes.overlap import watch_overlaps
+from torch_hybrid_backend.capture.fixes.recurrent_layers import whole_recurrent_layers
 from torch_hybrid_backend.capture.fixes.strided_reads import read_owners
 from torch_hybrid_backend.capture.fixes.strides import strides_of_eager
 from torch_hybrid_backend.capture.input_names import name_inputs
@@ -185,7 +186,7 @@ def trace(
     # Donated buffers would make `backward(retain_graph=True)` an error, which eager allows.
     with contextlib.ExitStack() as stack:
         stack.enter_context(functorch_config.patch(donated_buffer=False))
-        for fix in (whole_upsampling, plain_sizes_of_groups, strides_of_eager):
+        for fix in (whole_upsampling, whole_recurrent_layers, plain_sizes_of_groups, strides_of_eager):
             if applied(f"the fix {fix.__name__}"):
                 stack.enter_context(fix())
         traced: Callable[..., Any] = backend(gm, list(example_inputs))

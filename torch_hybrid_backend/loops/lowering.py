@@ -76,6 +76,7 @@ _MODULES = (
     "windows",
     "scans",
     "scatters",
+    "recurrent",
     "gradients",
     "random_numbers",
 )
