@@ -53,6 +53,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.compiler._cache import CacheArtifact, CacheArtifactFactory, CacheArtifactManager
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx._lazy_graph_module import _make_graph_module as make_graph_module
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
     from torch._dynamo import compiled_autograd
     from torch._dynamo import config as dynamo_config
     from torch._dynamo import reset as reset_dynamo
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex as GetItemAsIndex
     from torch._dynamo.aot_compile_types import SerializableCallable
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.convert_frame import compile_lock
@@ -92,6 +94,7 @@ if TYPE_CHECKING:
     from torch._inductor import config as inductor_config
     from torch._inductor import list_options as inductor_options
     from torch.ao.quantization.fx import _decomposed as quantized_decomposed
+    from torch.nn.attention.flex_attention import _vmap_for_bhqkv as vmap_over_scores
     from torch.utils._sympy.value_ranges import ValueRanges
 
 # Beginnings of the names of modules whose functions are made for function transforms.
@@ -119,12 +122,14 @@ _LATER = {
     "compiler_bisector": "torch._inductor.compiler_bisector",
     "dynamo_config": "torch._dynamo.config",
     "functorch_config": "torch._functorch.config",
+    "GetItemAsIndex": "torch._dynamo._trace_wrapped_higher_order_op:TransformGetItemToIndex",
     "inductor_config": "torch._inductor.config",
     "inductor_options": "torch._inductor:list_options",
     "load_aotinductor": "torch._inductor:aoti_load_package",
     "quantized_decomposed": "torch.ao.quantization.fx._decomposed",
     "reset_dynamo": "torch._dynamo:reset",
     "same": "torch._dynamo.utils:same",
+    "vmap_over_scores": "torch.nn.attention.flex_attention:_vmap_for_bhqkv",
 }
 
 __all__ = [
@@ -141,6 +146,8 @@ __all__ = [
     "FailOnRecompileLimitHit",
     "FakeTensor",
     "FakeTensorMode",
+    "FunctionalTensorMode",
+    "GetItemAsIndex",
     "HigherOrderOperator",
     "InstructionTranslator",
     "LazyGraphModule",
@@ -178,6 +185,7 @@ __all__ = [
     "detect_fake_mode",
     "dynamo_config",
     "enable_python_dispatcher",
+    "flex_attention_handlers",
     "functions_of_torch",
     "functorch_config",
     "get_decompositions",
@@ -222,6 +230,7 @@ __all__ = [
     "unset_fake_temporarily",
     "use_lazy_graph_module",
     "vmap_kernels",
+    "vmap_over_scores",
     "without_autocast",
     "without_modes",
     "without_python_dispatcher",
@@ -357,6 +366,14 @@ def vmap_kernels() -> set[str]:
 
     library = predispatch.VMAP_DECOMPOSITIONS_LIB
     return set() if library is None else set(library._op_impls)
+
+
+def flex_attention_handlers() -> dict[Any, Any] | None:
+    """Functions that run FlexAttention's operator under a dispatch mode, by the mode's class; None where nothing has imported the operator."""
+    if "torch._higher_order_ops.flex_attention" not in sys.modules:
+        return None
+    handlers: dict[Any, Any] = torch.ops.higher_order.flex_attention.python_key_table
+    return handlers
 
 
 def functions_of_torch() -> tuple[Any, ...]:

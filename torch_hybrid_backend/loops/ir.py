@@ -427,7 +427,7 @@ CellFn = Callable[[tuple[Expr, ...], tuple[Index, ...], Expr, "Expr | None"], tu
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class RecurrentOp(LoopOp):
-    """One direction of a recurrent layer, step after step. out (T + 1, B, H): row 0 is `state`, row s + 1 the state behind step s.
+    """Steps of one direction of a recurrent layer, one after the other. out (T + 1, B, H): row 0 is `state`, row s + 1 the state behind step s.
 
     In step s each unit j gets `gates` products with the state before: of gate g, the sum over k of out[s, b, k] * weight[g * H + j, k].
     `unit` makes the new state of them, and the new cell, (B, H), if there is a `cell`; the last one is in `last_cell`. `weight` is

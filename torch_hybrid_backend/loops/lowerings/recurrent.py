@@ -60,7 +60,7 @@ class _Kind:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """What one direction of a layer reads: weights (G * H, I) and (G * H, H), biases (G * H) or None."""
+    """Parameters of one direction of a layer: weights (G * H, I) and (G * H, H), biases (G * H) or None."""
 
     of_input: Value
     of_state: Value
@@ -158,7 +158,7 @@ def _layers(
 def _direction(
     ctx: Context, kind: _Kind, x: Value, state: Value, cell: Value | None, layer: _Layer, is_backward: bool
 ) -> RecurrentOp:
-    """One direction of a layer, emitted. x (T, B, I); its steps run in the order of time, or backward."""
+    """Emit one direction of a layer. x (T, B, I); its steps run in the order of time, or backward."""
     steps, batch, depth = x.shape
     units = known_int(state.shape[1])
     inputs = product(ctx, reshaped(x, (steps * batch, depth)), permuted(layer.of_input, (1, 0)), "float32")

@@ -109,7 +109,7 @@ def test_numbers() -> None:
 
 
 def test_unknown_sizes() -> None:
-    """One compilation serves all numbers of steps and rows."""
+    """Numbers of steps and of rows are arguments of one compilation."""
     torch.compiler.reset()
     layer = nn.LSTM(5, 20, bidirectional=True).eval()
     with torch.no_grad():

@@ -91,7 +91,7 @@ def test_places() -> None:
 
 
 def test_the_last_write_stays() -> None:
-    """Of several writes to one element the last one of the domain counts, whatever the threads."""
+    """The last of several writes to one element stays, whatever the threads."""
     x, source = torch.zeros(9, 64), torch.randn(400, 64)
     index = torch.randint(0, 9, (400,))
     result = _check(lambda x, i, s: aten.index_put(x, [i], s), x, index, source, tolerance=float("inf"))
