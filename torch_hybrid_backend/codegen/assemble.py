@@ -31,7 +31,7 @@ from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.loops.fusion import Group, fuse, inlined, needed_outside, replace_loads
 from torch_hybrid_backend.loops.graph import lower_region
-from torch_hybrid_backend.loops.index import as_index, index_of
+from torch_hybrid_backend.loops.index import LoopVar, as_index, index_of
 from torch_hybrid_backend.loops.ir import (
     INDEX_DTYPE,
     Buffer,
@@ -43,6 +43,7 @@ from torch_hybrid_backend.loops.ir import (
     ReduceOp,
     ScanOp,
     ScatterOp,
+    SegmentOp,
     buffers_of_expr,
     compute_dtype,
     rounded,
@@ -55,6 +56,7 @@ from torch_hybrid_backend.loops.kernels import (
     RecurrentKernel,
     RowKernel,
     ScatterKernel,
+    SegmentKernel,
     Stage,
     Store,
     kernel_counts,
@@ -275,6 +277,8 @@ def _kernels(
     """A group's kernels: one, or two for a scatter, of which the first writes the base to the buffer and the second combines."""
     if group.kind == "recurrent":
         return [_recurrent(group, layouts)]
+    if group.kind == "segment":
+        return [_segments(group, layouts)]
     if group.kind != "scatter":
         return [_kernel(group, needed, layouts, backend)]
     (member,) = group.members
@@ -298,6 +302,26 @@ def _kernels(
         op.combiner,
     )
     return [first, scatter]
+
+
+def _segments(group: Group, layouts: Mapping[Buffer, Layout]) -> Kernel:
+    (member,) = group.members
+    op = member.op
+    assert isinstance(op, SegmentOp)
+    segment, *rest = group.point
+    point = LoopVar("point", op.points)
+    first, end = op.bounds(segment)
+    value = op.body((index_of(point), *rest))
+    return SegmentKernel(
+        arguments([first, end, value], [], frozenset(), layouts),
+        (Argument(op.out, layouts[op.out]),),
+        group.variables,
+        out=op.out,
+        point=point,
+        first=first,
+        end=end,
+        value=value,
+    )
 
 
 def _recurrent(group: Group, layouts: Mapping[Buffer, Layout]) -> Kernel:

@@ -3,7 +3,7 @@
     Expr   = Const(value) | Load(buffer, index) | FromIndex(index) | Call(op, args)
     Value  = Buffer                       a tensor that exists in memory
            | Map(shape, dtype, fn)        fn(index) -> Expr, computed where it is read (inlined) or realised by a MapOp
-    LoopOp = MapOp | ReduceOp | ScanOp | ScatterOp | MatMulOp | ConvOp | AttentionOp | RecurrentOp
+    LoopOp = MapOp | ReduceOp | ScanOp | ScatterOp | MatMulOp | ConvOp | AttentionOp | RecurrentOp | SegmentOp
                                           each fills one buffer; attention and recurrent layers some fill several
 
 Scalars are computed in the *compute dtype* of a tensor's dtype: float32 for floats of 16 and 8 bits, the dtype itself otherwise. Loads widen,
@@ -419,6 +419,28 @@ class IntegerConvOp(ConvOp):
     """The convolution of x - `zero` with w, exactly: operands of 8 bits, `out` int32. Zeros lie around x - `zero`, not around x."""
 
     zero: int = 0
+
+
+# a segment's number -> (its first point, the point behind its last), int64
+BoundsFn = Callable[[Index], tuple[Expr, Expr]]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class SegmentOp(LoopOp):
+    """out[g, *rest] = the sum over the points i of segment g of body((i, *rest)); 0 for a segment without points.
+
+    Segment g has the points from `bounds(g)[0]` to before `bounds(g)[1]`, numbers in 0 .. points; data may decide them. Accumulates in
+    the body's dtype, in the order of points. Only where the kernels can (`loops.policy.Abilities`).
+    """
+
+    points: Dim
+    bounds: BoundsFn
+    body: ScalarFn
+
+    def reads(self) -> list[Buffer]:
+        segment, *rest = domain_vars(self.out.shape)
+        made = (*self.bounds(segment), self.body((var("point", self.points), *rest)))
+        return _unique([b for e in made for b in buffers_of_expr(e)])
 
 
 # (products, (s, b, j), state, cell) -> (new state, new cell): of one unit of a recurrent layer; the cell is None where there is none.

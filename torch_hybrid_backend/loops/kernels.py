@@ -186,6 +186,18 @@ class AttentionKernel(Kernel):
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class SegmentKernel(Kernel):
+    """Domain (g, *rest): `out`[point of the domain] = the sum of `value`, over (`point`, *rest), for points from `first` to before `end`, both
+    over g; see `loops.ir.SegmentOp`."""
+
+    out: Buffer
+    point: LoopVar
+    first: Expr
+    end: Expr
+    value: Expr
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class RecurrentKernel(Kernel):
     """Domain (s, b, j): see `loops.ir.RecurrentOp`. First `begin`, over (b, j), then step after step `stores`, over the domain.
 

@@ -77,6 +77,7 @@ _MODULES = (
     "scans",
     "scatters",
     "recurrent",
+    "bags",
     "gradients",
     "random_numbers",
 )

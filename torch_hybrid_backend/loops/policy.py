@@ -21,6 +21,7 @@ class Abilities:
     `integer_products`: products of quantized operands are products of integers (`loops.ir.IntegerMatMulOp`, `IntegerConvOp`),
     and a constant right operand of a matrix product that is dequantized, or from a codebook, is read as the expression that it is. So are
     dequantized queries, keys and values of attention.
+    `segments`: kernels for `loops.ir.SegmentOp`.
     `recurrent`: kernels for `loops.ir.RecurrentOp`.
     `flags`: kernels tell of values that PyTorch's operators refuse (`loops.lowering.Context.refuse`), and the call ends after them.
     `random_blocks`: for kernels that draw random numbers (`loops.random_numbers`), how many blocks of 256 threads PyTorch's own have at most; 0
@@ -37,6 +38,7 @@ class Abilities:
     attention_gradients: bool = False
     joined_moments: bool = False
     integer_products: bool = False
+    segments: bool = False
     recurrent: bool = False
     flags: bool = False
     random_blocks: int = 0

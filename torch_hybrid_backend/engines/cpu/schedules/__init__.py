@@ -7,7 +7,7 @@ from typing import Any
 
 from torch_hybrid_backend.engines.cpu.dot_products import DotProduct
 from torch_hybrid_backend.engines.cpu.kernels import CpuConvKernel, CpuMatMulKernel, FusedConvKernel
-from torch_hybrid_backend.engines.cpu.schedules import elementwise, recurrent, scatter
+from torch_hybrid_backend.engines.cpu.schedules import elementwise, recurrent, scatter, segments
 from torch_hybrid_backend.engines.cpu.schedules.attention import rules as attention_rules
 from torch_hybrid_backend.engines.cpu.schedules.convolution import amx as amx_convolution
 from torch_hybrid_backend.engines.cpu.schedules.convolution import fused as fused_convolution
@@ -26,6 +26,7 @@ from torch_hybrid_backend.loops.kernels import (
     RecurrentKernel,
     RowKernel,
     ScatterKernel,
+    SegmentKernel,
 )
 
 Schedule = Callable[..., Any]
@@ -40,6 +41,8 @@ def schedule_of(kernel: Kernel) -> Schedule | None:
             return reduction_rows.emit
         case ScatterKernel():
             return scatter.emit
+        case SegmentKernel():
+            return segments.emit
         case RecurrentKernel():
             return recurrent.emit
         case AttentionKernel():
