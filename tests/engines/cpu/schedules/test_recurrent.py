@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from operator import getitem
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import torch_hybrid_backend
 from tests.engines.cpu.schedule_runner import HOST, NARROW
 from tests.services_for_tests import services
 from torch_hybrid_backend.codegen.engine import KernelEngine, KernelRegion
@@ -117,3 +119,11 @@ def test_unknown_sizes() -> None:
         for shape in ((7, 3, 5), (9, 13, 5), (2, 4, 5)):
             x = torch.randn(shape)
             torch.testing.assert_close(fast(x)[0], layer(x)[0], rtol=1e-5, atol=2e-6)
+
+
+def test_files(tmp_path: Path) -> None:
+    """A file with a recurrent layer needs no operator of PyTorch."""
+    layer, x = nn.LSTM(5, 20, batch_first=True).eval(), torch.randn(3, 7, 5)
+    report = torch_hybrid_backend.export(layer, (x,), tmp_path / "lstm.hybrid")
+    assert not report.needs_torch
+    torch.testing.assert_close(torch_hybrid_backend.load(tmp_path / "lstm.hybrid")(x)[0], layer(x)[0].detach())
