@@ -9,7 +9,7 @@ from torch import nn
 class LstmLayer(nn.Module):
     """`torch.nn.LSTM` of one layer, batch first, written with its linear layers.
 
-    Dynamo does not trace `torch.nn.LSTM` (unless `torch._dynamo.config.allow_rnn`): no backend would see the model.
+    Dynamo traces `torch.nn.LSTM` only for this backend (unless `torch._dynamo.config.allow_rnn`): no other would see the model.
     x: (batch, length, inputs) float32.  Returns: the hidden states, (batch, length, width).
     """
 

@@ -59,6 +59,43 @@ def traced_with(context: Any) -> bool:
     return inside and private.TracingContext.try_get() is None
 
 
+def compiling_for() -> list[Any]:
+    """Backends, with what they wrap, that are named at the start of a compilation."""
+    seen: list[Any] = []
+
+    def mine(gm: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        return gm.forward
+
+    private.around_compilations(lambda: seen.extend(private.compiling_backends()), lambda: seen.append("end"))
+    torch.compiler.reset()  # which forgets others' callbacks
+    torch.compile(lambda x: x + 1, backend=mine)(torch.zeros(2))
+    assert seen[-1] == "end"
+    return [backend for backend in seen if backend is mine]
+
+
+def scores_indexed() -> torch.Tensor:
+    """Scores (1, 1, 1, 2) of zeros plus elements of a tensor at the keys' positions."""
+    table, places = torch.tensor([3.0, 5.0]), [torch.arange(n) for n in (1, 1, 1, 2)]
+    score_of = private.vmap_over_scores(lambda score, b, h, q, k: score + table[k], prefix=(0,), suffix=())
+    with private.GetItemAsIndex():
+        result: torch.Tensor = score_of(torch.zeros(1, 1, 1, 2), *places)
+    return result
+
+
+def flex_handlers() -> dict[Any, Any]:
+    """The handlers of FlexAttention, once it is imported."""
+    assert private.vmap_over_scores is not None  # imports it
+    handlers = private.flex_attention_handlers()
+    assert handlers is not None
+    return handlers
+
+
+def key_below_autograd() -> bool:
+    """True if operators called there record no gradient."""
+    with private.below_autograd():
+        return not (torch.ones(2, requires_grad=True) * 2).requires_grad
+
+
 def during_function_mode(use: Callable[[], object]) -> object:
     class Mode(TorchFunctionMode):
         pass
@@ -417,6 +454,14 @@ CANARIES: dict[str, Callable[[], object]] = {
     "mkldnn_layout": lambda: torch.zeros(2, 2).to_mkldnn().layout is private.mkldnn_layout,
     "negative_view": lambda: private.negative_view(torch.ones(2)).is_neg(),
     "own_store": lambda: in_a_job(own_store_is_apart),
+    "around_compilations": lambda: len(compiling_for()) == 1,
+    "below_autograd": key_below_autograd,
+    "compiling_backends": lambda: private.compiling_backends() == [] and len(compiling_for()) == 1,
+    "FunctionalTensorMode": lambda: private.FunctionalTensorMode in flex_handlers(),
+    "flex_attention_handlers": lambda: all(map(callable, flex_handlers().values())),
+    "GetItemAsIndex": lambda: scores_indexed().tolist() == [[[[3.0, 5.0]]]],
+    "vmap_over_scores": lambda: scores_indexed().shape == (1, 1, 1, 2),
+    "meta_table": lambda: torch.ops.aten.mm.default in private.meta_table,
     "peek_interpreter_stack": lambda: private.peek_interpreter_stack() is None and _inside_vmap() is not None,
     "profiler_enabled": lambda: profiled() == (False, True),
     "quantized_decomposed": lambda: (

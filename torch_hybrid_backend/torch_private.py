@@ -12,10 +12,12 @@ import this module's names inside a function where the package must stay cheap t
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib
 import logging
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +41,7 @@ from torch._decomp import (
     decomposition_table,
     get_decompositions,
     global_decomposition_table,
+    meta_table,
 )
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext, detect_fake_mode, tracing
@@ -50,6 +53,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.compiler._cache import CacheArtifact, CacheArtifactFactory, CacheArtifactManager
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx._lazy_graph_module import _make_graph_module as make_graph_module
@@ -73,6 +77,7 @@ if TYPE_CHECKING:
     from torch._dynamo import compiled_autograd
     from torch._dynamo import config as dynamo_config
     from torch._dynamo import reset as reset_dynamo
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex as GetItemAsIndex
     from torch._dynamo.aot_compile_types import SerializableCallable
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.convert_frame import compile_lock
@@ -89,6 +94,7 @@ if TYPE_CHECKING:
     from torch._inductor import config as inductor_config
     from torch._inductor import list_options as inductor_options
     from torch.ao.quantization.fx import _decomposed as quantized_decomposed
+    from torch.nn.attention.flex_attention import _vmap_for_bhqkv as vmap_over_scores
     from torch.utils._sympy.value_ranges import ValueRanges
 
 # Beginnings of the names of modules whose functions are made for function transforms.
@@ -116,12 +122,14 @@ _LATER = {
     "compiler_bisector": "torch._inductor.compiler_bisector",
     "dynamo_config": "torch._dynamo.config",
     "functorch_config": "torch._functorch.config",
+    "GetItemAsIndex": "torch._dynamo._trace_wrapped_higher_order_op:TransformGetItemToIndex",
     "inductor_config": "torch._inductor.config",
     "inductor_options": "torch._inductor:list_options",
     "load_aotinductor": "torch._inductor:aoti_load_package",
     "quantized_decomposed": "torch.ao.quantization.fx._decomposed",
     "reset_dynamo": "torch._dynamo:reset",
     "same": "torch._dynamo.utils:same",
+    "vmap_over_scores": "torch.nn.attention.flex_attention:_vmap_for_bhqkv",
 }
 
 __all__ = [
@@ -138,6 +146,8 @@ __all__ = [
     "FailOnRecompileLimitHit",
     "FakeTensor",
     "FakeTensorMode",
+    "FunctionalTensorMode",
+    "GetItemAsIndex",
     "HigherOrderOperator",
     "InstructionTranslator",
     "LazyGraphModule",
@@ -158,12 +168,15 @@ __all__ = [
     "TreeSpec",
     "ValueRanges",
     "aot_autograd",
+    "around_compilations",
+    "below_autograd",
     "call_before_traces",
     "clear_fx_tracing_flag",
     "compile_aotinductor",
     "compile_lock",
     "compiled_autograd",
     "compiler_bisector",
+    "compiling_backends",
     "conjugate_view",
     "core_aten_decompositions",
     "count_torch_dispatch_modes",
@@ -173,6 +186,7 @@ __all__ = [
     "detect_fake_mode",
     "dynamo_config",
     "enable_python_dispatcher",
+    "flex_attention_handlers",
     "functions_of_torch",
     "functorch_config",
     "get_decompositions",
@@ -191,6 +205,7 @@ __all__ = [
     "load_aotinductor",
     "load_inductor",
     "make_graph_module",
+    "meta_table",
     "mkldnn_layout",
     "negative_view",
     "own_store",
@@ -216,6 +231,7 @@ __all__ = [
     "unset_fake_temporarily",
     "use_lazy_graph_module",
     "vmap_kernels",
+    "vmap_over_scores",
     "without_autocast",
     "without_modes",
     "without_python_dispatcher",
@@ -231,6 +247,48 @@ if not TYPE_CHECKING:
         value = getattr(value, attribute) if attribute else value
         globals()[name] = value
         return value
+
+
+@contextlib.contextmanager
+def below_autograd() -> Iterator[None]:
+    """Call operators below autograd, and below what records views and writes: the next to see them are modes and backends."""
+    with torch._C._AutoDispatchBelowAutograd():
+        above = torch._C.DispatchKeySet(DispatchKey.ADInplaceOrView)
+        with torch._C._ExcludeDispatchKeyGuard(above):
+            yield
+
+
+def around_compilations(begin: Callable[[], None], end: Callable[[], None]) -> None:
+    """Have Dynamo call `begin` when a compilation starts and `end` when it ends, from now on, also after `torch.compiler.reset`."""
+    from torch._dynamo.callback import callback_handler
+
+    clear = callback_handler.clear
+
+    def register() -> None:
+        callback_handler.register_start_callback(lambda _: begin())
+        callback_handler.register_end_callback(lambda _: end())
+
+    def clear_others() -> None:
+        clear()
+        register()
+
+    callback_handler.clear = clear_others  # type: ignore[method-assign]
+    register()
+
+
+def compiling_backends() -> list[Any]:
+    """The backend for which Dynamo compiles on this thread right now, and what it is wrapped in; none outside of a compilation."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_compile" and frame.f_globals.get("__name__") == "torch._dynamo.convert_frame":
+            found, backend = [], frame.f_locals.get("compiler_fn")
+            while backend is not None and backend not in found:
+                found.append(backend)
+                inner = (getattr(backend, name, None) for name in ("_torchdynamo_orig_backend", "compiler_fn", "func"))
+                backend = next((b for b in inner if b is not None), None)
+            return found
+        frame = frame.f_back  # type: ignore[assignment]
+    return []
 
 
 def clear_fx_tracing_flag() -> None:
@@ -320,6 +378,14 @@ def vmap_kernels() -> set[str]:
 
     library = predispatch.VMAP_DECOMPOSITIONS_LIB
     return set() if library is None else set(library._op_impls)
+
+
+def flex_attention_handlers() -> dict[Any, Any] | None:
+    """Functions that run FlexAttention's operator under a dispatch mode, by the mode's class; None where nothing has imported the operator."""
+    if "torch._higher_order_ops.flex_attention" not in sys.modules:
+        return None
+    handlers: dict[Any, Any] = torch.ops.higher_order.flex_attention.python_key_table
+    return handlers
 
 
 def functions_of_torch() -> tuple[Any, ...]:

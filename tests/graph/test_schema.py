@@ -137,6 +137,15 @@ def test_in_flight(x: Node) -> None:
     assert not any(map(is_in_flight, (x, wait, after, copy)))
 
 
+@pytest.mark.parametrize(("dropout", "train", "effects"), [(0.0, True, False), (0.5, False, False), (0.5, True, True)])
+def test_recurrent_layers_are_random_by_their_dropout_alone(
+    dropout: float, train: bool, effects: bool, x: Node
+) -> None:
+    """Recurrent layers without dropout, or in evaluation, are functions of their inputs."""
+    node = _call(x.graph, aten.gru.input, x, x, [x], True, 2, dropout, train, False, False)
+    assert (has_effects(node), draws(node)) == (effects, effects)
+
+
 @pytest.mark.parametrize(("dropout", "effects"), [((), False), ((0.0,), False), ((0.5,), True)])
 def test_attention_is_random_by_its_dropout_alone(dropout: tuple[float, ...], effects: bool, x: Node) -> None:
     """Attention without dropout is a function of its inputs."""

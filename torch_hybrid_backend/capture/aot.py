@@ -37,10 +37,12 @@ from torch_hybrid_backend.capture.cache.composed_tensors import taking_apart
 from torch_hybrid_backend.capture.decompositions import asked, decomposition_table, whole_upsampling
 from torch_hybrid_backend.capture.fixes.attention_states import without_attention_states
 from torch_hybrid_backend.capture.fixes.dequantized_groups import plain_sizes_of_groups
+from torch_hybrid_backend.capture.fixes.flex_attention import flex_attention_written_out
 from torch_hybrid_backend.capture.fixes.input_updates import InPlace, WriteRows, write_in_place
 from torch_hybrid_backend.capture.fixes.norm_statistics import correct_statistics
 from torch_hybrid_backend.capture.fixes.output_aliases import Restore, separate_aliases
 from torch_hybrid_backend.capture.fixes.overlap import watch_overlaps
+from torch_hybrid_backend.capture.fixes.recurrent_layers import whole_recurrent_layers
 from torch_hybrid_backend.capture.fixes.strided_reads import read_owners
 from torch_hybrid_backend.capture.fixes.strides import strides_of_eager
 from torch_hybrid_backend.capture.input_names import name_inputs
@@ -195,7 +197,13 @@ def trace(
     # Donated buffers would make `backward(retain_graph=True)` an error, which eager allows.
     with contextlib.ExitStack() as stack:
         stack.enter_context(functorch_config.patch(donated_buffer=False))
-        for fix in (whole_upsampling, plain_sizes_of_groups, strides_of_eager):
+        for fix in (
+            whole_upsampling,
+            whole_recurrent_layers,
+            flex_attention_written_out,
+            plain_sizes_of_groups,
+            strides_of_eager,
+        ):
             if applied(f"the fix {fix.__name__}"):
                 stack.enter_context(fix())
         traced: Callable[..., Any] = backend(gm, list(example_inputs))

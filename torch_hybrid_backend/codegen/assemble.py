@@ -31,7 +31,7 @@ from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.loops.fusion import Group, fuse, inlined, needed_outside, replace_loads
 from torch_hybrid_backend.loops.graph import lower_region
-from torch_hybrid_backend.loops.index import index_of
+from torch_hybrid_backend.loops.index import LoopVar, as_index, index_of
 from torch_hybrid_backend.loops.ir import (
     INDEX_DTYPE,
     Buffer,
@@ -39,9 +39,11 @@ from torch_hybrid_backend.loops.ir import (
     Expr,
     FromIndex,
     Load,
+    RecurrentOp,
     ReduceOp,
     ScanOp,
     ScatterOp,
+    SegmentOp,
     buffers_of_expr,
     compute_dtype,
     rounded,
@@ -51,8 +53,10 @@ from torch_hybrid_backend.loops.kernels import (
     Argument,
     Kernel,
     MapKernel,
+    RecurrentKernel,
     RowKernel,
     ScatterKernel,
+    SegmentKernel,
     Stage,
     Store,
     kernel_counts,
@@ -271,6 +275,10 @@ def _kernels(
     group: Group, needed: set[Buffer], layouts: Mapping[Buffer, Layout], backend: KernelBackend
 ) -> list[Kernel]:
     """A group's kernels: one, or two for a scatter, of which the first writes the base to the buffer and the second combines."""
+    if group.kind == "recurrent":
+        return [_recurrent(group, layouts)]
+    if group.kind == "segment":
+        return [_segments(group, layouts)]
     if group.kind != "scatter":
         return [_kernel(group, needed, layouts, backend)]
     (member,) = group.members
@@ -294,6 +302,54 @@ def _kernels(
         op.combiner,
     )
     return [first, scatter]
+
+
+def _segments(group: Group, layouts: Mapping[Buffer, Layout]) -> Kernel:
+    (member,) = group.members
+    op = member.op
+    assert isinstance(op, SegmentOp)
+    segment, *rest = group.point
+    point = LoopVar("point", op.points)
+    first, end = op.bounds(segment)
+    value = op.body((index_of(point), *rest))
+    return SegmentKernel(
+        arguments([first, end, value], [], frozenset(), layouts),
+        (Argument(op.out, layouts[op.out]),),
+        group.variables,
+        out=op.out,
+        point=point,
+        first=first,
+        end=end,
+        value=value,
+    )
+
+
+def _recurrent(group: Group, layouts: Mapping[Buffer, Layout]) -> Kernel:
+    (member,) = group.members
+    op = member.op
+    assert isinstance(op, RecurrentOp)
+    assert isinstance(op.weight, Buffer)
+    step, *at = group.point
+    here = tuple(at)
+    products = tuple(Buffer(group.shape[1:], op.out.dtype, f"product{gate}") for gate in range(op.gates))
+    cell = None if op.last_cell is None else op.last_cell.at(here)
+    state, new_cell = op.unit(tuple(p.at(here) for p in products), group.point, op.out.at(group.point), cell)
+    begin = [Store(op.out, (as_index(0), *here), op.state.at(here))]
+    stores = [Store(op.out, (step + 1, *here), state)]
+    if op.last_cell is not None and op.cell is not None and new_cell is not None:
+        begin.append(Store(op.last_cell, here, op.cell.at(here)))
+        stores.append(Store(op.last_cell, here, new_cell))
+    values = [store.value for store in (*begin, *stores)]
+    return RecurrentKernel(
+        arguments(values, [op.weight], frozenset((*products, *op.outs)), layouts),
+        tuple(Argument(out, layouts[out]) for out in op.outs),
+        group.variables,
+        begin=tuple(begin),
+        states=op.out,
+        weight=op.weight,
+        products=products,
+        stores=tuple(stores),
+    )
 
 
 def _kernel(group: Group, needed: set[Buffer], layouts: Mapping[Buffer, Layout], backend: KernelBackend) -> Kernel:

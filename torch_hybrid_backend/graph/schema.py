@@ -38,6 +38,7 @@ _HIDDEN_WRITES = {
     "_c10d_functional::batch_p2p_ops": "tensors",
     "c10d_functional::batch_p2p_ops": "tensors",
 }
+_DROPOUT = ("dropout_p", "dropout")
 _NUMBERS = torch.SymInt | torch.SymFloat | torch.SymBool | int | float
 
 
@@ -51,8 +52,8 @@ class _Facts:
     is_collective: bool
     is_wait: bool
     is_asynchronous: bool
-    # Attention with dropout: random for its dropout alone.
-    random_by_dropout: bool
+    # The probability of dropout, for which alone attention and recurrent layers are random; "" of other operators.
+    dropout: str
     # An operator without results is there for its effect (assertions, prints).
     returns_nothing: bool
 
@@ -74,7 +75,7 @@ def _facts(target: OpOverload) -> _Facts:
         is_collective=target.namespace in _COLLECTIVES or "group_name" in names,
         is_wait=schema.name in _WAITS,
         is_asynchronous=target.namespace in _ASYNCHRONOUS and schema.name not in _WAITS,
-        random_by_dropout=is_random(target) and not written and "dropout_p" in names,
+        dropout=next((name for name in _DROPOUT if name in names), "") if is_random(target) and not written else "",
         returns_nothing=not schema.returns,
     )
 
@@ -158,8 +159,10 @@ def has_effects(node: Node) -> bool:
     target = node.target
     if isinstance(target, OpOverload):
         facts = _facts(target)
-        if facts.random_by_dropout and _argument(node, "dropout_p", 0.0) == 0:
+        if facts.dropout and _argument(node, facts.dropout, 0.0) == 0:
             return False
+        if facts.dropout == "dropout" and not _argument(node, "train", True):
+            return False  # of recurrent layers, which have both
         ordered = facts.written or facts.is_random or facts.is_collective or facts.returns_nothing
         return bool(ordered) or node.is_impure()  # impure: programs may declare effects to torch
     if isinstance(target, HigherOrderOperator):
@@ -185,7 +188,7 @@ def only_draws(node: Node) -> bool:
 
 
 def draws(node: Node) -> bool:
-    """True if drawing random numbers is the node's effect: attention draws where it has dropout only."""
+    """True if drawing random numbers is the node's effect: attention and recurrent layers draw where they have dropout only."""
     return only_draws(node) and has_effects(node)
 
 

@@ -5,7 +5,8 @@ may join. Its expression is written over the group's variables: every element th
 that the group holds at that point. So a group is correct by construction.
 
 Kinds: "map" (elementwise), "row" (reductions over the same axes of one domain and what is computed per row from them: softmax,
-normalisations), "matmul", "conv", "attention" (an anchor and its epilogue), "scatter" (one operation, which nothing joins).
+normalisations), "matmul", "conv", "attention" (an anchor and its epilogue), "scatter", "segment" and "recurrent" (one
+operation, which nothing joins).
 
 Order: a group runs where its last member stood. It is closed to further members as soon as an operation outside reads one of its
 results, so nothing ever moves past its own readers.
@@ -17,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch_hybrid_backend.loops.graph import LoopGraph
-from torch_hybrid_backend.loops.index import Index, LoopVar, index_of, reshape_index
+from torch_hybrid_backend.loops.index import Index, LoopVar, as_index, index_of, reshape_index
 from torch_hybrid_backend.loops.ir import (
     INDEX_DTYPE,
     AttentionGradientOp,
@@ -31,9 +32,11 @@ from torch_hybrid_backend.loops.ir import (
     LoopOp,
     MapOp,
     MatMulOp,
+    RecurrentOp,
     ReduceOp,
     ScanOp,
     ScatterOp,
+    SegmentOp,
     compute_dtype,
     depth,
     indices,
@@ -159,6 +162,14 @@ def _new_group(op: LoopOp, reads: Sequence[Buffer]) -> Group:
         case ScatterOp():
             group = Group("scatter", shape, variables, closed=True)
             group.members.append(Member(op, op.place(group.point), op.body(group.point), "full", tuple(reads)))
+        case SegmentOp():
+            group = Group("segment", shape, variables, closed=True)
+            group.members.append(Member(op, group.point, FromIndex(INDEX_DTYPE, as_index(0)), "full", tuple(reads)))
+        case RecurrentOp():
+            shape = (shape[0] - 1, *shape[1:])
+            variables = tuple(LoopVar(f"i{d}", n) for d, n in enumerate(shape))
+            group = Group("recurrent", shape, variables, closed=True, besides=op.outs[1:])
+            group.members.append(Member(op, group.point, FromIndex(INDEX_DTYPE, as_index(0)), "full", tuple(reads)))
         case _:
             kind = next(kind for anchor, kind in _ANCHORS if isinstance(op, anchor))
             group = Group(kind, shape, variables, besides=op.outs[1:])

@@ -3,7 +3,8 @@
     Expr   = Const(value) | Load(buffer, index) | FromIndex(index) | Call(op, args)
     Value  = Buffer                       a tensor that exists in memory
            | Map(shape, dtype, fn)        fn(index) -> Expr, computed where it is read (inlined) or realised by a MapOp
-    LoopOp = MapOp | ReduceOp | ScanOp | ScatterOp | MatMulOp | ConvOp | AttentionOp      each fills one buffer; attention some fill several
+    LoopOp = MapOp | ReduceOp | ScanOp | ScatterOp | MatMulOp | ConvOp | AttentionOp | RecurrentOp | SegmentOp
+                                          each fills one buffer; attention and recurrent layers some fill several
 
 Scalars are computed in the *compute dtype* of a tensor's dtype: float32 for floats of 16 and 8 bits, the dtype itself otherwise. Loads widen,
 stores narrow. A value of a narrow float holds numbers of that dtype whether or not it has memory (`rounded`): every operator of eager's ends
@@ -418,6 +419,64 @@ class IntegerConvOp(ConvOp):
     """The convolution of x - `zero` with w, exactly: operands of 8 bits, `out` int32. Zeros lie around x - `zero`, not around x."""
 
     zero: int = 0
+
+
+# a segment's number -> (its first point, the point behind its last), int64
+BoundsFn = Callable[[Index], tuple[Expr, Expr]]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class SegmentOp(LoopOp):
+    """out[g, *rest] = the sum over the points i of segment g of body((i, *rest)); 0 for a segment without points.
+
+    Segment g has the points from `bounds(g)[0]` to before `bounds(g)[1]`, numbers in 0 .. points; data may decide them. Accumulates in
+    the body's dtype, in the order of points. Only where the kernels can (`loops.policy.Abilities`).
+    """
+
+    points: Dim
+    bounds: BoundsFn
+    body: ScalarFn
+
+    def reads(self) -> list[Buffer]:
+        segment, *rest = domain_vars(self.out.shape)
+        made = (*self.bounds(segment), self.body((var("point", self.points), *rest)))
+        return _unique([b for e in made for b in buffers_of_expr(e)])
+
+
+# (products, (s, b, j), state, cell) -> (new state, new cell): of one unit of a recurrent layer; the cell is None where there is none.
+CellFn = Callable[[tuple[Expr, ...], tuple[Index, ...], Expr, "Expr | None"], tuple[Expr, "Expr | None"]]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class RecurrentOp(LoopOp):
+    """Steps of one direction of a recurrent layer, one after the other. out (T + 1, B, H): row 0 is `state`, row s + 1 the state behind step s.
+
+    In step s each unit j gets `gates` products with the state before: of gate g, the sum over k of out[s, b, k] * weight[g * H + j, k].
+    `unit` makes the new state of them, and the new cell, (B, H), if there is a `cell`; the last one is in `last_cell`. `weight` is
+    (gates * H, H), or the buffer that an engine packed it into. Only where the kernels can (`loops.policy.Abilities`).
+    """
+
+    gates: int
+    weight: Value
+    state: Value
+    unit: CellFn
+    cell: Value | None = None
+    last_cell: Buffer | None = None
+
+    @property
+    def outs(self) -> tuple[Buffer, ...]:
+        return (self.out,) if self.last_cell is None else (self.out, self.last_cell)
+
+    def reads(self) -> list[Buffer]:
+        steps, batch, units = self.out.shape
+        products = tuple(Buffer((batch, units), self.out.dtype, "product") for _ in range(self.gates))
+        point = domain_vars((steps - 1, batch, units))
+        cell = None if self.last_cell is None else self.last_cell.at(point[1:])
+        made = self.unit(tuple(p.at(point[1:]) for p in products), point, self.out.at(point), cell)
+        begun = [self.state] if self.cell is None else [self.state, self.cell]
+        read = [b for e in made if e is not None for b in buffers_of_expr(e)]
+        read += [b for value in (*begun, self.weight) for b in buffers_of(value)]
+        return [b for b in _unique(read) if b not in (*products, *self.outs)]
 
 
 # (q . k, (*lead, s, t)) -> the score at that point, like the `score_mod` of FlexAttention

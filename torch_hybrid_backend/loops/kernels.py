@@ -185,6 +185,36 @@ class AttentionKernel(Kernel):
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class SegmentKernel(Kernel):
+    """Domain (g, *rest): `out`[point of the domain] = the sum of `value`, over (`point`, *rest), for points from `first` to before `end`, both
+    over g; see `loops.ir.SegmentOp`."""
+
+    out: Buffer
+    point: LoopVar
+    first: Expr
+    end: Expr
+    value: Expr
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class RecurrentKernel(Kernel):
+    """Domain (s, b, j): see `loops.ir.RecurrentOp`. First `begin`, over (b, j), then step after step `stores`, over the domain.
+
+    `stores` read `products`, one buffer for each gate, over (b, j), which live in the kernel: sums over k of `states`[s, b, k] times `weight`.
+    """
+
+    begin: tuple[Store, ...]
+    states: Buffer
+    weight: Buffer
+    products: tuple[Buffer, ...]
+    stores: tuple[Store, ...]
+
+    @property
+    def multiply_adds(self) -> float:
+        return _points(self.domain) * size_hint(self.domain[2].extent) * len(self.products)
+
+
 def _points(variables: tuple[LoopVar, ...]) -> float:
     return math.prod(float(size_hint(variable.extent)) for variable in variables)
 

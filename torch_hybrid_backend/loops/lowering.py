@@ -76,6 +76,8 @@ _MODULES = (
     "windows",
     "scans",
     "scatters",
+    "recurrent",
+    "bags",
     "gradients",
     "random_numbers",
 )

@@ -11,8 +11,9 @@ class Abilities:
 
     `float8`: tensors may hold float8_e4m3fn and float8_e5m2.
     `scans`: kernels for `loops.ir.ScanOp`; elsewhere each element of a running sum reduces all before it, and long ones are refused.
-    `scatters`: whether many points may write to one element (`loops.ir.ScatterOp`): "none"; "any", as atomic operations do it, in whatever
-    order; "ordered", only where every order has the same result. `max_gathered`: pixels up to which each is asked about all windows that cover
+    `scatters`: whether many points may write to one element (`loops.ir.ScatterOp`): "none"; "any", in the order of the domain, or, by atomic
+    operations, in whatever order; "ordered", only where every order has the same result.
+    `max_gathered`: pixels up to which each is asked about all windows that cover
     it, for the gradient of a maximum pooling. `max_taps`: neighbours that an interpolation may read for one pixel.
     `any_convolution`: convolutions of volumes, and transposed ones whose windows do not tile the result.
     `attention_gradients`: attention writes its log-sum-exp where that is read, and its gradients are kernels.
@@ -20,6 +21,8 @@ class Abilities:
     `integer_products`: products of quantized operands are products of integers (`loops.ir.IntegerMatMulOp`, `IntegerConvOp`),
     and a constant right operand of a matrix product that is dequantized, or from a codebook, is read as the expression that it is. So are
     dequantized queries, keys and values of attention.
+    `segments`: kernels for `loops.ir.SegmentOp`.
+    `recurrent`: kernels for `loops.ir.RecurrentOp`.
     `flags`: kernels tell of values that PyTorch's operators refuse (`loops.lowering.Context.refuse`), and the call ends after them.
     `random_blocks`: for kernels that draw random numbers (`loops.random_numbers`), how many blocks of 256 threads PyTorch's own have at most; 0
     where there are none.
@@ -35,6 +38,8 @@ class Abilities:
     attention_gradients: bool = False
     joined_moments: bool = False
     integer_products: bool = False
+    segments: bool = False
+    recurrent: bool = False
     flags: bool = False
     random_blocks: int = 0
 

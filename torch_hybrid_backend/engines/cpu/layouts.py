@@ -30,6 +30,7 @@ def blocked_layouts(groups: Sequence[Group], fixed: Mapping[Buffer, Layout], tar
         if isinstance(op, CpuConvOp) and isinstance(op.weight, Panels) and op.weight.dot and isinstance(op.x, Buffer)
     }
     for group in groups:
+        layouts.update((b, contiguous(b.shape)) for b in group.besides if b not in layouts)
         blocked = [b for b in group.reads() if isinstance(layouts.get(b), Blocked)]
         for member in group.members:
             buffer = member.op.out

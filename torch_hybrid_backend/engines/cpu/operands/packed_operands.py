@@ -8,6 +8,7 @@ read as fast where it lies (`reads_unpacked`) is not packed: no second copy of i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -19,8 +20,10 @@ from torch_hybrid_backend.engines.cpu.operands.dot_product_operands import DotPr
 from torch_hybrid_backend.engines.cpu.operands.packing import (
     pack_b,
     pack_conv_weight,
+    pack_gates,
     packed_b_value,
     packed_conv_weight_value,
+    packed_gates_value,
 )
 from torch_hybrid_backend.engines.cpu.operands.quantized import dequantized_operand
 from torch_hybrid_backend.engines.cpu.operands.tables import PackedTables
@@ -30,7 +33,7 @@ from torch_hybrid_backend.engines.cpu.tile_sizes import copies_panels, output_bl
 from torch_hybrid_backend.engines.cpu.weights import InPlace, Panels, Weight
 from torch_hybrid_backend.loops.graph import LoopGraph
 from torch_hybrid_backend.loops.index import LoopVar, contiguous_strides, index_of
-from torch_hybrid_backend.loops.ir import Buffer, ConvOp, IntegerConvOp, IntegerMatMulOp, MatMulOp
+from torch_hybrid_backend.loops.ir import Buffer, ConvOp, IntegerConvOp, IntegerMatMulOp, MatMulOp, RecurrentOp
 from torch_hybrid_backend.loops.kernels import Kernel
 from torch_hybrid_backend.loops.layout import Layout, Strided
 from torch_hybrid_backend.sizes.size import known_at_most, known_int
@@ -67,6 +70,13 @@ def packed_operands(graph: LoopGraph, layouts: Mapping[Buffer, Layout], target: 
                 each_call = partial(packed_conv_weight_value, groups=op.groups, block=block)
                 w = packer.pack(op.w, ahead, each_call, ("w", block, op.groups))
                 packer.add(convolution_with(op, Panels(buffer=w, width=block)))
+            case RecurrentOp(gates=gates):
+                lanes = target.lanes
+                each_call = partial(packed_gates_value, gates=gates, lanes=lanes)
+                packed = packer.pack(
+                    op.weight, partial(pack_gates, gates=gates, lanes=lanes), each_call, ("gates", gates, lanes)
+                )
+                packer.add(replace(op, weight=packed))
             case _:
                 packer.add(tables.reading(op))
     return packer.prepared(graph)

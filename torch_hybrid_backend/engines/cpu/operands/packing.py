@@ -78,6 +78,31 @@ def packed_b_value(b: Value, tile_n: int) -> Map:
     return Map(packed_b_shape(batch, n, k, tile_n), b.dtype, at)
 
 
+def pack_gates(weight: torch.Tensor, gates: int, lanes: int) -> torch.Tensor:
+    """Packs the weight of a recurrent layer so that a vector of units has all of its gates together.
+
+    weight: (gates * H, K), any strides.  Returns (ceil(H / lanes), K, gates, lanes), contiguous, same dtype; units beyond H are zero.
+    """
+    units, depth = weight.shape[0] // gates, weight.shape[1]
+    blocks = -(-units // lanes)
+    packed = weight.new_zeros((gates, blocks * lanes, depth))
+    packed[:, :units] = weight.reshape(gates, units, depth)
+    return packed.reshape(gates, blocks, lanes, depth).permute(1, 3, 0, 2).contiguous()
+
+
+def packed_gates_value(weight: Value, gates: int, lanes: int) -> Map:
+    """`pack_gates` as a value."""
+    units, depth = known_int(weight.shape[0]) // gates, weight.shape[1]
+    zero = ops.const(0, compute_dtype(weight.dtype))
+
+    def at(index: tuple[Index, ...]) -> Expr:
+        block, k, gate, lane = index
+        unit = block * lanes + lane
+        return ops.guard(ops.index_in(unit, 0, units), weight.at((gate * units + unit, k)), zero)
+
+    return Map((ceil_div(units, lanes), depth, gates, lanes), weight.dtype, at)
+
+
 def pack_tiles(b: torch.Tensor, form: TileFormat) -> torch.Tensor:
     """Packs a matmul's right-hand side for AMX as `amx_formats` says.
 

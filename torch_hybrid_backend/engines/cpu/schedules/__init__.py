@@ -7,7 +7,7 @@ from typing import Any
 
 from torch_hybrid_backend.engines.cpu.dot_products import DotProduct
 from torch_hybrid_backend.engines.cpu.kernels import CpuConvKernel, CpuMatMulKernel, FusedConvKernel
-from torch_hybrid_backend.engines.cpu.schedules import elementwise
+from torch_hybrid_backend.engines.cpu.schedules import elementwise, recurrent, scatter, segments
 from torch_hybrid_backend.engines.cpu.schedules.attention import rules as attention_rules
 from torch_hybrid_backend.engines.cpu.schedules.convolution import amx as amx_convolution
 from torch_hybrid_backend.engines.cpu.schedules.convolution import fused as fused_convolution
@@ -19,7 +19,15 @@ from torch_hybrid_backend.engines.cpu.schedules.matmul import unpacked as unpack
 from torch_hybrid_backend.engines.cpu.schedules.matmul import weight_only as dequantized_matmul
 from torch_hybrid_backend.engines.cpu.schedules.reduction import rows as reduction_rows
 from torch_hybrid_backend.engines.cpu.weights import AmxTiles, InPlace, Panels, Quantized, Weight
-from torch_hybrid_backend.loops.kernels import AttentionKernel, Kernel, MapKernel, RowKernel
+from torch_hybrid_backend.loops.kernels import (
+    AttentionKernel,
+    Kernel,
+    MapKernel,
+    RecurrentKernel,
+    RowKernel,
+    ScatterKernel,
+    SegmentKernel,
+)
 
 Schedule = Callable[..., Any]
 
@@ -31,6 +39,12 @@ def schedule_of(kernel: Kernel) -> Schedule | None:
             return elementwise.emit
         case RowKernel():
             return reduction_rows.emit
+        case ScatterKernel():
+            return scatter.emit
+        case SegmentKernel():
+            return segments.emit
+        case RecurrentKernel():
+            return recurrent.emit
         case AttentionKernel():
             return attention_rules.emit
         case FusedConvKernel():

@@ -11,7 +11,7 @@ from torch_hybrid_backend.engines.cpu.tir.printer import Printer
 from torch_hybrid_backend.engines.cpu.tir.storage import storage_dtype
 from torch_hybrid_backend.errors import ScheduleError
 from torch_hybrid_backend.loops.ir import Buffer
-from torch_hybrid_backend.loops.kernels import Kernel, MapKernel, RowKernel, counts_far, kernel_sizes
+from torch_hybrid_backend.loops.kernels import Kernel, MapKernel, RowKernel, ScatterKernel, counts_far, kernel_sizes
 from torch_hybrid_backend.loops.layout import Layout
 from torch_hybrid_backend.sizes.size import MAX_SIZE
 
@@ -24,7 +24,7 @@ def emit_kernel(kernel: Kernel, name: str, target: Target, *, emulates: bool = F
     """
     address, computes_float16 = "int64" if counts_far(kernel) else "int32", target.isa.computes_float16
     builder = Builder(kernel.schedule_rank, address, emulates=emulates, computes_float16=computes_float16)
-    if builder.address == "int64" and not isinstance(kernel, MapKernel | RowKernel):
+    if builder.address == "int64" and not isinstance(kernel, MapKernel | RowKernel | ScatterKernel):
         raise ScheduleError(f"no schedule of a {type(kernel).__name__} counts beyond {MAX_SIZE} elements")
     arrays: dict[Buffer, tuple[TirBuffer, Layout]] = {}
     for number, arg in enumerate((*kernel.reads, *kernel.writes)):
