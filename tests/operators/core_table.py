@@ -154,7 +154,7 @@ def operator_table(found: Mapping[object, Forms]) -> str:
 
 
 def what(operator: OpOverload, of: Forms) -> str:
-    """What the engine does with an operator, in a word or two."""
+    """The treatment of an operator by the engine, in a word or two."""
     if operator in _SIZES:
         return "a size, known to the plan"
     if operator._schema.is_mutable:

@@ -1,4 +1,4 @@
-"""Images and volumes sampled at positions of a grid, against eager."""
+"""Sampling of images and volumes at positions of a grid, against eager."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_an_infinity_beside_the_image_does_not_leak() -> None:
     ],
 )
 def test_what_is_refused(interpolation: int, batch: int, dtype: torch.dtype, code: Reason) -> None:
-    """What PyTorch's operator does as fast or faster, and half types, in which it rounds each step."""
+    """Refuse forms that PyTorch's operator computes as fast or faster, and half types, in which it rounds each step."""
     inputs = sample(batch, 1, 4, 4, dtype=dtype), sample(batch, 2, 2, 2, dtype=dtype)
     module = trace(_sampled(aten.grid_sampler_2d.default, interpolation, 0, False), inputs)
     (node,) = (node for node in module.graph.nodes if node.op == "call_function")
