@@ -30,9 +30,9 @@ def grid_sampler(ctx: Context, x: Value, grid: Value, interpolation: int, paddin
     if x.dtype not in ("float32", "float64"):
         raise Refuse(Reason.DTYPE, f"sampling of {x.dtype} is left to eager")
     if interpolation not in (_BILINEAR, _NEAREST):
-        raise Refuse(Reason.LIBRARY, "PyTorch's own operator is called: bicubic sampling reads 16 pixels for each")
+        raise Refuse(Reason.LIBRARY, "PyTorch's own operator is called: bicubic sampling reads many pixels for each")
     if len(x.shape) == 4 and x.shape[0] != 1:
-        why = "PyTorch's own operator is called: on one core its sampling of images is 1.4 times as fast, and it divides a batch among cores"
+        why = "PyTorch's own operator is called: it samples images faster on each core, and divides a batch among cores"
         raise Refuse(Reason.LIBRARY, why)
     spatial = tuple(map(known_int, x.shape[2:]))
     rank, dtype = len(spatial), x.dtype
