@@ -41,6 +41,7 @@ from torch_hybrid_backend.engines.cpu.schedules.register_tiles import (
     LaneFn,
     RegisterTile,
     by_part,
+    by_tile,
     element,
     has_polynomial,
     partials,
@@ -136,7 +137,7 @@ class _Direct:
 
     def _flat_tile(self, task: Task, columns: Split, part: Index) -> Stmt:
         """Compute one tile of the single long row of a 1x1 kernel."""
-        return by_part(
+        return by_tile(
             self.builder,
             columns,
             part,
