@@ -134,7 +134,7 @@ $(VENV)/peers: constraints.txt | $(VENV)/.installed
 	$(PIP) install -q --no-deps --target $@.new $(foreach peer,$(PEERS),$(shell grep -ix '$(peer)==.*' constraints.txt))
 	mv $@.new $@
 
-# llama.cpp, for benchmarks.decoding alone, in a folder apart: built for this machine, from the sources that its Python package carries (minutes).
+# llama.cpp, for benchmarks.decoding and benchmarks.generation, in a folder apart: built for this machine, from the sources that its Python package carries (minutes).
 LLAMA_CPP := llama-cpp-python gguf diskcache
 $(VENV)/llama_cpp: constraints.txt | $(VENV)/.installed
 	rm -rf $@ $@.new

@@ -1,12 +1,14 @@
-"""Training: the models that tests train, and the time of one training step on eager and on a compiled model.
+"""Training: the models that tests train, and the time and memory of one training step on eager and on compiled models.
 
     python -m benchmarks.training                                   # every model at its full size
     python -m benchmarks.training --models gpt2 --optimiser adamw --rounds 30 --out training.json
+    python -m benchmarks.training --peers eager,hybrid --autocast   # in bfloat16
     python -m benchmarks.training --models resnet18 --plans         # who runs what, forward and backward
 
-One step is zero_grad, forward, loss, backward and the optimiser's step. Both models start from equal weights and take equal
-steps in turn (eager, hybrid, eager, ...), so that a machine that slows down for a while slows both; the first losses are
-compared before anything is timed. Figures are milliseconds: the median of the rounds. Run it on an otherwise idle machine.
+One step is zero_grad, forward, loss, backward and the optimiser's step. All models start from equal weights and take equal
+steps in turn (eager, inductor, hybrid, eager, ...), so that a machine that slows down for a while slows all; the first losses are
+compared before anything is timed. Figures are milliseconds: the median of the rounds. Memory is the most that a process of its own
+holds in two steps (VmHWM), after three others. Run it on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -14,9 +16,13 @@ from __future__ import annotations
 import argparse
 import collections
 import copy
+import dataclasses
 import functools
+import gc
 import os
+import re
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +35,7 @@ from torch import nn
 
 from benchmarks import machine
 from benchmarks.models import Size
-from benchmarks.networks import LstmClassifier
+from benchmarks.networks import LstmClassifier, UNet
 from torch_hybrid_backend.backend import compile_graph
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.plan import Plan
@@ -37,7 +43,7 @@ from torch_hybrid_backend.core.plan import Plan
 # Steps taken, and not timed, at first: compilation, placement, the optimiser's state.
 _WARM_UP = 3
 # Losses of the first step, before any weight changed, must agree so well.
-_LOSS_TOLERANCE = 1e-3
+_LOSS_TOLERANCE, _AUTOCAST_TOLERANCE = 1e-3, 2e-2
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 Forward = Callable[[torch.Tensor], Any]
@@ -83,6 +89,37 @@ def _resnet18(size: Size) -> nn.Module:
     return transformers.ResNetForImageClassification(config)
 
 
+def _mobilenet_v2(size: Size) -> nn.Module:
+    import transformers
+
+    width = 0.35 if size == "small" else 1.0
+    config = transformers.MobileNetV2Config(
+        num_labels=10, depth_multiplier=width, tf_padding=False, classifier_dropout_prob=0.0
+    )
+    return transformers.MobileNetV2ForImageClassification(config)
+
+
+def _vit(size: Size) -> nn.Module:
+    import transformers
+
+    width, layers, side = (64, 2, 64) if size == "small" else (384, 12, 224)
+    config = transformers.ViTConfig(
+        image_size=side,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64 or 1,
+        intermediate_size=4 * width,
+        num_labels=10,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return transformers.ViTForImageClassification(config)
+
+
+def _unet(size: Size) -> nn.Module:
+    return UNet(8, 2, 5) if size == "small" else UNet(32, 3, 5)
+
+
 def _gpt2(size: Size) -> nn.Module:
     import transformers
 
@@ -122,8 +159,13 @@ def _encoder(size: Size) -> nn.Module:
 
 
 def _images(size: Size) -> Batch:
-    count, side = (8, 64) if size == "small" else (32, 64)
+    count, side = (8, 64) if size == "small" else (8, 224)
     return torch.randn(count, 3, side, side), torch.randint(0, 10, (count,))
+
+
+def _masks(size: Size) -> Batch:
+    count, side = (2, 32) if size == "small" else (2, 128)
+    return torch.randn(count, 3, side, side), torch.randint(0, 5, (count, side, side))
 
 
 def _tokens(size: Size) -> Batch:
@@ -158,6 +200,9 @@ def _torch_lstm(size: Size) -> nn.Module:
 
 _CASES = (
     TrainingCase("resnet18", "ResNet-18", _resnet18, _images, _classify),
+    TrainingCase("mobilenet_v2", "MobileNetV2", _mobilenet_v2, _images, _classify),
+    TrainingCase("vit", "ViT, small", _vit, _images, _classify),
+    TrainingCase("unet", "U-Net", _unet, _masks, _classify),
     TrainingCase("gpt2", "GPT-2, small", _gpt2, _tokens, _predict_next),
     TrainingCase("lstm", "LSTM", _written_lstm, _tokens, _classify),
     TrainingCase("torch_lstm", "torch.nn.LSTM", _torch_lstm, _tokens, _classify),
@@ -187,47 +232,105 @@ def training_step(
     return step
 
 
-def compare(
-    case: TrainingCase, size: Size, optimiser: str, rounds: int, on_plan: Callable[[Plan], None] | None
-) -> dict[str, object]:
-    """Times of one step, eager against hybrid, in milliseconds. Raises RuntimeError where the first losses differ."""
+PEERS = ("eager", "inductor", "hybrid")
+
+
+def steps_of(
+    case: TrainingCase,
+    size: Size,
+    optimiser: str,
+    peers: Sequence[str],
+    autocast: bool = False,
+    on_plan: Callable[[Plan], None] | None = None,
+) -> dict[str, Callable[[], float]]:
+    """A training step for each peer, of models with equal weights on one batch."""
     torch.compiler.reset()
     torch.manual_seed(0)
     model = case.make(size).train()
     batch = case.batch(size)
-    twin = copy.deepcopy(model)
     config = Config.from_env(os.environ)
-    compiled = torch.compile(twin, backend=functools.partial(compile_graph, config=config, on_plan=on_plan))
-    steps = [
-        training_step(case, each, forward, OPTIMISERS[optimiser](each), batch)
-        for each, forward in ((model, model), (twin, compiled))
-    ]
-    start = time.perf_counter()
-    expected, loss = (step() for step in steps)
-    compile_s = time.perf_counter() - start
-    if abs(loss - expected) > _LOSS_TOLERANCE * abs(expected):
-        raise RuntimeError(f"{case.title}: the first loss is {loss}, eager's {expected}")
+    backends: dict[str, Any] = {
+        "inductor": "inductor",
+        "hybrid": functools.partial(compile_graph, config=config, on_plan=on_plan),
+    }
+
+    def loss(forward: Forward, batch: Batch) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return case.loss(forward, batch)
+
+    case = dataclasses.replace(case, loss=loss)
+    steps = {}
+    for peer in peers:
+        own = copy.deepcopy(model)
+        forward = own if peer == "eager" else torch.compile(own, backend=backends[peer])
+        steps[peer] = training_step(case, own, forward, OPTIMISERS[optimiser](own), batch)
+    return steps
+
+
+def compare(
+    case: TrainingCase,
+    size: Size,
+    optimiser: str,
+    rounds: int,
+    on_plan: Callable[[Plan], None] | None,
+    peers: Sequence[str] = ("eager", "hybrid"),
+    autocast: bool = False,
+) -> dict[str, object]:
+    """Times of one step of each peer, in milliseconds. Raises RuntimeError where first losses differ from those of the first peer."""
+    steps = steps_of(case, size, optimiser, peers, autocast, on_plan)
+    losses, compile_s = {}, {}
+    for peer, step in steps.items():
+        start = time.perf_counter()
+        losses[peer] = step()
+        compile_s[peer] = time.perf_counter() - start
+    expected = losses[peers[0]]
+    tolerance = (_AUTOCAST_TOLERANCE if autocast else _LOSS_TOLERANCE) * abs(expected)
+    for peer, loss in losses.items():
+        if abs(loss - expected) > tolerance:
+            raise RuntimeError(f"{case.title}: the first loss is {loss} on {peer}, {expected} on {peers[0]}")
     for _ in range(_WARM_UP):
-        for step in steps:
+        for step in steps.values():
             step()
-    samples: tuple[list[float], list[float]] = ([], [])
+    samples: dict[str, list[float]] = {peer: [] for peer in steps}
     for _ in range(rounds):
-        for step, taken in zip(steps, samples, strict=True):
+        for peer, step in steps.items():
             before = time.perf_counter()
             step()
-            taken.append((time.perf_counter() - before) * 1e3)
-    eager_ms, hybrid_ms = map(statistics.median, samples)
-    ratio = statistics.median(ours / theirs for theirs, ours in zip(*samples, strict=True))
+            samples[peer].append((time.perf_counter() - before) * 1e3)
     return {
         "model": case.name,
         "optimiser": optimiser,
         "size": size,
-        "eager_ms": round(eager_ms, 3),
-        "hybrid_ms": round(hybrid_ms, 3),
-        "ratio": round(ratio, 3),
-        "compile_s": round(compile_s, 1),
+        "autocast": autocast,
+        **{f"{peer}_ms": round(statistics.median(taken), 3) for peer, taken in samples.items()},
+        "first_step_s": {peer: round(seconds, 1) for peer, seconds in compile_s.items()},
         "rounds": rounds,
     }
+
+
+def peak_mib(case: TrainingCase, size: Size, optimiser: str, peer: str, autocast: bool) -> float:
+    """Peak resident MiB of this process in two steps of one peer, after three others (Linux)."""
+    step = steps_of(case, size, optimiser, [peer], autocast)[peer]
+    for _ in range(_WARM_UP):
+        step()
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    for _ in range(2):
+        step()
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) / 1024
+
+
+def _peaks(arguments: argparse.Namespace, name: str) -> dict[str, float]:
+    """Peak memory of each peer, each in a process of its own."""
+    peaks = {}
+    for peer in arguments.peers:
+        command = [sys.executable, "-m", "benchmarks.training", "--peak", peer, "--models", name]
+        command += ["--optimiser", arguments.optimiser, "--size", arguments.size, *["--autocast"] * arguments.autocast]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        peaks[f"{peer}_mib"] = round(float(done.stdout.split()[-1]), 1)
+    return peaks
 
 
 def describe_plan(plan: Plan) -> str:
@@ -244,30 +347,50 @@ def describe_plan(plan: Plan) -> str:
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__.splitlines()[0])
     parser.add_argument("--models", default=",".join(CASES), help="names, comma separated; default: all")
+    parser.add_argument("--peers", default=",".join(PEERS), help="eager, inductor, hybrid; default: all")
     parser.add_argument("--optimiser", choices=tuple(OPTIMISERS), default="sgd")
     parser.add_argument("--size", choices=("small", "full"), default="full")
     parser.add_argument("--rounds", type=int, default=20, choices=range(1, 10_000), metavar="N")
+    parser.add_argument("--autocast", action="store_true", help="train in bfloat16, by torch.autocast")
+    parser.add_argument("--no-memory", action="store_true", help="measure times alone")
     parser.add_argument("--plans", action="store_true", help="also print who runs what")
+    parser.add_argument("--peak", choices=PEERS, help=argparse.SUPPRESS)  # in the child process that measures memory
     parser.add_argument("--out", type=Path, help="JSON file to write; written after every model")
     arguments = parser.parse_args(argv)
-    arguments.models = [name.strip() for name in arguments.models.split(",") if name.strip()]
-    unknown = [name for name in arguments.models if name not in CASES]
-    if unknown:
-        parser.error(f"unknown model {unknown[0]!r}; legal: {', '.join(CASES)}")
+    for option, legal in (("models", tuple(CASES)), ("peers", PEERS)):
+        given = [name.strip() for name in getattr(arguments, option).split(",") if name.strip()]
+        setattr(arguments, option, given)
+        unknown = [name for name in given if name not in legal]
+        if unknown:
+            parser.error(f"unknown name {unknown[0]!r} of --{option}; legal: {', '.join(legal)}")
     return arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Time the models and print a table. `ratio` is hybrid's time over eager's, the median over the rounds: below 1 is faster."""
+    """Measure the models and print a table: milliseconds and MiB by peer."""
     arguments = _arguments(argv)
+    if arguments.peak:
+        case = CASES[arguments.models[0]]
+        print(peak_mib(case, arguments.size, arguments.optimiser, arguments.peak, arguments.autocast))
+        return 0
     results: list[dict[str, object]] = []
-    print("| model | optimiser | eager ms | hybrid ms | ratio | first step s |\n|---|---|--:|--:|--:|--:|", flush=True)
+    columns = [f"{peer}_{unit}" for unit in ("ms", "mib") for peer in arguments.peers]
+    print(f"| model | {' | '.join(columns)} |\n|---|{'--:|' * len(columns)}", flush=True)
     for name in arguments.models:
         plans: list[Plan] = []
-        result = compare(CASES[name], arguments.size, arguments.optimiser, arguments.rounds, plans.append)
+        result = compare(
+            CASES[name],
+            arguments.size,
+            arguments.optimiser,
+            arguments.rounds,
+            plans.append,
+            arguments.peers,
+            arguments.autocast,
+        )
+        if not arguments.no_memory:
+            result.update(_peaks(arguments, name))
         results.append(result)
-        cells = [str(result[key]) for key in ("optimiser", "eager_ms", "hybrid_ms", "ratio", "compile_s")]
-        print("| " + " | ".join([CASES[name].title, *cells]) + " |", flush=True)
+        print("| " + " | ".join([CASES[name].title, *(str(result.get(key, "")) for key in columns)]) + " |", flush=True)
         if arguments.plans:
             print("\n".join(map(describe_plan, plans)), flush=True)
         if arguments.out:

@@ -51,6 +51,8 @@ def test_every_field_can_be_set_by_its_variable() -> None:
         "cuda_graphs": ("1", True),
         "background": ("on", True),
         "ranks_agree": ("0", False),
+        "memory_budget": ("0.5", 0.5),
+        "offload_weights": ("1", True),
         "precision": ("BF16", "bf16"),
         "precision_tolerance": ("0.05", 0.05),
         "weight_group_size": ("128", 128),

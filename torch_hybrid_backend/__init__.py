@@ -9,6 +9,7 @@ The line needs no import of this package. What the package offers beside it:
     compress(model, ...)     a copy with pruned and shared weights; save_compressed, load_compressed: small files of weights
     export(model, args, path)  a compiled model as one file, for other processes and machines
     export_generation(model, path, max_length=n)  a decoder of transformers as one file, for load(path).generate(ids)
+    compile_generation(model, max_length=n)  the same in this process: compile_generation(...).generate(ids)
     load(path)               the model from such a file, without tracing or compiling; sign(path, key)
     serve.deployment(path)   a model from such a file behind HTTP, with Ray Serve (import torch_hybrid_backend.serve)
     wait_for_builds()        until nothing is built any more off the call (the setting `background`)
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
     from torch_hybrid_backend.config import Config
     from torch_hybrid_backend.driver.bisection import bisect
     from torch_hybrid_backend.driver.export import export
-    from torch_hybrid_backend.driver.generation import export_generation
+    from torch_hybrid_backend.driver.generation import compile_generation, export_generation
     from torch_hybrid_backend.quantization.calibration import Collector
     from torch_hybrid_backend.quantization.quantize import quantize
     from torch_hybrid_backend.runtime.constants import refresh
@@ -68,6 +69,7 @@ _HOMES = {
     "Collector": "quantization.calibration",
     "Config": "config",
     "bisect": "driver.bisection",
+    "compile_generation": "driver.generation",
     "compress": "compression.shared_weights",
     "explain": "backend",
     "export": "driver.export",
@@ -86,6 +88,7 @@ __all__ = [
     "Config",
     "__version__",
     "bisect",
+    "compile_generation",
     "compress",
     "explain",
     "export",

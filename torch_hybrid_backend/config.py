@@ -356,6 +356,25 @@ class Config:
             "twice unnoticed are compiled in the call",
         ),
     )
+    memory_budget: float | None = dataclasses.field(
+        default=None,
+        metadata=_setting(
+            _number("a number, at least 0; 'inf' for no limit", lambda value: value >= 0),
+            "at least 0, or inf",
+            "memory by which packed weights may exceed the weights that they are packed from, as a share of these; forms of weights that take "
+            "more (Winograd's) are used where they gain most time per byte (docs/guides/memory.md)",
+            "1, and at least 32 MiB",
+        ),
+    )
+    offload_weights: bool = dataclasses.field(
+        default=False,
+        metadata=_setting(
+            _boolean,
+            "0, 1",
+            "move weights that inference plans hold in packed form from memory to a file without a name in `cache_dir`; what reads them later "
+            "gets them from there, and writes to them count as ever (docs/guides/memory.md)",
+        ),
+    )
     ranks_agree: bool = dataclasses.field(
         default=True,
         metadata=_setting(

@@ -20,11 +20,13 @@
 #include <memory>
 #include <new>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "handle_tables.h"
 #include "processor.h"
+#include "row_writes.h"
 #include "tensor_states.h"
 #include "tile_permission.h"
 
@@ -168,6 +170,15 @@ PyObject* AsList(const std::vector<Tensor>& tensors) {
   return list;
 }
 
+// The item as a plan takes it; no value for one that cannot be read here.
+std::optional<Tensor> OwnedItem(PyObject* list, Py_ssize_t position) {
+  const AtenTensorHandle tensor = TensorIn(list, position);
+  if (tensor == nullptr) return std::nullopt;
+  AtenTensorHandle owned = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(tensor, &owned));
+  return Tensor(owned);
+}
+
 // Lets other threads into the interpreter while it lives.
 class InterpreterUnlocked {
  public:
@@ -195,11 +206,9 @@ PyObject* Run(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     std::vector<Tensor> inputs;
     inputs.reserve(static_cast<size_t>(size));
     for (Py_ssize_t i = 0; i < size; ++i) {
-      const AtenTensorHandle tensor = TensorIn(list, i);
-      if (tensor == nullptr) return Py_NewRef(Py_NotImplemented);
-      AtenTensorHandle owned = nullptr;
-      TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(tensor, &owned));
-      inputs.emplace_back(owned);
+      std::optional<Tensor> tensor = OwnedItem(list, i);
+      if (!tensor) return Py_NewRef(Py_NotImplemented);
+      inputs.push_back(*std::move(tensor));
     }
     const std::shared_ptr<Plan> running = Plans().Get(plan);
     const std::shared_ptr<const Binding> bound = Bindings().Get(binding);
@@ -210,6 +219,50 @@ PyObject* Run(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     }
     if (result->status == RunStatus::kDone) return AsList(result->outputs);
     return PyLong_FromLongLong(static_cast<int64_t>(result->status));
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
+  }
+}
+
+PyObject* WriteRowsOf(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 2) {
+    PyErr_SetString(PyExc_TypeError, "write_rows takes a list and a tuple");
+    return nullptr;
+  }
+  PyObject* const list = arguments[0];
+  PyObject* const numbers = arguments[1];
+  if (layout.tensor == nullptr || !PyList_Check(list)) return Py_NewRef(Py_NotImplemented);
+  const Py_ssize_t size = PyTuple_Check(numbers) ? PyTuple_Size(numbers) : -1;
+  if (size < 0 || size % 4 != 0) {
+    PyErr_SetString(PyExc_ValueError, "each write is four numbers of a tuple");
+    return nullptr;
+  }
+  try {
+    std::vector<RowWrite> writes;
+    writes.reserve(static_cast<size_t>(size / 4));
+    for (Py_ssize_t i = 0; i < size; i += 4) {
+      std::optional<Tensor> tensors[3];  // target, index, source
+      for (size_t k = 0; k < 3; ++k) {
+        const Py_ssize_t position = PyLong_AsSsize_t(
+            PyTuple_GetItem(numbers, i + (k == 0 ? 0 : 1 + static_cast<Py_ssize_t>(k))));
+        if (position == -1 && PyErr_Occurred() != nullptr) return nullptr;
+        if (position < 0 || position >= PyList_Size(list)) {
+          PyErr_SetString(PyExc_IndexError, "the list has no such position");
+          return nullptr;
+        }
+        tensors[k] = OwnedItem(list, position);
+        if (!tensors[k]) return Py_NewRef(Py_NotImplemented);
+      }
+      const int64_t dim = PyLong_AsLongLong(PyTuple_GetItem(numbers, i + 1));
+      if (dim == -1 && PyErr_Occurred() != nullptr) return nullptr;
+      writes.push_back({*tensors[0], dim, *tensors[1], *tensors[2]});
+    }
+    if (!WriteRows(writes)) return Py_NewRef(Py_NotImplemented);
+    return Py_NewRef(Py_None);
+  } catch (const std::out_of_range& error) {
+    PyErr_SetString(PyExc_IndexError, error.what());
+    return nullptr;
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
     return nullptr;
@@ -276,6 +329,10 @@ PyModuleDef* Definition() {
       {"run", AsMethod(&Run), METH_FASTCALL,
        "run(plan, binding, inputs) -> list of outputs, the status of a run that was not done, or "
        "NotImplemented where an input cannot be read."},
+      {"write_rows", AsMethod(&WriteRowsOf), METH_FASTCALL,
+       "write_rows(tensors, numbers) -> None, or NotImplemented where nothing was written, as a "
+       "tensor cannot be read; `numbers`: target, dimension, index and source of each write "
+       "(row_writes.h)."},
       {"run_segment", AsMethod(&RunSegment), METH_FASTCALL,
        "run_segment(function, keeper, stand_in, plan, segment, outputs, inputs) -> list of "
        "tensors: "

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from torch_hybrid_backend.artifact.generation import Sampling, TextGenerator
-from torch_hybrid_backend.artifact.manifest import Generation, TensorForm
+from torch_hybrid_backend.artifact.manifest import Generation
 from torch_hybrid_backend.errors import ArgumentError, HybridError
 
 _VOCABULARY, _CHUNK, _MAX_LENGTH = 10, 4, 10
@@ -20,14 +19,13 @@ _VOCABULARY, _CHUNK, _MAX_LENGTH = 10, 4, 10
 class _Counting:
     """A decoder that says the next number after the last token, and notes what it is given."""
 
-    def __init__(self, ids: TensorForm) -> None:
-        logits = TensorForm("output0", "float32", (1, _VOCABULARY), (_VOCABULARY, 1))
-        self.entry = SimpleNamespace(inputs=(ids,), outputs=(logits,))
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
         self.calls: list[tuple[list[int], list[int], int]] = []
 
-    def run(self, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+    def __call__(self, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
         ids, positions, *last = leaves
-        assert ids.shape == self.entry.inputs[0].sizes
+        assert ids.shape == (1, self._tokens)
         at = int(last[0]) if last else 0
         self.calls.append((ids[0].tolist(), positions.tolist(), at))
         return [torch.nn.functional.one_hot((ids[:, at] + 1) % _VOCABULARY, _VOCABULARY).float()]
@@ -35,10 +33,9 @@ class _Counting:
 
 @pytest.fixture
 def generator() -> TextGenerator:
-    prefill = _Counting(TensorForm("ids", "int64", (1, _CHUNK), (_CHUNK, 1)))
-    decode = _Counting(TensorForm("ids", "int64", (1, 1), (1, 1)))
     settings = Generation("prefill", "decode", _MAX_LENGTH, (9,))
-    return TextGenerator(settings, prefill, decode, threading.RLock(), lambda: None)  # type: ignore[arg-type]
+    prefill, decode = _Counting(_CHUNK), _Counting(1)
+    return TextGenerator(settings, _CHUNK, _VOCABULARY, prefill, decode, threading.RLock(), lambda: None)
 
 
 def _generated(generator: TextGenerator, ids: Any, count: int | None = None, stops: Any = None) -> Iterator[int]:
@@ -79,7 +76,7 @@ def test_a_later_generation_ends_an_earlier_one(generator: TextGenerator) -> Non
         ([1.5], None, None, "ids is float32"),
         ("text", None, None, "must be a list or a tensor of token ids"),
         ([3, 10], None, None, "token 10; the model knows 0 to 9"),
-        (range(10), None, None, "10 tokens, and the file has room for 10"),
+        (range(10), None, None, "10 tokens, and the cache has room for 10"),
         ([1], 0, None, "from 1 to 9"),
         ([1], 10, None, "larger max_length"),
         ([1], None, "</s>", "must be a list of token ids"),

@@ -219,6 +219,33 @@ def test_weight_gradient_of_small_images_is_a_product(recorder, images, module, 
 
 
 @pytest.mark.parametrize(
+    ("module", "is_convolution"),
+    [
+        (nn.Conv2d(4, 6, 3, padding=1), True),
+        (nn.Conv2d(4, 6, (2, 5), padding=(0, 3)), True),
+        (nn.Conv2d(6, 6, 3, groups=6, bias=False), True),
+        (nn.Conv2d(4, 6, 1), True),
+        (nn.Conv2d(4, 6, 3, stride=2), False),
+        (nn.Conv2d(4, 6, 3, dilation=2), False),
+        (nn.Conv2d(4, 6, 1, padding=1), False),  # more padding than kernel: positions that no pixel reaches
+        (nn.Conv2d(6, 4, 3, groups=2), False),
+    ],
+)
+def test_image_gradients_are_convolutions(recorder, module, is_convolution):
+    """With stride 1 the image's gradient is a convolution by the weight turned around; the weight's keeps its operator."""
+    module = module.double()
+    x = torch.randn(3, module.in_channels, 9, 8, dtype=torch.float64, requires_grad=True)
+    wanted = [x, *module.parameters()]
+    y = module(x)
+    gradient = torch.randn_like(y)
+    expected = torch.autograd.grad(y, wanted, gradient)
+    actual = torch.autograd.grad(recorder.compile(module, dynamic=False)(x), wanted, gradient)
+    torch.testing.assert_close(actual, expected, check_stride=True)
+    assert ("aten.convolution.default" in recorder.operators(1)) == is_convolution
+    assert "aten.convolution_backward.default" in recorder.operators(1)
+
+
+@pytest.mark.parametrize(
     "module", [nn.Conv2d(4, 8, 3), nn.Conv2d(8, 64, 1, groups=4), nn.ConvTranspose2d(4, 64, 1), nn.Conv1d(4, 64, 3)]
 )
 def test_other_convolution_gradients_stay_whole(recorder, module):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from torch_hybrid_backend import export_generation, load
+from torch_hybrid_backend import compile_generation, export_generation, load
 from torch_hybrid_backend.artifact.model import LoadedModel
 from torch_hybrid_backend.errors import ArgumentError, NotExportableError
 
@@ -165,6 +165,44 @@ def test_weights_in_4_bits_are_in_the_file_once(tmp_path: Path) -> None:
     torch.testing.assert_close(at_once, one_by_one, rtol=1e-3, atol=1e-3)
 
 
+# A file of each model takes the same steps, above.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full if name != "Llama" else ()) for name in _MODELS]
+)
+def test_in_this_process(name: str) -> None:
+    """A compiled decoder returns transformers' tokens, greedy and drawn, for prompts of any length, with the weights as they are."""
+    torch.compiler.reset()
+    model = _model(name)
+    decoder = compile_generation(model, max_length=_MAX_LENGTH, prefill_length=_PREFILL, options=_FAST)
+    for length in (1, 8, 20, 43):
+        prompt = torch.randint(2, _VOCABULARY, (1, length), generator=torch.Generator().manual_seed(length))
+        count = min(8, _MAX_LENGTH - length)
+        assert list(decoder.generate(prompt, count)) == _expected(model, prompt, count)
+    drawn = {"temperature": 1.5, "top_k": 5, "top_p": 0.8}
+    prompt = torch.tensor([[5, 6, 7]])
+    torch.manual_seed(11)
+    expected = _expected(model, prompt, 16, do_sample=True, **drawn)
+    assert list(decoder.generate([5, 6, 7], 16, seed=11, **drawn)) == expected
+    head = model.get_output_embeddings()
+    before = list(decoder.generate([5, 6, 7], 8))
+    with torch.no_grad():
+        head.weight.copy_(head.weight.flip(0))
+    after = _expected(model, prompt, 8)
+    assert list(decoder.generate([5, 6, 7], 8)) == after != before
+
+
+def test_two_decoders_are_apart() -> None:
+    """Decoders of models of other sizes, whose loops are the same code, each run their own graph, and a replaced weight counts."""
+    torch.compiler.reset()
+    models = [_model("Llama"), _model("GPT-2")]
+    decoders = [compile_generation(model, max_length=16, prefill_length=4, options=_FAST) for model in models]
+    prompt = torch.tensor([[5, 6, 7]])
+    for _ in range(2):
+        for model, decoder in zip(models, decoders, strict=True):
+            assert list(decoder.generate([5, 6, 7], 8)) == _expected(model, prompt, 8)
+        models[0].lm_head.weight = nn.Parameter(models[0].lm_head.weight.detach().flip(0))
+
+
 @pytest.mark.parametrize(
     ("model", "given", "error", "said"),
     [
@@ -187,6 +225,8 @@ def test_weights_in_4_bits_are_in_the_file_once(tmp_path: Path) -> None:
 def test_refusals(model: Any, given: dict[str, Any], error: type[Exception], said: str, tmp_path: Path) -> None:
     with pytest.raises(error, match=said):
         export_generation(model(), tmp_path / "model.hybrid", **{"max_length": 16, **given})
+    with pytest.raises(error, match=said):
+        compile_generation(model(), **{"max_length": 16, **given})
 
 
 def test_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

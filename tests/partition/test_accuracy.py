@@ -88,9 +88,9 @@ def _runs(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
     """The dtypes of the wider runs that are made."""
     made: list[torch.dtype] = []
 
-    def run(module: torch.fx.GraphModule, inputs: Sequence[object], dtype: torch.dtype, *, on_host: bool) -> object:
+    def run(module: torch.fx.GraphModule, inputs: Sequence[object], dtype: torch.dtype, **given: Any) -> object:
         made.append(dtype)
-        return reference_run(module, inputs, dtype, on_host=on_host)
+        return reference_run(module, inputs, dtype, **given)
 
     monkeypatch.setattr(accuracy, "reference_run", run)
     return made
@@ -444,8 +444,11 @@ def test_rows_that_are_rounded(bits: int, legal: float, wrong: float, outlier: f
     assert not passes(torch.full((32, 64), torch.nan))
 
 
-def test_what_many_layers_make_of_rounded_rows() -> None:
-    """Errors grow from layer to layer: outputs may be off by twice what rounding the rows of all marked products makes, and by no more."""
+@pytest.mark.parametrize("beside_eager", [accuracy.BESIDE_EAGER_BYTES, 0], ids=["float64", "float32"])
+def test_what_many_layers_make_of_rounded_rows(beside_eager: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors grow from layer to layer: outputs may be off by twice what rounding the rows of all marked products makes, and by no more. Where
+    memory is short for a run in float64, one in float32 tells how much that is."""
+    monkeypatch.setattr(accuracy, "BESIDE_EAGER_BYTES", beside_eager)
     torch.manual_seed(0)
     layers = [torch.randn(64, 64) / 4 for _ in range(12)]
 
@@ -475,8 +478,10 @@ def test_what_many_layers_make_of_rounded_rows() -> None:
 
     off = (rounded(1) - expected).norm() / expected.norm()
     assert off > 0.02  # more than is allowed at sight
+    made = _runs(monkeypatch)
     assert passes(rounded(1))
     assert not passes(rounded(4))
+    assert set(made) == {torch.float32 if beside_eager == 0 else torch.float64}
 
 
 def _inputs_of(region: Region, x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:

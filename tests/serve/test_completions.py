@@ -122,7 +122,7 @@ def test_a_long_prompt_does_not_hold_up_other_requests(decoder: tuple[Path, Path
             assert client.get("/v2/health/ready").status_code == 200
             answered.append(time.perf_counter())
         answer = asking.result()
-    assert (answer.status_code, "the file has room for 32" in answer.text) == (400, True), answer.text
+    assert (answer.status_code, "the cache has room for 32" in answer.text) == (400, True), answer.text
     begin, end = service.tokenizer.span
     assert sum(begin < when < end for when in answered) > 3
 
@@ -175,7 +175,7 @@ class _Watched:
         ({"prompt": ["a", "b"]}, "one of them"),
         ({"prompt": "a"}, "needs a tokenizer"),
         ({"prompt": [99999]}, "the model knows 0 to"),
-        ({"prompt": [1] * 40}, "the file has room for 32"),
+        ({"prompt": [1] * 40}, "the cache has room for 32"),
         ({"prompt": []}, "at least one"),
         ({"prompt": [10**20]}, "the prompt has the token 100000000000000000000; the model knows 0 to"),
         ({"max_tokens": 0}, "max_tokens is 0"),

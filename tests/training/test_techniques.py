@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
+import os
 from collections.abc import Callable
 
 import pytest
@@ -12,8 +14,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.networks import SmallCnn, SmallTransformer
-from benchmarks.training import Batch, Forward, TrainingCase
+from benchmarks.training import OPTIMISERS, Batch, Forward, TrainingCase
 from tests.training import curves
+from torch_hybrid_backend.backend import compile_graph
+from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.core.plan import Plan
 
 _compile = functools.partial(torch.compile, backend="hybrid")
 _STEPS = 12
@@ -186,3 +191,24 @@ def test_changed_weights_are_seen(model: nn.Module) -> None:
     assert len(set(expected)) == len(expected), "each change must show in the loss"
     for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_compiled_optimiser_steps(name: str) -> None:
+    """A step of the optimiser is one graph of kernels, and does what eager's does."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 4))
+    twin, plans = copy.deepcopy(model), list[Plan]()
+    eager, own = (OPTIMISERS[name](module) for module in (model, twin))
+    backend = functools.partial(compile_graph, config=Config.from_env(os.environ), on_plan=plans.append)
+    compiled = torch.compile(own.step, backend=backend)
+    for _ in range(4):
+        x = torch.randn(16, 12)
+        for module in (model, twin):
+            module.zero_grad()
+            module(x).square().sum().backward()
+        eager.step()
+        compiled()
+    torch.testing.assert_close(twin.state_dict(), model.state_dict(), atol=1e-4, rtol=1e-4)
+    assert plans
+    assert {node.engine for plan in plans for node in plan.nodes} == {"tvm"}

@@ -15,11 +15,11 @@ from torch_hybrid_backend.artifact.manifest import (
     LiteralResult,
     Origin,
     Result,
-    RowsUpdate,
     TensorForm,
     ViewResult,
 )
 from torch_hybrid_backend.core.lazy_bits import LazyBits, copied
+from torch_hybrid_backend.runtime.native.row_writes import write_rows
 
 # Tensor of an origin in the call at hand.
 Find = Callable[[Origin], torch.Tensor]
@@ -39,8 +39,18 @@ def bits_in_words(bits: LazyBits) -> str:
 
 def finish(entry: Entry, find: Find) -> list[Any]:
     """Carry out the entry's updates, then return its results. Raises IndexError for a position outside of a state or input."""
+    tensors: list[torch.Tensor] = []
+    rows: list[tuple[int, int, int, int]] = []
     for update in entry.updates:
-        _carry_out(update, find)
+        target = find(update.target)
+        if isinstance(update, CopyUpdate):
+            target.copy_(find(("output", update.output)))
+        else:
+            first = len(tensors)
+            tensors += (target, find(update.index), find(update.source))
+            rows.append((first, update.dim, first + 1, first + 2))
+    if rows:
+        write_rows(tensors, rows)
     return [_value(entry, result, find) for result in entry.results]
 
 
@@ -54,16 +64,6 @@ def finisher(entry: Entry) -> Callable[[Find], list[Any]] | None:
     ):
         return None
     return functools.partial(finish, entry)
-
-
-def _carry_out(update: CopyUpdate | RowsUpdate, find: Find) -> None:
-    target = find(update.target)
-    if isinstance(update, CopyUpdate):
-        target.copy_(find(("output", update.output)))
-        return
-    index, source = find(update.index), find(update.source)
-    source = source[(None,) * (target.dim() - source.dim())]
-    target.index_copy_(update.dim, torch.where(index < 0, index + target.shape[update.dim], index), source)
 
 
 def _value(entry: Entry, result: Result | LiteralResult | ViewResult, find: Find) -> Any:

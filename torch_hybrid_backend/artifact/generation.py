@@ -1,4 +1,4 @@
-"""Text generation by a decoder from a file: the prompt in chunks of a fixed length, then token by token.
+"""Text generation by a decoder, from a file or compiled in this process: the prompt in chunks of a fixed length, then token by token.
 
 The position of each token is an input of both entries, so one file serves prompts of every length. The last chunk is filled up with token 0
 behind the prompt. No token of the prompt sees these: attention is causal, and each new token overwrites the keys and values at its position
@@ -10,17 +10,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from torch_hybrid_backend.arguments import described
-from torch_hybrid_backend.artifact.manifest import Generation, TensorForm
+from torch_hybrid_backend.artifact.manifest import Generation
 from torch_hybrid_backend.errors import ArgumentError, HybridError, failures
 
-if TYPE_CHECKING:
-    from torch_hybrid_backend.artifact.model import LoadedEntry
-
+# The tensors of a call of an entry -> its logits (1, vocabulary) alone.
+Run = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 # Below the first the likeliest token is taken: logits divided by less could be infinite. The second gives all tokens the same probability.
 _LEAST_TEMPERATURE = 1e-5
@@ -73,30 +72,27 @@ class Sampling:
 class TextGenerator:
     """Generates tokens by the two entries of a decoder.
 
-    A generation uses the states of the opened model: where another one begins, the earlier one raises HybridError at its next token. `lock` is
+    prefill: called with ids (1, chunk), positions (chunk,) and the index (1,) of the token whose logits it returns; decode: with one id and its
+    position. A generation uses the decoder's states: where another one begins, the earlier one raises HybridError at its next token. `lock` is
     held by each call, `reset` sets the states back.
     """
 
     def __init__(
         self,
         settings: Generation,
-        prefill: LoadedEntry,
-        decode: LoadedEntry,
+        chunk: int,
+        vocabulary: int,
+        prefill: Run,
+        decode: Run,
         lock: threading.RLock,
         reset: Callable[[], None],
     ) -> None:
         self._settings = settings
-        self._prefill = prefill
-        self._decode = decode
+        self._chunk, self._vocabulary = chunk, vocabulary
+        self._prefill, self._decode = prefill, decode
         self._lock = lock
         self._reset = reset
         self._begun = 0
-        form = prefill.entry.inputs[0]
-        assert isinstance(form, TensorForm), "the ids of a chunk are a tensor"
-        self._chunk = int(form.sizes[1])
-        logits = decode.entry.outputs[0]
-        assert isinstance(logits, TensorForm), "an entry of a decoder returns logits"
-        self._vocabulary = int(logits.sizes[-1])
 
     def generate(
         self,
@@ -111,13 +107,13 @@ class TextGenerator:
         most = self._settings.max_length - len(prompt)
         if max_new_tokens is not None and (not _is_whole(max_new_tokens) or not 1 <= max_new_tokens <= most):
             raise ArgumentError(
-                f"max_new_tokens is {max_new_tokens!r}; it must be a whole number from 1 to {most}, as the file has room for "
-                f"{self._settings.max_length} tokens and the prompt has {len(prompt)}: export it with a larger max_length, or give fewer"
+                f"max_new_tokens is {max_new_tokens!r}; it must be a whole number from 1 to {most}, as the cache has room for "
+                f"{self._settings.max_length} tokens and the prompt has {len(prompt)}: make it with a larger max_length, or give fewer"
             )
         stops = self._settings.stop_tokens if stop_tokens is None else stop_tokens
         if isinstance(stops, str) or not isinstance(stops, Sequence) or not all(map(_is_whole, stops)):
             raise ArgumentError(
-                f"stop_tokens is {described(stops)}; it must be a list of token ids, or None for the file's"
+                f"stop_tokens is {described(stops)}; it must be a list of token ids, or None for the model's"
             )
         if seed is not None and (not _is_whole(seed) or not 0 <= seed < 2**63):
             raise ArgumentError(
@@ -144,9 +140,9 @@ class TextGenerator:
             with self._lock:
                 if self._begun != mine:
                     raise HybridError(
-                        "another generation by this model has begun, and has the cache: finish one first, or load the file once for each"
+                        "another generation by this model has begun, and has the cache: finish one first, or make a decoder for each"
                     )
-                (logits,) = self._decode.run([torch.tensor([[token]]), torch.tensor([position])])
+                (logits,) = self._decode([torch.tensor([[token]]), torch.tensor([position])])
                 logits = logits[0]
 
     def _logits_of(self, prompt: list[int]) -> torch.Tensor:
@@ -157,7 +153,7 @@ class TextGenerator:
             tokens = prompt[begin : begin + self._chunk]
             ids = torch.tensor([tokens + [0] * (self._chunk - len(tokens))])
             positions = torch.arange(begin, begin + self._chunk)
-            (logits,) = self._prefill.run([ids, positions, torch.tensor([len(tokens) - 1])])
+            (logits,) = self._prefill([ids, positions, torch.tensor([len(tokens) - 1])])
         first: torch.Tensor = logits[0]
         return first
 
@@ -183,8 +179,8 @@ class TextGenerator:
             )
         if len(prompt) >= self._settings.max_length:
             raise ArgumentError(
-                f"the prompt has {len(prompt)} tokens, and the file has room for {self._settings.max_length}, the answer among them: shorten "
-                "it, or export the model with a larger max_length"
+                f"the prompt has {len(prompt)} tokens, and the cache has room for {self._settings.max_length}, the answer among them: "
+                "shorten it, or make the decoder with a larger max_length"
             )
         return prompt
 

@@ -95,7 +95,11 @@ class LoadedModel:
             from torch_hybrid_backend.artifact.generation import TextGenerator
 
             prefill, decode = self._entries[settings.prefill], self._entries[settings.decode]
-            self._generator = TextGenerator(settings, prefill, decode, lock, self.reset)
+            ids, logits = prefill.entry.inputs[0], decode.entry.outputs[0]
+            assert isinstance(ids, TensorForm), "the ids of a chunk are a tensor"
+            assert isinstance(logits, TensorForm), "an entry of a decoder returns logits"
+            chunk, vocabulary = int(ids.sizes[1]), int(logits.sizes[-1])
+            self._generator = TextGenerator(settings, chunk, vocabulary, prefill.run, decode.run, lock, self.reset)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the first entry."""

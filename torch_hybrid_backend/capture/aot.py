@@ -37,7 +37,7 @@ from torch_hybrid_backend.capture.cache.composed_tensors import taking_apart
 from torch_hybrid_backend.capture.decompositions import asked, decomposition_table, whole_upsampling
 from torch_hybrid_backend.capture.fixes.attention_states import without_attention_states
 from torch_hybrid_backend.capture.fixes.dequantized_groups import plain_sizes_of_groups
-from torch_hybrid_backend.capture.fixes.input_updates import InPlace, write_in_place
+from torch_hybrid_backend.capture.fixes.input_updates import InPlace, WriteRows, write_in_place
 from torch_hybrid_backend.capture.fixes.norm_statistics import correct_statistics
 from torch_hybrid_backend.capture.fixes.output_aliases import Restore, separate_aliases
 from torch_hybrid_backend.capture.fixes.overlap import watch_overlaps
@@ -73,6 +73,7 @@ def capture(
     keep_ops: Iterable[OpOverload],
     aot_cache: AotCache | None = None,
     applies: Callable[[str], bool] | None = None,
+    write_rows: WriteRows | None = None,
 ) -> Callable[..., Any]:
     """Compile Dynamo's graph through `compile_graph`; returns the callable that Dynamo installs.
 
@@ -82,6 +83,7 @@ def capture(
 
     `keep_ops`: ATen operators that are never decomposed. `aot_cache`: where AOTAutograd's graphs are looked up and kept. `applies`:
     asked before each decomposition, the partitioner, and each fix, whose name it gets, whether that is to be applied; None: all are.
+    `write_rows`: as for `InPlace.restorer`.
 
     Whatever `compile_graph` raises reaches Dynamo unchanged.
     """
@@ -120,7 +122,15 @@ def capture(
         returned = range(0) if kind == "backward" else _returned(kind)
         mutated = _mutated_inputs() if kind == "inference" else ()
         boxed = _boxed(
-            graph_module, kind, frozenset(static), _writes_inputs(), compile_graph, returned, mutated, applied
+            graph_module,
+            kind,
+            frozenset(static),
+            _writes_inputs(),
+            compile_graph,
+            returned,
+            mutated,
+            applied,
+            write_rows,
         )
         if is_kept:
             without_wrapper.append(boxed)
@@ -201,10 +211,12 @@ def _boxed(
     returned: range = range(0),
     mutated: Sequence[int] = (),
     applied: Callable[[str], bool] = lambda _: True,
+    write_rows: WriteRows | None = None,
 ) -> CompiledGraph:
     """AOTAutograd's graph, corrected and compiled, as AOTAutograd calls it; `returned` as for `separate_aliases`, `mutated` as for
-    `write_in_place`, `applied` says of each fix whether it is applied."""
+    `write_in_place`, `applied` says of each fix whether it is applied, `write_rows` as for `InPlace.restorer`."""
     in_place, restore = correct(graph_module, mutated, returned, applied)
+    write = None if in_place is None else in_place.restorer(write_rows)
     compiled = compile_graph(CapturedGraph(graph_module, kind, static, writes_inputs))
 
     ordered = any(node.target is torch.ops.higher_order.with_effects for node in graph_module.graph.nodes)
@@ -231,7 +243,7 @@ def _boxed(
         viewed, changed = ([inputs[k] for k in step.inputs] if step else () for step in (restore, in_place))
         outputs = compiled(inputs)
         outputs = outputs if restore is None else restore(outputs, viewed)
-        return outputs if in_place is None else in_place(outputs, changed)
+        return outputs if write is None else write(outputs, changed)
 
     boxed._boxed_call = True  # type: ignore[attr-defined]  # tells AOTAutograd not to unpack the list
     return boxed

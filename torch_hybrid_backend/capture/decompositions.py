@@ -135,7 +135,11 @@ def decomposition_table(keep_ops: frozenset[OpOverload]) -> dict[Operator, Calla
     Random operators stay whole, so that a compiled model draws the numbers that eager draws from the same generator
     state wherever eager's operator is the same one.
     """
-    return {operator: formula for operator, formula in _full_table().items() if operator not in keep_ops}
+    table = {operator: formula for operator, formula in _full_table().items() if operator not in keep_ops}
+    # Dynamo writes steps of Adam with it, and registers it then.
+    if hasattr(prims, "fma"):
+        table[prims.fma.default] = _multiply_add
+    return table
 
 
 def asked(
@@ -262,6 +266,11 @@ def _convert_element_type(a: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return cast
 
 
+def _multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """a * b + c. Compilers of kernels make one instruction of it."""
+    return a * b + c
+
+
 def _split_with_sizes(x: torch.Tensor, split_sizes: Sequence[int], dim: int = 0) -> list[torch.Tensor]:
     """Several outputs become one slice each, so that each can be fused or left alone on its own."""
     pieces: list[torch.Tensor] = []
@@ -334,34 +343,81 @@ def _convolution_backward(
     groups: int,
     mask: Sequence[bool],
 ) -> Any:
-    """The weight's gradient of a 2-D convolution with few output positions as one matrix product over them.
+    """The gradients of a 2-D convolution apart, each as what kernels are good at.
 
-    gradient (N, O, h, w), x (N, I, H, W), weight (O, I, kh, kw) -> (gradient of x, of weight, of bias), None where `mask` has False.
-    Libraries choose their loops for large images: with 2x2 positions oneDNN's took 3 times its own forward pass. As a product
-    (O, N h w) @ (N h w, I kh kw), the unfolded input is no larger than the gradient itself where N h w <= O. All else stays whole.
+    gradient (N, O, h, w), x (N, I, H, W), weight (O, I / groups, kh, kw) -> (gradient of x, of weight, of bias), None where `mask` has False.
+
+    - The image's is a convolution itself, of the gradient by the weight turned around, if the stride is 1. Libraries convert its operands to
+      their layouts and back in each call; here it is compiled, together with what surrounds it. With larger strides it stays whole.
+    - The weight's is one matrix product where there are few output positions, (O, N h w) @ (N h w, I kh kw). Libraries choose their loops for
+      large images: with 2x2 positions oneDNN's took 3 times its own forward pass. The unfolded input is no larger than the gradient itself
+      where N h w <= O. Of large images it stays whole.
     """
-    pixels = gradient.numel() // max(gradient.shape[1], 1) if _is_static(gradient, x, weight) else 0
     if (
-        not mask[1]
-        or not 0 < pixels <= weight.shape[0]
-        or (weight.dim(), x.dim(), groups, transposed) != (4, 4, 1, False)
+        transposed
+        or not _is_static(gradient, x, weight)
+        or not gradient.numel()
+        or (weight.dim(), x.dim()) != (4, 4)
         or x.device.type != "cpu"
-        or (weight.is_contiguous() and weight.stride(3) != 1)  # 1x1: one order, yet strides of its own
-        or {gradient.dtype, x.dtype, weight.dtype} not in ({torch.float32}, {torch.float64})
+        or (gradient.dtype, x.dtype, weight.dtype) not in {(torch.float32,) * 3, (torch.float64,) * 3}
     ):
         return NotImplemented
     geometry = (stride, padding, dilation, transposed, output_padding, groups)
+    s, p, d = ([value[0], value[-1]] for value in (stride, padding, dilation))
+    of_image = _image_gradient(gradient, x, weight, s, p, d, groups) if mask[0] else None
+    of_weight = _weight_gradient(gradient, x, weight, s, p, d, groups) if mask[1] else None
+    whole = [mask[0] and of_image is None, mask[1] and of_weight is None, False]
+    if whole[:2] == [*mask[:2]]:
+        return NotImplemented
+    if any(whole):
+        rest = aten.convolution_backward.default(gradient, x, weight, None, *geometry, whole)
+        of_image = rest[0] if whole[0] else of_image
+        of_weight = rest[1] if whole[1] else of_weight
+    return of_image, of_weight, gradient.sum((0, 2, 3)) if mask[2] else None
+
+
+def _image_gradient(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> torch.Tensor | None:
+    """The gradient of a convolution's image as a convolution; None where no kernel computes it so."""
+    kernel = weight.shape[2:]
+    around = [k - 1 - p for k, p in zip(kernel, padding, strict=True)]
+    is_depthwise = groups == x.shape[1] == weight.shape[0]
+    if {*stride, *dilation} != {1} or min(around) < 0 or (groups != 1 and not is_depthwise):
+        return None
+    turned = weight.flip((2, 3)) if max(kernel) > 1 else weight
+    turned = turned if is_depthwise else turned.transpose(0, 1)
+    convolved: torch.Tensor = aten.convolution.default(
+        gradient, turned, None, [1, 1], around, [1, 1], False, [0, 0], groups
+    )
+    return convolved
+
+
+def _weight_gradient(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> torch.Tensor | None:
+    """The gradient of a convolution's weight as a matrix product; None where that would be slow."""
     outputs, inputs, *kernel = weight.shape
-    images = x.shape[0]
-    dx = None
-    if mask[0]:
-        dx = aten.convolution_backward.default(gradient, x, weight, None, *geometry, [True, False, False])[0]
-    pairs = ([value[0], value[-1]] for value in (dilation, padding, stride))
-    columns = aten.im2col.default(x, kernel, *pairs).reshape(images, inputs * math.prod(kernel), -1)
-    rows = gradient.reshape(images, outputs, -1).permute(1, 0, 2).reshape(outputs, pixels)
-    dw = torch.mm(rows, columns.permute(0, 2, 1).reshape(pixels, -1)).reshape(weight.shape)
-    dw = dw.contiguous(memory_format=suggest_memory_format(weight))
-    return dx, dw, gradient.sum((0, 2, 3)) if mask[2] else None
+    pixels = gradient.numel() // outputs
+    if groups != 1 or pixels > outputs or (weight.is_contiguous() and weight.stride(3) != 1):  # 1x1: strides of its own
+        return None
+    columns = aten.im2col.default(x, kernel, dilation, padding, stride)
+    columns = columns.reshape(x.shape[0], inputs * math.prod(kernel), -1)
+    rows = gradient.reshape(x.shape[0], outputs, -1).permute(1, 0, 2).reshape(outputs, pixels)
+    product = torch.mm(rows, columns.permute(0, 2, 1).reshape(pixels, -1)).reshape(weight.shape)
+    return product.contiguous(memory_format=suggest_memory_format(weight))
 
 
 def _is_static(*tensors: torch.Tensor) -> bool:

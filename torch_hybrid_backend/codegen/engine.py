@@ -23,17 +23,19 @@ from torch_hybrid_backend.codegen.compiler import CodeTarget, KernelCompilerModu
 from torch_hybrid_backend.codegen.kernel_cache import Artifact, compile_kernels
 from torch_hybrid_backend.codegen.kernel_key import kernel_key
 from torch_hybrid_backend.codegen.library_probe import probe_libraries
+from torch_hybrid_backend.codegen.memory_budget import Choice, within_budget
 from torch_hybrid_backend.codegen.operator_kernel import OperatorKernel
 from torch_hybrid_backend.codegen.search import (
     MIN_WORK,
     KernelOptions,
     compiled_variant,
+    fastest,
     limited,
     program_of,
     search,
 )
 from torch_hybrid_backend.codegen.tune import try_next_variant, tune, tuner
-from torch_hybrid_backend.codegen.variants import variants
+from torch_hybrid_backend.codegen.variants import Variant, variants
 from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.deadline import Deadline
@@ -153,6 +155,7 @@ class KernelEngine(EngineBase):
         self._services = services
         self._placement = config.placement
         self._prefers_kernels = config.prefer_kernels
+        self._memory_budget = config.memory_budget
         self._compiler = shared_compiler(backend.compiler, config.compile_threads)
         self.name = backend.name
         self.devices = frozenset({backend.device.type})
@@ -160,7 +163,8 @@ class KernelEngine(EngineBase):
 
     def version(self, device: Device) -> str:
         """A key of everything that this engine's timings depend on: its compiler, with the sources, and the target."""
-        return f"{compiler_version(self._backend.compiler)} {self._backend.on(device).target.fingerprint}"
+        target = self._backend.on(device).target
+        return f"{compiler_version(self._backend.compiler)} {target.fingerprint} budget {self._memory_budget}"
 
     def available(self) -> Verdict:
         return self._backend.available()
@@ -243,7 +247,7 @@ class KernelEngine(EngineBase):
                 functools.partial(self._keep_times, backend.device),
                 self._services.progress,
             )
-            return self._region(region.kernels, options)
+            return self._region(region.kernels, self._within_budget(region.kernels, options, Deadline(_TUNING_ROUND_S)))
         with Progress(f"timing {len(region.options)} kernels"):
             found = search(region.kernels, region.options, run_program, inputs, budget_s)
         options = [option.decided(found.get(option.key, {})) for option in region.options]
@@ -257,7 +261,40 @@ class KernelEngine(EngineBase):
         for option in {option.key: option for option in changed}.values():
             self._keep_times(backend.device, option.key, option.times, load.is_felt())
         log.info("variants of %d kernels timed in %.2f s", len(found), time.monotonic() - start)
-        return self._region(region.kernels, options)
+        return self._region(region.kernels, self._within_budget(region.kernels, options, deadline))
+
+    def _within_budget(
+        self, kernels: RegionKernels, options: Sequence[KernelOptions], deadline: Deadline
+    ) -> list[KernelOptions]:
+        """The options with the variants that the setting `memory_budget` leaves. A kernel that was not compiled, as another variant of it
+        was thought to be faster, is compiled for it; the faster variant stays where that fails."""
+        choices = []
+        for kernel, option in zip(kernels.kernels, options, strict=True):
+            compiled = [each.variant for each in option.compiled]
+            own = next((variant for variant in compiled if variant.name == ""), Variant("", (kernel,)))
+            others = [variant for variant in compiled if variant is not own]
+            choices.append(Choice((own, *others), option.chosen.variant, option.times, option.work))
+        chosen = within_budget(choices, kernels.packed, self._memory_budget)
+        missing = [
+            (position, variant)
+            for position, (option, variant) in enumerate(zip(options, chosen, strict=True))
+            if all(variant is not each.variant for each in option.compiled)
+        ]
+        if not missing:
+            return [option.choosing(variant) for option, variant in zip(options, chosen, strict=True)]
+        made = iter(
+            self.built([k for _, variant in missing for k in variant.kernels], kernels.backend.target, deadline)
+        )
+        after = list(options)
+        for position, variant in missing:
+            new = compiled_variant(variant, [next(made) for _ in variant.kernels])
+            if isinstance(new, Exception):
+                log.warning(
+                    "a kernel's weight exceeds memory_budget, as another form of it could not be compiled: %s", new
+                )
+            else:
+                after[position] = replace(after[position], compiled=(*after[position].compiled, new))
+        return [option.choosing(variant) for option, variant in zip(after, chosen, strict=True)]
 
     def exact(self, region: KernelRegion, deadline: Deadline) -> KernelRegion:
         """See `KernelRegion.exact`."""
@@ -313,20 +350,31 @@ class KernelEngine(EngineBase):
         """The variants of each kernel to compile: the one known to be fastest, or those to be timed."""
         backend = region.backend
         constants = {packed.buffer: packed for packed in region.packed}
-        result = []
+        found_of: list[tuple[tuple[Variant, ...], str]] = []
+        choices: list[Choice] = []
         for kernel in region.kernels:
             alternatives = backend.alternatives(kernel, constants)
             if self._prefers_kernels:
                 alternatives = [each for each in alternatives if not each.calls_operator]
             found = variants(kernel, alternatives)
-            if self._placement == "estimate" or len(found) == 1 or kernel_sizes(kernel):
-                result.append(KernelOptions.of("", found, {}, most=1).closed())  # by estimate
+            is_timed = self._placement != "estimate" and len(found) > 1 and not kernel_sizes(kernel)
+            key = kernel_key(kernel, backend.target, backend.compiler) if is_timed else ""
+            times = self._times(backend.device, key) if key else {}
+            best = fastest(found, times)
+            known = [v for v in found[1:] if v.name in times or (v is best and not times)]
+            choices.append(Choice((found[0], *known), best, times, kernel.multiply_adds))
+            found_of.append((found, key))
+        chosen = within_budget(choices, region.packed, self._memory_budget)
+        result = []
+        for kernel, choice, (found, key), variant in zip(region.kernels, choices, found_of, chosen, strict=True):
+            if not key:
+                result.append(KernelOptions.of("", _only(found, choice, variant), {}, most=1).closed())  # by estimate
                 continue
-            key = kernel_key(kernel, backend.target, backend.compiler)
             tuned = self._placement == "tune" and kernel.multiply_adds >= MIN_WORK
-            times = self._times(backend.device, key)
+            times = choice.times
+            left = _only(found, choice, variant) if times and not tuned else found
             result.append(
-                KernelOptions.of(key, found, times, kernel.multiply_adds, most=backend.timed_variants, tuned=tuned)
+                KernelOptions.of(key, left, times, kernel.multiply_adds, most=backend.timed_variants, tuned=tuned)
             )
         return tuple(result)
 
@@ -340,3 +388,8 @@ class KernelEngine(EngineBase):
             failure = CompileError(f"{region.name} could not be lowered: {type(error).__name__}: {error}")
             failure.__cause__ = error
             return failure
+
+
+def _only(found: tuple[Variant, ...], choice: Choice, variant: Variant) -> tuple[Variant, ...]:
+    """The variants of a kernel without those that are faster than the one to be used, which must not be chosen."""
+    return found if variant is choice.fastest else tuple(dict.fromkeys((found[0], variant)))

@@ -121,6 +121,11 @@ class KernelOptions:
     def chosen(self) -> CompiledVariant:
         return self.compiled[self.best]
 
+    def choosing(self, variant: Variant) -> KernelOptions:
+        """The option with this variant in use, if it was compiled."""
+        best = next((i for i, compiled in enumerate(self.compiled) if compiled.variant is variant), self.best)
+        return self if best == self.best else replace(self, best=best)
+
     @property
     def missing(self) -> Variant | None:
         """The variant to compile before `with_exact`: the kernel itself, if no compiled variant is exact."""

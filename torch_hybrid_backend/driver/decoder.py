@@ -58,6 +58,12 @@ class Decoder(nn.Module):
             logits = logits[:, last]
         return logits[:, -1]
 
+    def reset(self) -> None:
+        """Empty the cache."""
+        for number in range(self._layers):
+            getattr(self, f"keys_{number}").zero_()
+            getattr(self, f"values_{number}").zero_()
+
 
 class _Layer(_caches.CacheLayerMixin):  # type: ignore[misc]
     """The keys and values of one layer, written at positions that are given."""
@@ -111,7 +117,7 @@ def _filled_cache(model: Any, max_length: int) -> Any:
     for layer in cache.layers:
         if type(layer) not in (_caches.StaticLayer, _caches.StaticSlidingWindowLayer):
             raise NotExportableError(
-                f"{type(model).__name__} has layers whose cache is a {type(layer).__name__}; export_generation takes decoders whose layers "
+                f"{type(model).__name__} has layers whose cache is a {type(layer).__name__}; text generation takes decoders whose layers "
                 "all keep keys and values: full and sliding attention"
             )
     with torch.no_grad():

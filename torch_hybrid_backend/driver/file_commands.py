@@ -102,7 +102,7 @@ def add_parsers(commands: Any) -> None:
         "--max-new-tokens",
         type=int,
         metavar="N",
-        help="the most new tokens; by default as many as the file has room for",
+        help="the most new tokens; by default as many as the cache has room for",
     )
     generate.add_argument(
         "--temperature",

@@ -46,7 +46,7 @@ from torch_hybrid_backend.driver.stages import (
     partition_and_compile,
     place,
 )
-from torch_hybrid_backend.errors import HybridError, RefusedValuesError, failures, is_out_of_memory, is_sticky
+from torch_hybrid_backend.errors import HybridError, RefusedValuesError, failures, ignored, is_out_of_memory, is_sticky
 from torch_hybrid_backend.generators import draws_apart, is_captured
 from torch_hybrid_backend.graph.eager_graph import EagerGraph
 from torch_hybrid_backend.partition.deviation import any_telling
@@ -57,8 +57,11 @@ from torch_hybrid_backend.progress import Progress
 from torch_hybrid_backend.ranks.agreement import Agreement
 from torch_hybrid_backend.ranks.peers import at_work, peers
 from torch_hybrid_backend.runtime.constant_pool import ConstantPool
-from torch_hybrid_backend.runtime.native.ops import give_back_freed_memory
+from torch_hybrid_backend.runtime.executor import Executor
+from torch_hybrid_backend.runtime.native.ops import give_back_freed_memory, watches_writes
+from torch_hybrid_backend.runtime.offload import OffloadedWeights
 from torch_hybrid_backend.runtime.python_executor import PythonExecutor, checked
+from torch_hybrid_backend.runtime.symbolic_executor import SymbolicExecutor
 
 log = logging.getLogger(__name__)
 
@@ -116,6 +119,7 @@ class HybridGraph:
         self._static = frozenset(k for k, each in enumerate(names) if each in captured.static_inputs)
         self._to_check: Compiled | None = None  # what is chosen from once more if a later call is off
         self._checks = 0
+        self._offloaded: OffloadedWeights | None = None
         self._is_inference = captured.kind == "inference"
         self._groups = groups_in(captured.graph_module)
         self._members = sorted(set().union(*self._groups))
@@ -242,6 +246,7 @@ class HybridGraph:
             self._tell(executable, assignment)
             self._state = executable  # last: interrupted before, the next call is a first call again
         if assignment.compiled:  # else nothing was packed, and the C++ runtime may not even be there
+            self._offload(executable, inputs)
             give_back_freed_memory()
         log.info("%s graph: engines chosen in %.2f s", assignment.prepared.kind, time.perf_counter() - start)
         compiled = dataclasses.replace(compiled, prepared=assignment.prepared)
@@ -252,6 +257,32 @@ class HybridGraph:
         else:
             choose_when_served(self, compiled, executable.run, inputs)
         return outputs
+
+    def _offload(self, executable: Executable, inputs: Sequence[Any]) -> None:
+        """Move weights to a file under the setting `offload_weights`."""
+        run = executable.executor
+        if (
+            not self._config.offload_weights
+            or not self._is_inference
+            or not isinstance(run, Executor | SymbolicExecutor)
+        ):
+            return
+        if not watches_writes():
+            log.warning(
+                "offload_weights has no effect: this system cannot tell which pages were written to (Linux 6.7 can, docs/live_weights.md)"
+            )
+            return
+        with ignored(OSError):  # then `offload` says what is wrong
+            self._config.cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._offloaded = run.offload(inputs, self._config.cache_dir)
+        log.info("%d bytes of weights lie in a file", self._offloaded.size_bytes)
+
+    def give_back_memory(self) -> None:
+        """Free memory that timing calls of eager has taken."""
+        if self._offloaded is not None:
+            self._offloaded.page_out()
+        if self.plan is not None and self.assignment.compiled:
+            give_back_freed_memory()
 
     def _agreement_on(self, compiled: Compiled) -> Agreement | None:
         """Agreement of all ranks on a graph with collectives; None where none is needed, or wanted."""

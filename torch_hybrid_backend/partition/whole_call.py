@@ -41,6 +41,7 @@ from torch_hybrid_backend.torch_private import tree_leaves
 _log = logging.getLogger(__name__)
 
 PLAN = "plan"
+_WARM = Rounds(warmup_rounds=0, min_rounds=2)  # of calls that have run before
 # Enough for 200 rounds of short calls, which overhead decides (0.5 ms in all). A few rounds decide longer calls.
 _BUDGET_S = 0.1
 # Eager wins by its smaller overhead. So it wins smaller calls too, and is assumed to win calls less than this many times as large.
@@ -155,7 +156,7 @@ class PricedCall:
         key = f"{self._key} {[inputs[position] for position in self._sizes]}"
         try:
             with Progress("timing whole calls"):
-                self._decision = price_call(key, self._plan, calls, self._budget_s, self._pricing())
+                self._decision = price_call(key, [self._plan], calls, self._budget_s, self._pricing())
                 # Eager is compared only if it has won: the plan wins most calls, and two more calls would be a large part of a warm start.
                 if self._decision.engine == EAGER and (why := self._fault(inputs)):
                     _log.info("calls run as planned: %s", why)
@@ -190,11 +191,16 @@ class PricedCall:
 
 
 def price_call(
-    key: str, plan: Plan, calls: Mapping[str, Callable[[], object]], budget_s: float, pricing: Pricing
+    key: str,
+    plans: Sequence[Plan],
+    calls: Mapping[str, Callable[[], object]],
+    budget_s: float,
+    pricing: Pricing,
+    rounds: Rounds = _WARM,
 ) -> CallDecision:
-    """Price the calls PLAN and EAGER. If both cost the same, the plan wins. An exception of a call passes through."""
-    contenders = {PLAN: _version(plan, pricing.versions), EAGER: torch.__version__}
-    rounds = Rounds(warmup_rounds=0, min_rounds=2)
+    """Price the calls PLAN, by `plans`, and EAGER. If both cost the same, PLAN wins. An exception of a call passes through."""
+    versions = [_version(plan, pricing.versions) for plan in plans]
+    contenders = {PLAN: " ".join(versions) if all(versions) else "", EAGER: torch.__version__}
     costs = priced(key, contenders, calls, min(budget_s, _BUDGET_S), pricing, rounds)
     planned, eager = (cost.microseconds for cost in costs)
     if cheapest(costs).engine == PLAN:

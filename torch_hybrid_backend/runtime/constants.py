@@ -15,7 +15,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
@@ -110,6 +110,20 @@ class LiveConstants(Generic[T]):
                 CALLS_PER_ROUND,
             )
         return self._remake(key, inputs).made
+
+    def watch_anew(self, inputs: Sequence[Any], made_with: Callable[[T, Guard], T]) -> None:
+        """Give what was made from these inputs' constants a new guard, as their memory was mapped anew with the same contents.
+
+        made_with: returns what was made, with that guard in place of the old one."""
+        key = self._key(inputs)
+        entry = self._entries.get(key)
+        if entry is None:
+            return
+        guard = Guard(entry.guarded(inputs))
+        after = replace(entry, guard=guard, made=made_with(entry.made, guard))
+        with self._lock:
+            if self._entries.get(key) is entry:
+                self._entries[key] = self._recent = after
 
     def forget(self, storages: AbstractSet[int]) -> None:
         """Have the next call make anew what was made of constants in these storages, by `_cdata`."""

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import functools
 import logging
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -39,6 +41,7 @@ from torch_hybrid_backend.runtime.constants import (
 )
 from torch_hybrid_backend.runtime.native.description import PlanDescription
 from torch_hybrid_backend.runtime.native.ops import Binding, Callback, Guard, Plan, PlanTemplate
+from torch_hybrid_backend.runtime.offload import OffloadedWeights, offload
 from torch_hybrid_backend.runtime.plan_layout import (
     AtSizes,
     ConstantSlot,
@@ -275,6 +278,32 @@ class Executor:
         """Folds and packs the constants among a call's inputs now, not in that call. Raises as a call does."""
         with torch.no_grad():
             self._constants.get(inputs).binding(self._plan)
+
+    def offload(self, inputs: Sequence[Any], folder: Path) -> OffloadedWeights:
+        """Move the constants of a call that its plan reads in packed or folded form alone to a file in `folder`: see `offload.offload`."""
+        with torch.no_grad():
+            bound = self._constants.get(inputs)
+            moved = offload(self._replaced(bound, inputs), folder, lambda: not bound.guard.is_stale())
+            if moved.is_new:
+                self._constants.watch_anew(inputs, lambda made, guard: replace(made, guard=guard, bindings=[]))
+            moved.page_out()  # this graph's guard has read all
+        return moved
+
+    def _replaced(self, bound: BoundConstants, inputs: Sequence[Any]) -> list[torch.Tensor]:
+        """The constants that calls do not read, as something that was made of them stands in their place."""
+        sources = (*self._plan_sources, *self._outputs_of_any)
+        read = {source.position for source in sources if isinstance(source, CallInput)}
+        read |= {view.position for view in bound.extra.values() if isinstance(view, ViewOfInput)}
+        _, guarded = self._binder.positions()
+        storages = [
+            (inputs[position], inputs[position].untyped_storage()) for position in guarded if position not in read
+        ]
+        in_place = sorted(bound.borrowed.values())
+        return [
+            tensor
+            for tensor, storage in storages
+            if bisect_left(in_place, storage.data_ptr()) == bisect_left(in_place, storage.data_ptr() + storage.nbytes())
+        ]
 
     def _call(self, inputs: Sequence[Any]) -> list[Any]:
         bound = self._constants.get(inputs)

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch_hybrid_backend.runtime.constants import Fold
 from torch_hybrid_backend.runtime.executor import CompiledSegment, Executor, GraphPlans, SavedPlan, StepTime
 from torch_hybrid_backend.runtime.kept_plans import KeptPlans, Run, Sizes
 from torch_hybrid_backend.runtime.native.ops import Callback
+from torch_hybrid_backend.runtime.offload import OffloadedWeights
 from torch_hybrid_backend.runtime.plan_layout import AtSizes, Piece, StaticLayoutError
 from torch_hybrid_backend.runtime.python_executor import PythonExecutor
 from torch_hybrid_backend.runtime.served_sizes import Limit, ServedSizes, limits
@@ -82,6 +84,11 @@ class SymbolicExecutor:
         run = self._plan_for(inputs)
         if isinstance(run, Executor):
             run.bind(inputs)
+
+    def offload(self, inputs: Sequence[Any], folder: Path) -> OffloadedWeights:
+        """Move constants to a file as `Executor.offload` does, by the plan for a call's sizes."""
+        run = self._plan_for(inputs)
+        return run.offload(inputs, folder) if isinstance(run, Executor) else OffloadedWeights(())
 
     def is_within(self, ranges: Sequence[SizeRange], inputs: Sequence[Any]) -> bool:
         """True if a call's sizes lie in all of these ranges."""

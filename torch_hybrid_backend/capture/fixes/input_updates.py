@@ -21,6 +21,7 @@ import torch.fx
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
+from torch_hybrid_backend.core.lazy_bits import LazyBits
 from torch_hybrid_backend.graph.values import storage_root
 from torch_hybrid_backend.torch_private import OpOverload
 
@@ -32,6 +33,8 @@ _IN_PLACE = {
     aten.index_copy.default: aten.index_copy_.default,
     aten.scatter.src: aten.scatter_.src,
 }
+# (tensors, writes): `target.index_copy_(dim, index, source)` for each (target, dim, index, source), all but `dim` positions in `tensors`.
+WriteRows = Callable[[list[Any], Sequence[tuple[int, int, int, int]]], None]
 # A whole input written by one kernel costs less than so large a part of it written by an operator of its own.
 _LARGEST_PART = 1 / 4
 
@@ -46,11 +49,12 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """`operator(inputs[target], *args)`."""
+    """`operator(inputs[target], *args)`. `rows`: the dimension, index and source of one that writes whole slices."""
 
     target: int
     operator: OpOverload
     args: tuple[Any, ...]
+    rows: tuple[int, Given, Given] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +64,39 @@ class InPlace:
     results: tuple[Write | int, ...]
     inputs: tuple[int, ...]
 
-    def __call__(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-        """`inputs` are those that `self.inputs` names, in that order."""
-        held = dict(zip(self.inputs, inputs, strict=True))
+    def restorer(self, write_rows: WriteRows | None = None) -> Callable[[Sequence[Any], Sequence[Any]], list[Any]]:
+        """Function of a call's outputs and of the inputs that `self.inputs` names, in that order.
 
-        def given(argument: Any) -> Any:
-            if not isinstance(argument, Given):
-                return argument
-            return (held if argument.is_input else outputs)[argument.position]
+        `write_rows` writes all slices at once; None: operators do.
+        """
+        first = len(self.inputs)
+        writes = [result for result in self.results if isinstance(result, Write)]
 
-        restored: list[Any] = []
-        for result in self.results:
-            if isinstance(result, Write):
-                restored.append(result.operator(held[result.target], *map_aggregate(result.args, given)))
-            else:
-                restored.append(outputs[result])
-        return restored
+        def place(given: Given) -> int:
+            return self.inputs.index(given.position) if given.is_input else first + given.position
+
+        rows = [
+            (self.inputs.index(write.target), write.rows[0], place(write.rows[1]), place(write.rows[2]))
+            for write in writes
+            if write.rows is not None and write_rows is not None
+        ]
+        others = [write for write in writes if write.rows is None or write_rows is None]
+        sources = [
+            self.inputs.index(result.target) if isinstance(result, Write) else first + result for result in self.results
+        ]
+
+        def restore(outputs: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+            values = [*inputs, *outputs]
+            if rows and write_rows is not None:
+                write_rows(values, rows)
+            for write in others:
+                arguments = map_aggregate(
+                    write.args, lambda each: values[place(each)] if isinstance(each, Given) else each
+                )
+                write.operator(inputs[self.inputs.index(write.target)], *arguments)
+            return [values[source] for source in sources]
+
+        return restore
 
 
 def write_in_place(
@@ -114,7 +135,13 @@ def write_in_place(
         def argument(value: Any) -> Any:
             return given(value) if isinstance(value, Node) else value
 
-        return Write(target, _IN_PLACE[update.target], map_aggregate(update.args[1:], argument))  # type: ignore[index]
+        rows = written_rows(update)
+        return Write(
+            target,
+            _IN_PLACE[update.target],  # type: ignore[index]
+            map_aggregate(update.args[1:], argument),
+            (rows[0], given(rows[1]), given(rows[2])) if rows is not None and _are_plain(update, *rows[1:]) else None,
+        )
 
     results = tuple(
         write(value, targets[number]) if number in targets else next(numbers) for number, value in enumerate(originals)
@@ -155,6 +182,12 @@ def _is_update(value: Any, target: Node) -> bool:
         return False
     most = target.meta["val"].numel() * _LARGEST_PART
     return all(node.meta["val"].numel() <= most for node in arguments)
+
+
+def _are_plain(*nodes: Node) -> bool:
+    """True if memory holds what the tensors are: without lazy bits, and each element at a place of its own."""
+    values: list[torch.Tensor] = [node.meta["val"] for node in nodes]
+    return not any(LazyBits.of(value) for value in values) and 0 not in values[0].stride()
 
 
 def _copied(node: Node, before: Node) -> Node:

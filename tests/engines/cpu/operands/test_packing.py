@@ -3,8 +3,11 @@
 import pytest
 import torch
 
+from tests.engines.cpu.schedule_runner import HOST, run_kernel
 from torch_hybrid_backend.engines.cpu.operands import packing
 from torch_hybrid_backend.engines.cpu.operands.amx_formats import FORMATS
+from torch_hybrid_backend.engines.cpu.operands.winograd_transform import packed_winograd_shape
+from torch_hybrid_backend.engines.cpu.schedules import elementwise
 from torch_hybrid_backend.loops.index import as_index, var
 from torch_hybrid_backend.loops.ir import Buffer, Call, Load
 
@@ -114,3 +117,21 @@ def test_a_panel_that_cannot_be_split_keeps_its_bits(number: float) -> None:
     other = packing.pack_tiles(plain, form)
     assert torch.equal(packed[: 3 * 1024], other[: 3 * 1024])
     assert torch.equal(packed[6 * 1024 : -3], other[6 * 1024 : -3])
+
+
+@pytest.mark.parametrize("m", [2, 4])
+@pytest.mark.parametrize("outputs", [16, 64, 84])
+def test_winograd_weights_are_transformed_by_a_kernel(m, outputs):
+    """Equal to what is packed ahead of calls, signs of taps included; output channels beyond the last are zero."""
+    w = torch.randn(outputs, 16, 3, 3)
+    w[3, 2, 1] = torch.tensor([0.0, -0.0, -2.0])
+    packed = packing.pack_conv_weight(w, groups=1, block=16)
+    panels = Buffer(tuple(packed.shape), "float32", "packed")
+    transformed = Buffer(packed_winograd_shape(tuple(w.shape), m, 16), "float32", "transformed")
+    kernel = packing.winograd_weight_kernel(panels, transformed, m)
+    (result,) = run_kernel(kernel, elementwise.emit, {panels: packed}, HOST)
+    expected = packing.pack_winograd_weight(w, m, lanes=16)
+    torch.testing.assert_close(result[:, :-1], expected[:, :-1], atol=1e-6, rtol=1e-5)
+    real = torch.arange(result.shape[0] * result.shape[3]).view(-1, 1, result.shape[3]) < outputs
+    signs = torch.where(real, expected[:, -1], result[:, -1])  # of channels that do not exist: any
+    assert torch.equal(result[:, -1], signs)

@@ -63,6 +63,21 @@ def test_winograd_where_it_gains() -> None:
         assert packed.buffer.shape == packed.pack(w).shape
 
 
+def test_winograd_of_weights_that_change() -> None:
+    """A kernel of its own transforms the weight in each call, as training needs it."""
+    kernel, found = of_convolution(torch.randn(1, 64, 56, 56), torch.randn(64, 64, 3, 3), is_constant=False)
+    assert isinstance(kernel, CpuConvKernel)
+    assert [variant.name for variant in found] == ["winograd 4", "winograd 2", *_CHOICES]
+    assert found[0].is_preferred
+    for variant in found[:2]:
+        transform, convolution = variant.kernels
+        assert (variant.packed, variant.is_exact) == ((), False)
+        assert isinstance(convolution, CpuConvKernel)
+        assert [read.buffer for read in transform.reads] == [kernel.weight.buffer]
+        assert [write.buffer for write in transform.writes] == [convolution.weight.buffer]
+        assert not convolution.weight.buffer.constant
+
+
 @pytest.mark.parametrize(
     ("x", "w", "more"),
     [
@@ -70,7 +85,11 @@ def test_winograd_where_it_gains() -> None:
         ((1, 64, 56, 56), (64, 64, 3, 3), {"dilation": 2}),
         ((1, 64, 56, 56), (64, 64, 1, 1), {}),
         ((1, 3, 56, 56), (64, 3, 3, 3), {}),  # channels that do not fill a vector
-        ((1, 64, 56, 56), (64, 64, 3, 3), {"is_constant": False}),
+        (
+            (1, 512, 4, 4),
+            (512, 512, 3, 3),
+            {"is_constant": False},
+        ),  # the transform of the weight takes longer than the convolution
     ],
 )
 def test_where_winograd_does_not_serve(x: tuple[int, ...], w: tuple[int, ...], more: dict[str, int]) -> None:

@@ -6,14 +6,18 @@ loops language, so that a right-hand side known only at run time is packed by an
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from torch_hybrid_backend.engines.cpu.operands.amx_formats import LARGEST, PANEL, SMALLEST, TileFormat
-from torch_hybrid_backend.engines.cpu.operands.winograd_transform import packed_winograd_shape, weight_matrix
+from torch_hybrid_backend.engines.cpu.operands.winograd_transform import packed_winograd_shape, tile_size, weight_matrix
 from torch_hybrid_backend.engines.cpu.tile_sizes import NIBBLES, nibble_place
 from torch_hybrid_backend.loops import ops
-from torch_hybrid_backend.loops.index import Index, as_index
-from torch_hybrid_backend.loops.ir import Expr, Map, Value, compute_dtype
+from torch_hybrid_backend.loops.index import Index, LoopVar, as_index, index_of
+from torch_hybrid_backend.loops.ir import Buffer, Expr, Load, Map, Value, compute_dtype
+from torch_hybrid_backend.loops.kernels import Argument, MapKernel, Store
+from torch_hybrid_backend.loops.layout import contiguous
 from torch_hybrid_backend.sizes.size import Dim, ceil_div, known_int
 
 
@@ -220,3 +224,55 @@ def pack_winograd_weight(w: torch.Tensor, m: int, lanes: int, groups: int = 1) -
         packed[part, :-1, :, : rows.shape[0]] = (both @ taps).reshape(panels - 1, inputs, rows.shape[0])
         packed[part, -1, :, : rows.shape[0]] = (bits @ (taps.sign() + 1)).reshape(inputs, rows.shape[0])
     return packed
+
+
+def winograd_weight_kernel(panels: Buffer, transformed: Buffer, m: int) -> MapKernel:
+    """`pack_winograd_weight` as a kernel, in float32, for weights only known at run time (training).
+
+    panels: (1, blocks, 3, I, 3, block), a weight as `packed_conv_weight_value` packs it in each call. transformed: a buffer of
+    `packed_winograd_shape`, whose width is one block or two.
+    """
+    _, blocks, _, inputs, _, block = map(known_int, panels.shape)
+    parts, positions, _, width = map(known_int, transformed.shape)
+    matrix, n = weight_matrix(m), tile_size(m)
+    variables = (
+        LoopVar("part", parts),
+        LoopVar("position", positions),
+        LoopVar("input", inputs),
+        LoopVar("half", width // block),
+        LoopVar("lane", block),
+    )
+    part, position, channel, half, lane = map(index_of, variables)
+    number = part * (width // block) + half
+    zero = ops.const(0, "float32")
+
+    def tap(a: int, b: int) -> Expr:
+        load = Load(compute_dtype(panels.dtype), panels, (as_index(0), number, as_index(a), channel, as_index(b), lane))
+        return ops.guard(ops.index_in(number, 0, blocks), load, zero)
+
+    def factor(line: Index, tap: int) -> Expr:
+        """The matrix's element in a line that is known in the loop over positions alone: the loops within keep it in a register."""
+        found = ops.const(float(matrix[-1][tap]), "float32")
+        for k in range(n - 1):
+            is_here = ops.call("eq", ops.from_index(line), ops.from_index(k))
+            found = ops.where(is_here, ops.const(float(matrix[k][tap]), "float32"), found)
+        return found
+
+    def summed(values: list[Expr]) -> Expr:
+        return functools.reduce(ops.add, values)
+
+    rows = [summed([ops.mul(factor(position % n, b), tap(a, b)) for b in range(3)]) for a in range(3)]
+    product = summed([ops.mul(factor(position // n, a), row) for a, row in enumerate(rows)])
+    signs = []
+    for number_of_tap in range(9):
+        value = tap(*divmod(number_of_tap, 3))
+        bits = [ops.const(float(sign * 4**number_of_tap), "float32") for sign in (0, 1, 2)]
+        is_negative, is_positive = ops.call("lt", value, zero), ops.call("gt", value, zero)
+        signs.append(ops.where(is_negative, bits[0], ops.where(is_positive, bits[2], bits[1])))
+    value = ops.guard(ops.index_in(position, 0, n * n), product, summed(signs))
+    return MapKernel(
+        reads=(Argument(panels, contiguous(panels.shape)),),
+        writes=(Argument(transformed, contiguous(transformed.shape)),),
+        domain=variables,
+        stores=(Store(transformed, (part, position, channel, half * block + lane), value),),
+    )

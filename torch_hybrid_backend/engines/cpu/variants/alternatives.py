@@ -22,6 +22,7 @@ from torch_hybrid_backend.engines.cpu.operands.packing import (
     pack_conv_weight,
     pack_winograd_weight,
     packed_conv_shape,
+    winograd_weight_kernel,
 )
 from torch_hybrid_backend.engines.cpu.operands.winograd_cost import winograd_gains
 from torch_hybrid_backend.engines.cpu.operands.winograd_transform import packed_winograd_shape
@@ -78,28 +79,35 @@ def winograd(kernel: CpuConvKernel[Panels | Taps], packed: Packed | None, target
     """F(2x2, 3x3) and F(4x4, 3x3), where arithmetic does not rule them out; a weight known only at run time is not worth its transform."""
     weight = kernel.weight
     if (
-        packed is None
-        or kernel.kernel != (3, 3)
+        kernel.kernel != (3, 3)
         or {*kernel.stride, *kernel.dilation} != {1}
         or {kernel.accumulator.dtype, compute_dtype(weight.buffer.dtype)} != {"float32"}
+        or (packed is None and (kernel.groups != 1 or not isinstance(weight, Panels) or weight.dot is not None))
     ):
         return []
     images, all_outputs, *size = (variable.extent for variable in kernel.domain)
     rows, columns = map(known_int, size)
     groups, outputs = kernel.groups, known_int(all_outputs)
     inputs = known_int(kernel.x_vars[1].extent) // groups
-    gains = winograd_gains(images, outputs // groups, inputs, (rows, columns), target, groups)
+    gains = winograd_gains(
+        images, outputs // groups, inputs, (rows, columns), target, groups, transforms_weight=packed is None
+    )
     best = next(iter(gains), 0)
     found = []
     for m, gain in gains.items():
         if gain < _CONCEIVABLE_GAIN:
             continue
         shape = packed_winograd_shape((outputs, inputs, 3, 3), m, target.lanes, groups)
-        buffer = Buffer(shape, "float32", "transformed", constant=True)
-        transformed = packed.repacked(buffer, partial(pack_winograd_weight, m=m, lanes=target.lanes, groups=groups))
+        buffer = Buffer(shape, "float32", "transformed", constant=packed is not None)
         other = with_weight(kernel, Winograd(buffer=buffer, width=weight.width, outputs=m))
         is_preferred = m == best and gain > _CERTAIN_GAIN
-        found.append(Variant(f"winograd {m}", (other,), (transformed,), False, is_preferred, 1 / gain))
+        name = f"winograd {m}"
+        if packed is None:
+            kernels = winograd_weight_kernel(weight.buffer, buffer, m), other
+            found.append(Variant(name, kernels, (), False, is_preferred, 1 / gain))
+        else:
+            pack = partial(pack_winograd_weight, m=m, lanes=target.lanes, groups=groups)
+            found.append(Variant(name, (other,), (packed.repacked(buffer, pack),), False, is_preferred, 1 / gain))
     return found
 
 

@@ -100,3 +100,9 @@ def test_a_cache_is_read_where_it_lies() -> None:
     assert decoding.serves()
     elements = sum(int(buffer.shape[0]) for buffer in decoding._buffers())
     assert elements < 2 * keys
+
+
+@pytest.mark.parametrize(("heads", "shared", "size"), [(4, 1, 16), (4, 4, 32)])
+def test_long_caches(heads: int, shared: int, size: int) -> None:
+    """Sixteen thousand keys, of which the last is new: running maxima over all blocks of keys stay exact."""
+    check((1, heads, 1, 16384, size, size), shared=shared, new_at=16383)
