@@ -252,8 +252,8 @@ def test_graph_break() -> None:
     torch.testing.assert_close(compiled(broken)(x), broken(x))
 
 
-def test_unknown_operator_runs_in_eager() -> None:
-    """An operator no engine knows runs in eager, between regions, with its reason in the plan."""
+def test_an_operator_that_is_left_to_pytorch_runs_in_eager() -> None:
+    """A library's operator runs in eager, between regions, with its reason in the plan."""
 
     def fn(x: torch.Tensor) -> torch.Tensor:
         return torch.relu(torch.linalg.inv(x @ x.T + torch.eye(16)) @ x) * 2
@@ -262,7 +262,7 @@ def test_unknown_operator_runs_in_eager() -> None:
     torch.testing.assert_close(compiled(fn)(x), fn(x), rtol=1e-3, atol=1e-4)
     plan = torch_hybrid_backend.explain(fn, x).plans[0]
     refused = [node for node in plan.nodes if node.refusals]
-    assert any("inv" in node.operator and node.refusals[0].code == "unknown_operator" for node in refused)
+    assert any("inv" in node.operator and node.refusals[0].code == "library" for node in refused)
     assert "test_semantics.py" in next(node.source for node in refused)
 
 

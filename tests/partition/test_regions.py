@@ -136,13 +136,22 @@ def test_each_engine_is_asked_once_per_operator() -> None:
     assert len(engine.asked) == len(set(engine.asked))
 
 
-def test_an_island_of_cheap_operators_between_eager_ones_stays_eager() -> None:
-    """A pointwise operator is not worth splitting eager in two; the refusal says TOO_SMALL."""
-    engine = FakeEngine(refuses=["sort"])
-    found = _partition(lambda x: torch.sort(torch.sort(x)[0].sin())[0], torch.randn(4), engines=[engine])
+def test_an_island_of_cheap_operators_between_eager_ones_from_python_stays_eager() -> None:
+    """A pointwise operator is not worth splitting eager in two where each part costs a call of Python; the refusal says TOO_SMALL."""
+    engine = FakeEngine(refuses=["histc"])
+    found = _partition(lambda x: torch.histc(torch.histc(x, 4).sin(), 4), torch.randn(4), engines=[engine])
     assert _engines(found) == ["eager"]
     sin = next(node for node in found.nodes if node.operator == "aten.sin.default")
     assert [refusal.code for refusal in sin.refusals] == [Reason.TOO_SMALL]
+
+
+def test_an_island_between_operators_that_the_plan_calls_is_a_region() -> None:
+    """Nothing is lost by splitting eager where the plan calls its operators without Python: `sort`, but not `histc`."""
+    engine = FakeEngine(refuses=["sort", "histc"])
+    both = _partition(lambda x: torch.sort(torch.sort(x)[0].sin())[0], torch.randn(4), engines=[engine])
+    assert _engines(both) == ["eager", "fake", "eager"]
+    one = _partition(lambda x: torch.sort(torch.histc(x, 4).sin())[0], torch.randn(4), engines=[engine])
+    assert _engines(one) == ["eager", "fake", "eager"]
 
 
 def test_a_product_between_eager_operators_is_worth_a_region() -> None:

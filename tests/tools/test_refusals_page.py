@@ -37,7 +37,8 @@ def test_every_code_has_its_section() -> None:
 @pytest.mark.parametrize(
     ("code", "function", "inputs"),
     [
-        (Reason.UNKNOWN_OPERATOR, aten.sort.default, (torch.ones(4),)),
+        (Reason.UNKNOWN_OPERATOR, aten.lgamma.default, (torch.ones(4),)),
+        (Reason.LIBRARY, lambda x: aten._fft_r2c.default(x, [0], 0, True), (torch.ones(4),)),
         (Reason.DTYPE, aten.sin.default, (torch.ones(4, dtype=torch.complex64),)),
         (Reason.ARGUMENT, lambda x: aten.upsample_bicubic2d.vec(x, [8, 8], False, None), (torch.ones(1, 1, 4, 4),)),
     ],

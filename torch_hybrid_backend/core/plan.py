@@ -148,7 +148,8 @@ class KernelTime:
     """Time of one kernel in a call, or of one segment that runs in eager.
 
     `region`: as in `RegionDecision.name`; segments of eager have names too. `kernel`: as in `RegionDecision.kernels`, "a + b" where several
-    compute the same operators one after the other; "eager" for a segment that PyTorch runs. `nodes`: names of the operators that it computes.
+    compute the same operators one after the other; "namespace::operator" for an operator of PyTorch's that the plan calls, "eager" for a
+    segment that runs from Python. `nodes`: names of the operators that it computes.
     `modules`: paths of the modules that call these, each once, that of the heaviest operator first. `source`: that
     one's line of the user's.
     `microseconds`: of all its runs in one call of the model, the median over the calls that were timed.

@@ -11,6 +11,9 @@ class Reason(StrEnum):
     `docs/refusals.md` has a section for each."""
 
     UNKNOWN_OPERATOR = "unknown_operator"  # the engine has no lowering for the operator
+    LIBRARY = (
+        "library"  # PyTorch's own operator is called for good: generated loops gain nothing on it, or cannot say it
+    )
     DTYPE = "dtype"  # the operator is known, not for these dtypes
     SYMBOLIC_SHAPE = "symbolic_shape"  # a size is only known at run time
     DEVICE = "device"  # a tensor lives on a device the engine does not serve

@@ -47,7 +47,7 @@ def saved_graph(graph: HybridGraph, inputs: Sequence[Any], config: Config) -> Sa
     """Save a graph that is ready, with the constants of a call's inputs. Segments that eager runs become steps where PyTorch's C interface can
     call their operators. Raises NotExportableError for what no file can hold."""
     assignment = graph.assignment
-    executor = build_executable(assignment, inputs, config, without_python=True).executor
+    executor = build_executable(assignment, inputs, config, is_saved=True).executor
     if isinstance(executor, SymbolicExecutor):
         saved, limits = _of_any_sizes(executor, inputs)
     elif isinstance(executor, Executor):

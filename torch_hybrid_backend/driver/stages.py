@@ -513,18 +513,19 @@ def _watched(region: Region, engine: str, compiled: CompiledRegion, config: Conf
 
 
 def build_executable(
-    assignment: Assignment, inputs: Sequence[Any], config: Config, *, without_python: bool = False
+    assignment: Assignment, inputs: Sequence[Any], config: Config, *, is_saved: bool = False
 ) -> Executable:
     """Build what runs every call from now on: one C++ plan, with the constants of a call's inputs, or where that cannot be the Python executor.
 
-    without_python: the plan itself calls the operators of segments that eager runs, where it can; their errors are then the plan's.
+    The plan itself calls the operators of segments that eager runs, where it can (`docs/adr/0128-eager-segments-as-operator-steps.md`); their
+    errors are then the plan's. is_saved: the plan goes to a file, and so draws no random numbers by such calls.
     Graphs with collectives run from Python (`docs/adr/0015-collectives.md`). Raises HybridError under `strict` where the plan cannot be built.
     """
     prepared, graph = assignment.prepared, assignment.partition.graph
     if prepared.has_collectives:
         return Executable(assignment, assignment.python_executor())
     build = build_executor if graph.is_static else SymbolicExecutor
-    runs = _as_operators(assignment) if without_python else assignment.runs
+    runs = _as_operators(assignment, draws=not is_saved) if is_saved or assignment.compiled else assignment.runs
     try:
         run = build(graph, runs, prepared.hoisted.inputs, prepared.fold, assignment.titles, graphs=config.cuda_graphs)
         run.bind(inputs)
@@ -546,12 +547,12 @@ def build_executable(
     return Executable(assignment, run)
 
 
-def _as_operators(assignment: Assignment) -> list[CompiledSegment]:
-    """Callables that run the segments; those of eager have programs where they can."""
+def _as_operators(assignment: Assignment, *, draws: bool) -> list[CompiledSegment]:
+    """Callables that run the segments; those of eager have programs where they can, without random operators unless `draws`."""
     runs: list[CompiledSegment] = []
     for segment, run in zip(assignment.partition.graph.segments, assignment.runs, strict=True):
         try:
-            runs.append(operator_region(segment.region) if run is segment.region.eager else run)
+            runs.append(operator_region(segment.region, draws=draws) if run is segment.region.eager else run)
         except NotNativeError as error:
             log.info("Python runs %s: %s", segment.region.name, error)
             runs.append(run)

@@ -40,6 +40,7 @@ from torch_hybrid_backend.loops.ir import (
     compute_dtype,
     domain_vars,
 )
+from torch_hybrid_backend.loops.left_to_pytorch import left_to_pytorch
 from torch_hybrid_backend.loops.ops import cast, const
 from torch_hybrid_backend.loops.policy import COMMON, Abilities
 from torch_hybrid_backend.loops.random_numbers import Generator
@@ -80,6 +81,7 @@ _MODULES = (
     "bags",
     "gradients",
     "random_numbers",
+    "sampling",
 )
 # Operators that exist only once the library that brings them is imported: namespace -> the module of their lowerings.
 _MODULES_OF_LIBRARIES = {"quantized_decomposed": "quantized"}
@@ -117,6 +119,11 @@ def _lowering_of(target: object) -> Lowering | None:
     if target not in lowerings and target.namespace in _MODULES_OF_LIBRARIES:
         importlib.import_module(f"{__package__}.lowerings.{_MODULES_OF_LIBRARIES[target.namespace]}")
     return lowerings.get(target)
+
+
+def _without_lowering(target: object) -> Refused:
+    known = left_to_pytorch(target._opname) if isinstance(target, OpOverload) and target.namespace == "aten" else None
+    return Refused(Reason.UNKNOWN_OPERATOR, f"there is no lowering for {target}") if known is None else known
 
 
 class Context:
@@ -292,7 +299,8 @@ def lower_node(ctx: Context, node: torch.fx.Node, values: Mapping[torch.fx.Node,
         return values[node.args[0]][node.args[1]]  # type: ignore[index]
     lowering = _lowering_of(node.target)
     if lowering is None:
-        raise Refuse(Reason.UNKNOWN_OPERATOR, f"there is no lowering for {node.target}")
+        unknown = _without_lowering(node.target)
+        raise Refuse(unknown.code, unknown.why)
     meta = node.meta.get("val")
     outputs = meta if isinstance(meta, (tuple, list)) else (meta,)
     for position, tensor in enumerate(outputs):
@@ -334,7 +342,7 @@ def supports(node: torch.fx.Node, abilities: Abilities = COMMON) -> Verdict:
             return refused
         return supports(producer, abilities) if isinstance(producer, torch.fx.Node) else Supported()
     if _lowering_of(node.target) is None:
-        return Refused(Reason.UNKNOWN_OPERATOR, f"there is no lowering for {node.target}")
+        return _without_lowering(node.target)
     placeholders: dict[torch.fx.Node, Any] = {}
     unread = _unread_inputs(node)
     for source in node.all_input_nodes:

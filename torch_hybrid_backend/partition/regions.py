@@ -23,6 +23,7 @@ from torch_hybrid_backend.core.plan import GraphInput, ModuleCall, NodeDecision
 from torch_hybrid_backend.core.region import PartitionedGraph, Segment
 from torch_hybrid_backend.core.verdict import Reason, Refused, Verdict
 from torch_hybrid_backend.graph.devices import device_of
+from torch_hybrid_backend.graph.operator_calls import why_python
 from torch_hybrid_backend.graph.schema import is_control_flow, is_item, is_view
 from torch_hybrid_backend.graph.values import outputs_of
 from torch_hybrid_backend.partition.capability import capability
@@ -32,8 +33,8 @@ from torch_hybrid_backend.partition.flops import node_flops
 from torch_hybrid_backend.partition.levels import segments, sink
 from torch_hybrid_backend.partition.node_decisions import graph_inputs, module_calls, node_decision
 
-# The most computing operators, none a product, for which a region between eager segments is not worth it. The region splits eager in two, which
-# costs one more call of Python, about 10 us. Fusing two passes over a small tensor gains less.
+# The most computing operators, none a product, for which a region between eager segments that run from Python is not worth it. The region
+# splits eager in two, which costs one more call of Python, about 10 us. Fusing two passes over a small tensor gains less.
 ISLAND_NODES = 2
 
 # The most cuts per engine. Demotion makes regions grow together, which settles after two or three cuts. The bound keeps the time linear.
@@ -174,8 +175,11 @@ def _too_small(
     claimers, levels = cut
     computing: dict[int, int] = {}
     heavy: set[int] = set()
-    reads_eager: set[int] = set()
-    read_by_eager: set[int] = set()
+    reads_python: set[int] = set()
+    read_by_python: set[int] = set()
+    in_python = {
+        levels[i] for i, node in enumerate(needs.operators) if claimers[i] == eager and why_python(node, draws=True)
+    }
     for i, node in enumerate(needs.operators):
         level = levels[i]
         computing[level] = computing.get(level, 0) + (not is_view(node) and not is_item(node))
@@ -184,10 +188,10 @@ def _too_small(
         for u in needs.before[i]:
             if size_of(needs.operators[u]) is not None:
                 continue  # sizes are at hand in every segment
-            if claimers[u] == eager != claimers[i]:
-                reads_eager.add(level)
-            elif claimers[i] == eager != claimers[u]:
-                read_by_eager.add(levels[u])
+            if levels[u] in in_python and claimers[i] != eager:
+                reads_python.add(level)
+            elif level in in_python and claimers[u] != eager:
+                read_by_python.add(levels[u])
     demoted: dict[int, str] = {}
     for i, level in enumerate(levels):
         if claimers[i] == eager:
@@ -195,8 +199,8 @@ def _too_small(
         count = computing[level]
         if count < minimum:
             demoted[i] = f"its region has {count} computing operators, HYBRID_MIN_REGION_NODES asks for {minimum}"
-        elif count <= ISLAND_NODES and level not in heavy and level in reads_eager and level in read_by_eager:
-            demoted[i] = f"its region has {count} cheap operators between operators that eager runs"
+        elif count <= ISLAND_NODES and level not in heavy and level in reads_python and level in read_by_python:
+            demoted[i] = f"its region has {count} cheap operators between operators that eager runs from Python"
     first = min((claimers[i] for i in demoted), default=eager)
     return {i: why for i, why in demoted.items() if claimers[i] == first}
 

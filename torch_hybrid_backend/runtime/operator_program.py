@@ -1,8 +1,8 @@
 """A region that eager runs, as a program: then a plan calls PyTorch's operators itself, and needs no Python for it.
 
 Enters: a region. Leaves: a `Program` with an `OperatorCall` for each operator, views included. Illegal: regions with an operator that the C
-interface of PyTorch's dispatcher cannot call, with effects (random numbers, writes, collectives), with values that are no plain tensors of
-the host, and with sizes that depend on data; `NotNativeError` says which.
+interface of PyTorch's dispatcher cannot call, with effects (writes, collectives, and random numbers unless `draws`), with values that are no
+plain tensors of the host, and with sizes that depend on data; `NotNativeError` says which.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from torch_hybrid_backend.core.lazy_bits import LazyBits
 from torch_hybrid_backend.core.program import OperatorArgument, OperatorCall, OperatorResult, Program, TensorArgument
 from torch_hybrid_backend.core.region import EagerRun, Region
-from torch_hybrid_backend.core.tensor_spec import TensorSpec, dim, is_computable
+from torch_hybrid_backend.core.tensor_spec import TensorSpec, dim
 from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.graph.eager_graph import EagerGraph
-from torch_hybrid_backend.graph.schema import has_effects, is_item
+from torch_hybrid_backend.graph.operator_calls import arguments_of, why_python
+from torch_hybrid_backend.graph.schema import is_item
 from torch_hybrid_backend.torch_private import OpOverload
 
 
@@ -40,53 +40,61 @@ class OperatorRegion:
         return self.eager(inputs)
 
 
-def operator_region(region: Region) -> OperatorRegion:
-    """A region with its program. Raises NotNativeError where it has none."""
+def operator_region(region: Region, *, draws: bool = False) -> OperatorRegion:
+    """A region with its program, in which operators may draw random numbers if `draws`. Raises NotNativeError where it has none."""
     if isinstance(region.eager, EagerGraph) and region.eager.uses_decompositions:
         raise NotNativeError(
             "PyTorch has no kernel for the form of an operator's inputs, and Python computes it otherwise"
         )
-    return OperatorRegion(region.eager, _Builder(region).program())
+    return OperatorRegion(region.eager, _Builder(region, draws=draws).program())
 
 
 class _Builder:
-    def __init__(self, region: Region) -> None:
+    def __init__(self, region: Region, *, draws: bool) -> None:
         self._region = region
+        self._draws = draws
         self._buffers: list[TensorSpec] = []
         # A tensor is a buffer's TensorArgument, a size a Dim, several results a tuple; None where nobody reads it.
         self._values: dict[Node, OperatorArgument] = {}
         self._steps: list[OperatorCall] = []
+        self._origins: list[frozenset[str]] = []
 
     def program(self) -> Program:
         region = self._region
         inputs, outputs = [], []
         given = iter(region.inputs)
         for node in region.graph_module.graph.nodes:
+            if node.op == "output":
+                outputs = [self._buffer(self._value(each)) for each in node.args[0]]
+                continue
+            if why := why_python(node, draws=self._draws):
+                raise NotNativeError(why)
+            value = node.meta.get("val")
             if node.op == "placeholder":
                 spec = next(given).spec
-                self._values[node] = _size(node) if spec is None else self._new(node, node.meta["val"])
+                self._values[node] = dim(value) if spec is None else self._new(value)
                 inputs.append(-1 if spec is None else self._buffer(self._values[node]))
-            elif node.op == "output":
-                outputs = [self._buffer(self._value(each)) for each in node.args[0]]
             elif is_item(node):
                 source = self._values[node.args[0]]
                 assert isinstance(source, tuple), "an operator with several results is read by items"
                 self._values[node] = source[node.args[1]]
-            elif isinstance(node.meta.get("val"), int | torch.SymInt):
-                self._values[node] = _size(node)
-            elif node.op == "call_function" and isinstance(node.target, OpOverload):
-                self._call(node, node.target)
+            elif isinstance(value, int | torch.SymInt):
+                self._values[node] = dim(value)
             else:
-                raise NotNativeError(f"{node.target} is no operator of PyTorch's")
+                self._call(node, node.target)
         signature = tuple(each.size if each.spec is None else each.spec for each in region.inputs)
         program = Program(
-            tuple(self._buffers), tuple(inputs), tuple(outputs), (), tuple(self._steps), device=region.device
+            tuple(self._buffers),
+            tuple(inputs),
+            tuple(outputs),
+            (),
+            tuple(self._steps),
+            device=region.device,
+            origins=tuple(self._origins),
         )
         return program if not program.names else replace(program, signature=signature)
 
     def _call(self, node: Node, target: OpOverload) -> None:
-        if has_effects(node):
-            raise NotNativeError(f"{target} does more than compute its value")
         schema = target._schema
         value = node.meta["val"]
         is_single = len(schema.returns) == 1
@@ -95,19 +103,15 @@ class _Builder:
             for number, result in enumerate((value,) if is_single else value)
         ]
         self._values[node] = results[0] if is_single else tuple(results)
-        given = dict(zip((each.name for each in schema.arguments), node.args, strict=False)) | node.kwargs
-        arguments = tuple(self._argument(given.get(each.name, each.default_value), each) for each in schema.arguments)
+        arguments = tuple(map(self._value, arguments_of(node).values()))
         overload = "" if target._overloadname == "default" else target._overloadname
         call = OperatorCall(schema.name, arguments, tuple(map(_unwrapped, results)), str(target), overload)
         try:
-            if call.runs_in_python:
-                raise NotNativeError(f"the C interface of PyTorch's dispatcher cannot call {target}")
             call.describe()
-        except NotNativeError:
-            raise
         except HybridError as error:
             raise NotNativeError(f"{target}: {error}") from error
         self._steps.append(call)
+        self._origins.append(frozenset({node.name}))
 
     def _result(self, node: Node, value: Any, number: int | None) -> OperatorArgument:
         """The buffer, or buffers, of a result that the node has alone, or among others as that of the number."""
@@ -115,33 +119,17 @@ class _Builder:
         if isinstance(value, list | tuple):
             users = readers if number is None else [user for reader in readers for user in reader.users]
             read = {user.args[1] for user in users if is_item(user)}
-            return tuple(self._new(node, each) if index in read else None for index, each in enumerate(value))
-        return self._new(node, value) if readers else None
+            return tuple(self._new(each) if index in read else None for index, each in enumerate(value))
+        return self._new(value) if readers else None
 
-    def _new(self, node: Node, value: Any) -> TensorArgument:
-        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or LazyBits.of(value):
-            raise NotNativeError(f"{node.target} has a value that is no plain tensor")
-        spec = TensorSpec.of(value)
-        if not spec.device.is_host or not spec.is_computable:
-            raise NotNativeError(
-                f"{node.target} has a value on another device than the CPU, or sizes that depend on data"
-            )
-        self._buffers.append(spec)
+    def _new(self, value: torch.Tensor) -> TensorArgument:
+        self._buffers.append(TensorSpec.of(value))
         return TensorArgument(len(self._buffers) - 1)
 
     def _value(self, argument: Any) -> OperatorArgument:
         if isinstance(argument, Node):
             return self._values[argument]
         return tuple(map(self._value, argument)) if isinstance(argument, list | tuple) else argument
-
-    def _argument(self, given: Any, argument: Any) -> OperatorArgument:
-        value = self._value(given)
-        kind = argument.real_type
-        if kind.kind() == "OptionalType":
-            kind = kind.getElementType()
-        # One number may stand for all of a list of fixed length.
-        is_one = kind.kind() == "ListType" and argument.N is not None and isinstance(value, int | float)
-        return (value,) * argument.N if is_one else value
 
     def _buffer(self, value: OperatorArgument) -> int:
         if not isinstance(value, TensorArgument):
@@ -153,11 +141,3 @@ def _unwrapped(result: OperatorArgument) -> OperatorResult:
     if isinstance(result, tuple):
         return tuple(each.buffer if isinstance(each, TensorArgument) else None for each in result)
     return result.buffer if isinstance(result, TensorArgument) else None
-
-
-def _size(node: Node) -> OperatorArgument:
-    value = node.meta.get("val")
-    size = dim(value) if isinstance(value, int | torch.SymInt) else None
-    if size is None or not is_computable(size):
-        raise NotNativeError(f"{node.target} is a number that depends on data")
-    return size
