@@ -15,5 +15,5 @@ POLICY = FusionPolicy(
     channel_block=MAX_CHANNELS_TOGETHER,
     skips_keys=True,
     updates_in_attention=True,
-    abilities=Abilities(integer_products=True, flags=True),
+    abilities=Abilities(open_images=True, integer_products=True, flags=True),
 )
