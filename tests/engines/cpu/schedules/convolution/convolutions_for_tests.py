@@ -20,7 +20,7 @@ from torch_hybrid_backend.loops.index import LoopVar, index_of
 from torch_hybrid_backend.loops.ir import Buffer, Load, compute_dtype
 from torch_hybrid_backend.loops.kernels import Argument, Store
 from torch_hybrid_backend.loops.layout import Blocked, Layout, contiguous
-from torch_hybrid_backend.sizes.size import symbol
+from torch_hybrid_backend.sizes.size import Dim, symbol
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Case:
     dtype: str = "float32"
     winograd: int = 0
     open_images: bool = False  # how many there are, the kernel knows at run time only
+    typical: tuple[int, ...] = ()  # height and width that the kernel is made for; it knows those of `x` at run time only
 
 
 def layout_of(buffer: Buffer, block: int, blocked: bool) -> Layout:
@@ -73,7 +74,13 @@ def make(case: Case, target: Target, x_values: torch.Tensor | None = None) -> Ma
     block = tile_sizes.output_block(case.o, case.groups, target)
     compute = compute_dtype(case.dtype)
     images = symbol("images", case.x[0]) if case.open_images else case.x[0]
-    x, out = Buffer((images, *case.x[1:]), case.dtype, "x"), Buffer((images, *want.shape[1:]), case.dtype, "out")
+    size: list[Dim] = [symbol(f"size{d}", n) for d, n in enumerate(case.typical)] or list(case.x[2:])
+    out_size = [
+        (n + 2 * p - case.dilation * (k - 1) - 1) // case.stride + 1
+        for n, p, k in zip(size, padding, case.kernel, strict=True)
+    ]
+    x = Buffer((images, case.x[1], *size), case.dtype, "x")
+    out = Buffer((images, case.o, *out_size), case.dtype, "out")
     residual, bias = Buffer(out.shape, case.dtype, "residual"), Buffer((case.o,), case.dtype, "bias")
     ahead = packing.pack_conv_weight(wt, case.groups, block)
     if case.winograd:
