@@ -72,7 +72,7 @@ def by_height(builder: Builder, total: Dim, tall: int, vectors: int, body: Calla
     Tile i of `ceil(total / height)` begins at `tile_start`: the last may overlap the one before (what both compute is equal), so none
     is ragged. Of the three tallest heights the one that computes the fewest rows; below `tall` rows what a core does fastest.
     """
-    heights = tall_heights(tall)
+    heights = sorted({max(1, round(tall * share)) for share in (4 / 7, 11 / 14, 1)})
     small = [height for height in (1, 2, 4) if height < heights[0]]
     rows, count = builder.size(total), builder.size
     chosen = builder.variable("height", "int32")
@@ -90,16 +90,11 @@ def by_height(builder: Builder, total: Dim, tall: int, vectors: int, body: Calla
 
 
 def by_tall_height(builder: Builder, total: Dim, tall: int, body: Callable[[int], Stmt]) -> Stmt:
-    """`by_height` where tiles may have rows behind the last: of the three tallest heights the one that computes the fewest rows."""
-    heights = tall_heights(tall)
+    """`by_height` where tiles may have rows behind the last: of the four tallest heights the one that computes the fewest rows."""
+    heights = sorted({max(1, round(tall * share / 7)) for share in (4, 5, 6, 7)})
     chosen = builder.variable("height", "int32")
     variants = [builder.when(tir.equal(chosen, tir.const(height, "int32")), body(height)) for height in heights]
     return builder.seq(builder.bind(chosen, _least_rows(builder, total, heights)), *variants)
-
-
-def tall_heights(tall: int) -> list[int]:
-    """Heights of tiles for a count of rows that only the running kernel knows, ascending; the last is `tall`."""
-    return sorted({max(1, round(tall * share)) for share in (4 / 7, 11 / 14, 1)})
 
 
 def _least_rows(builder: Builder, total: Dim, heights: Sequence[int]) -> TirExpr:
