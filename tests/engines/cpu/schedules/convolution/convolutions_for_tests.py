@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from tests.engines.cpu.schedule_runner import HOST, printer_of, row_major, run_kernel
+from tests.engines.cpu.schedule_runner import HOST, printer_of, row_major, run_kernel, runner_of
 from torch_hybrid_backend.engines.cpu import tile_sizes
 from torch_hybrid_backend.engines.cpu.kernels import CpuConvKernel
 from torch_hybrid_backend.engines.cpu.operands import packing
@@ -41,7 +42,9 @@ class Case:
     dtype: str = "float32"
     winograd: int = 0
     open_images: bool = False  # how many there are, the kernel knows at run time only
-    typical: tuple[int, ...] = ()  # height and width that the kernel is made for; it knows those of `x` at run time only
+    typical: tuple[
+        int, ...
+    ] = ()  # height and width that the kernel is made for; it knows those of `x` at run time only
 
 
 def layout_of(buffer: Buffer, block: int, blocked: bool) -> Layout:
@@ -128,6 +131,18 @@ def check(case: Case, target: Target = HOST) -> None:
     (got,) = run_kernel(kernel, rules.emit, inputs, target)
     tolerance = 1e-2 if case.dtype == "bfloat16" else 1e-5
     torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance * float(want.abs().max()))
+
+
+def check_sizes(case: Case, sizes: Sequence[tuple[int, ...]], target: Target = HOST) -> None:
+    """The results of a kernel that is made for the size of `case` and runs at others, against float64."""
+    made = dataclasses.replace(case, typical=case.x[2:])
+    kernel, _, _ = make(made, target)
+    run = runner_of(kernel, rules.emit, target)
+    for size in sizes:
+        other, inputs, want = make(dataclasses.replace(made, x=(*case.x[:2], *size)), target)
+        given = {a.buffer: inputs[b.buffer] for a, b in zip(kernel.reads, other.reads, strict=True)}
+        (got,) = run(given)
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5 * float(want.abs().max()), msg=f"{size}")
 
 
 # Its caches hold 32 KB: what follows is large beside them, its weights are not.
