@@ -35,7 +35,7 @@ def test_depthwise(case: Case, target: Target) -> None:
     ],
 )
 def test_sizes_known_at_run_time(case: Case) -> None:
-    """One kernel serves images from a pixel on."""
+    """A kernel serves images from a pixel on."""
     check_sizes(case, [(1, 1), (1, 3), (6, 2), (9, 16), (13, 29), (8, 57)])
 
 

@@ -56,7 +56,7 @@ def test_direct(case: Case, target: Target) -> None:
     ],
 )
 def test_sizes_known_at_run_time(case: Case) -> None:
-    """One kernel serves images from a pixel on, with every remainder of tiles and strides."""
+    """A kernel serves images from a pixel on, with every remainder of tiles and strides."""
     least = [max(1, k - 2 * case.dilation * p) for k, p in zip(case.kernel, _paddings(case), strict=True)]
     sizes = [(1, 1), (1, 2), (5, 1), (2, 7), (9, 16), (13, 29), (20, 30), (31, 57)]
     check_sizes(case, [(max(h, least[0]), max(w, least[1])) for h, w in sizes])
@@ -67,7 +67,7 @@ def _paddings(case: Case) -> tuple[int, ...]:
 
 
 def test_sizes_known_at_run_time_with_weights_larger_than_the_cache() -> None:
-    """Input channels in chunks, whose partial sums are as many as the image is wide; one dimension; widths alone are open elsewhere."""
+    """Input channels in chunks, whose partial sums are as many as the image is wide; one dimension."""
     small = dataclasses.replace(HOST, cores=2, l2_bytes=64 << 10)
     check_sizes(Case((1, 64, 8, 8), 64, (3, 3), padding=1), [(8, 8), (1, 1), (3, 5), (17, 11)], small)
     check_sizes(Case((1, 8, 50), 12, (5,), 2, 2), [(50,), (1,), (2,), (33,)])

@@ -59,7 +59,7 @@ def test_small_output_channels_leaves_others(case: Case, monkeypatch: pytest.Mon
 
 
 def test_sizes_known_at_run_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One kernel serves images from a pixel on, of fewer rows than cores too."""
+    """A kernel serves images from a pixel on, of fewer rows than cores too."""
     case = Case((1, 32, 20, 40), 3, (3, 3), padding=1)
     assert is_computed_for_small_output_channels(case, HOST, monkeypatch)
     check_sizes(case, [(1, 1), (1, 3), (3, 2), (9, 16), (13, 29), (8, 57)])

@@ -37,7 +37,7 @@ def test_winograd(case: Case, m: int, target: Target) -> None:
 
 @pytest.mark.parametrize("m", [2, 4])
 def test_sizes_known_at_run_time(m: int) -> None:
-    """One kernel serves images of fewer tiles than cores, and of more than a task has in the cache."""
+    """A kernel serves images of fewer tiles than cores, and of more than a task has in the cache."""
     sizes = [(1, 1), (2, 7), (13, 11), (14, 14), (40, 33)]
     check_sizes(Case((1, 32, 14, 14), 48, (3, 3), padding=1, winograd=m), sizes)
     small = dataclasses.replace(HOST, cores=2, l2_bytes=64 << 10)
