@@ -48,6 +48,17 @@ def test_images(captured, kernel, stride, padding, extra, channels, outputs, siz
     assert not _is_transposed(subject)
 
 
+@pytest.mark.parametrize(
+    ("kernel", "padding", "extra", "is_taken"), [(4, 1, 0, True), (2, 0, 0, True), (3, 1, 1, False), (3, 1, 0, False)]
+)
+def test_images_of_sizes_known_at_run_time(captured, kernel, padding, extra, is_taken):
+    """Taken where the kernel is as long as the stride and twice the padding."""
+    model = nn.ConvTranspose2d(3, 5, kernel, 2, padding, extra)
+    subject = captured(model, torch.randn(2, 3, 6, 7), dynamic=True)
+    assert subject.apply(transposed_convolutions) == is_taken
+    assert _is_transposed(subject) != is_taken
+
+
 @pytest.mark.parametrize(("kernel", "stride", "padding"), [(16, 8, 4), (7, 3, 0), (5, 1, 2)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_signals(captured, kernel, stride, padding, bias):

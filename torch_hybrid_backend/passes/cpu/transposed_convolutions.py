@@ -98,7 +98,8 @@ def transposed_convolutions(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
     """Rewrite 1-D and 2-D transposed convolutions of one group, without dilation, with constant weights.
 
     Weights may also be 8-bit weights dequantized with per-channel scales; they stay quantized. Convolutions whose results would have other
-    strides are left alone. So are those of images of sizes only known at run time, unless the result has `stride` elements for each pixel.
+    strides are left alone. So are those of images of sizes only known at run time, unless the kernel is as long as the stride and twice the
+    padding: fake tensors may put numbers in place of such sizes where an image is padded on one side.
     """
     if has_mutation(gm) or not ctx.constants:
         return False
@@ -134,7 +135,8 @@ def _axes(node: Node, constant: set[Node]) -> list[_Axis] | None:
         return None
     is_open = any(axis.is_open for axis in padded)
     if is_open and (
-        any(axis.behind != 0 for axis in padded) or not follows_from_inputs(node.graph, node.meta["val"].shape)
+        any(axis.behind != 0 or axis.after != axis.last for axis in padded)
+        or not follows_from_inputs(node.graph, node.meta["val"].shape)
     ):
         return None
     cut = [axis.without_padding() for axis in padded]
