@@ -108,6 +108,22 @@ def translator_seen() -> bool:
     )
 
 
+def called_before_traces() -> bool:
+    """True if a callback is called once, before the backend."""
+    order: list[str] = []
+
+    def backend(graph_module: torch.fx.GraphModule, _: object) -> Any:
+        order.append("backend")
+        return graph_module.forward
+
+    private.call_before_traces(lambda: order.append("trace"))
+    try:
+        torch.compile(lambda x: x + 1, backend=backend)(torch.zeros(2))
+    finally:
+        torch._dynamo.callback.callback_handler.start_callbacks.pop()
+    return order == ["trace", "backend"]
+
+
 def graph_break_told() -> bool:
     """True if the logger tells of a graph break in Dynamo's form."""
     messages: list[str] = []
@@ -359,6 +375,7 @@ CANARIES: dict[str, Callable[[], object]] = {
     "count_torch_dispatch_modes": lambda: private.count_torch_dispatch_modes() == 0,
     "count_torch_function_modes": lambda: during_function_mode(private.count_torch_function_modes) == 1,
     "decomposition_table": lambda: callable(private.decomposition_table[torch.ops.aten.addcmul.default]),
+    "call_before_traces": called_before_traces,
     "deferred_full_gc": lambda: private.deferred_full_gc() is None or callable(private.deferred_full_gc()),
     "detect_fake_mode": lambda: with_fakes(lambda x: private.detect_fake_mode([x]) is x.fake_mode),
     "dynamo_config": lambda: (

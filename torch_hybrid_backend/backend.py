@@ -36,6 +36,7 @@ from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.driver.errors_as_written import as_written
 from torch_hybrid_backend.driver.garbage import collector_paused
 from torch_hybrid_backend.driver.graph_compilation import GraphCompilation, Listeners, warn_once
+from torch_hybrid_backend.driver.head_start import begin_with_first_trace
 from torch_hybrid_backend.driver.hybrid_graph import OnPlan, OnRegions
 from torch_hybrid_backend.driver.mega_cache import register
 from torch_hybrid_backend.driver.profiling import Timeable, profile_calls, warm_up
@@ -58,6 +59,7 @@ from torch_hybrid_backend.torch_private import (
 
 log = logging.getLogger(__name__)
 register()
+begin_with_first_trace()
 
 
 class _Unwrapped(ShortenTraceback):

@@ -158,6 +158,7 @@ __all__ = [
     "TreeSpec",
     "ValueRanges",
     "aot_autograd",
+    "call_before_traces",
     "clear_fx_tracing_flag",
     "compile_aotinductor",
     "compile_lock",
@@ -288,6 +289,17 @@ def graph_from_pickle(data: bytes) -> tuple[torch.fx.GraphModule, FakeTensorMode
     graph_module.meta["dynamo_compile_id"] = None  # AOTAutograd takes graphs that have one for Dynamo's
     graph_module.recompile()
     return graph_module, fake_mode
+
+
+def call_before_traces(callback: Callable[[], None]) -> None:
+    """Have Dynamo call `callback` when it begins to trace a function, whatever the backend is; until Dynamo is reset."""
+    from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
+
+    def begin(args: CallbackArgs) -> None:
+        if args.callback_trigger is CallbackTrigger.DYNAMO:
+            callback()
+
+    callback_handler.register_start_callback(begin)
 
 
 def deferred_full_gc() -> Callable[[], AbstractContextManager[None]] | None:

@@ -59,11 +59,12 @@ TIMINGS = "variants"  # their kind in the cache of timings
 _TUNING_ROUND_S = 600.0
 
 
-# (compiler module, threads) -> what all engines of a process that compile alike share: starting its processes takes seconds.
+# (compiler module, threads) -> the compiler: starting its processes takes seconds.
 _compilers: dict[tuple[str, int], KernelCompiler] = {}
 
 
-def _compiler(module: KernelCompilerModule, threads: int) -> KernelCompiler:
+def shared_compiler(module: KernelCompilerModule, threads: int) -> KernelCompiler:
+    """The compiler that all engines of this process share that compile alike."""
     return _compilers.setdefault((module.__name__, threads), KernelCompiler(module, threads))
 
 
@@ -152,7 +153,7 @@ class KernelEngine(EngineBase):
         self._services = services
         self._placement = config.placement
         self._prefers_kernels = config.prefer_kernels
-        self._compiler = _compiler(backend.compiler, config.compile_threads)
+        self._compiler = shared_compiler(backend.compiler, config.compile_threads)
         self.name = backend.name
         self.devices = frozenset({backend.device.type})
         self.keep_ops = frozenset(lowering.table())  # what has a lowering of its own is wanted whole

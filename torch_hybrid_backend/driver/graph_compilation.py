@@ -27,6 +27,7 @@ from torch_hybrid_backend.core.precision import AS_WRITTEN
 from torch_hybrid_backend.driver.bisection import applied_in_capture, is_running
 from torch_hybrid_backend.driver.errors_as_written import as_written, raising_as_written
 from torch_hybrid_backend.driver.garbage import collector_paused
+from torch_hybrid_backend.driver.head_start import program_key
 from torch_hybrid_backend.driver.hybrid_graph import HybridGraph, OnPlan, OnRegions, pricing_of
 from torch_hybrid_backend.driver.prepared import copy_of, hindrance
 from torch_hybrid_backend.driver.profiling import PlannedGraph, Timeable, WholeGraph
@@ -93,6 +94,7 @@ class GraphCompilation:
         self._session.prepare(len(self._gm.graph.nodes))
         whole = self._whole(self._capture(example_inputs))
         known.add(self._key)
+        known.add(program_key())
         return whole
 
     def try_call(self, compiled: Callable[..., Any], inputs: Sequence[Any]) -> None:

@@ -154,9 +154,13 @@ class Index:
         return not self.terms
 
     def __add__(self, other: Index | Dim) -> Index:
-        other = as_index(other)
+        # Kernels are emitted by millions of sums, most of them with a number.
+        if not isinstance(other, Index):
+            return self if other == 0 else Index(self.terms, self.const + other)
         if not other.terms:
             return self if other.const == 0 else Index(self.terms, self.const + other.const)
+        if not self.terms:
+            return other if self.const == 0 else Index(other.terms, self.const + other.const)
         total = dict(self.terms)
         for atom, coefficient in other.terms:
             total[atom] = total.get(atom, 0) + coefficient

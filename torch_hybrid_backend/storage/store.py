@@ -150,6 +150,11 @@ class Store:
         self._owned: TemporaryFolder | None = None  # which goes with it
         self._hidden: set[Path] = set()  # entries that were to be removed, and could not be
 
+    @property
+    def is_read_only(self) -> bool:
+        """True if nothing can be written to it."""
+        return bool(self._only_read)
+
     @staticmethod
     def open(
         root: Path,

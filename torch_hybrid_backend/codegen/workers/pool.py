@@ -62,8 +62,12 @@ class KernelCompiler:
 
     def start(self, jobs: int) -> None:
         """Start, without waiting, the processes that so many jobs would use: they load the compiler while the caller prepares the jobs."""
+        self.start_processes(self._wanted(jobs))
+
+    def start_processes(self, count: int) -> None:
+        """Start processes likewise until there are so many, or as many as there are to be at most."""
         with contextlib.suppress(CompileError):  # `compile` will meet the same and report it
-            self._processes().start(self._wanted(jobs))
+            self._processes().start(count)
 
     def compile(
         self, jobs: Sequence[Job], deadline_s: float, finished: Finished = lambda job, made: None

@@ -9,14 +9,16 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import torch.fx
 
-from torch_hybrid_backend.codegen.engine import KernelEngine
+from torch_hybrid_backend.codegen.engine import KernelEngine, shared_compiler
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.engine import LinkedLibrary
 from torch_hybrid_backend.engines.cpu.backend import TvmBackend
 from torch_hybrid_backend.engines.cpu.operands.quantized import keeps_codebook
+from torch_hybrid_backend.engines.cpu.tir import compiler
 from torch_hybrid_backend.engines.cpu.tir.linker import link_together, object_of
 from torch_hybrid_backend.services import Services
 from torch_hybrid_backend.storage.store import read_entry
@@ -25,6 +27,13 @@ from torch_hybrid_backend.storage.temporary_folder import TemporaryFolder
 
 class TvmEngine(KernelEngine):
     """Compiles regions to kernels of the processor."""
+
+    NAME: ClassVar[str] = TvmBackend.name
+
+    @staticmethod
+    def load_compiler(config: Config, processes: int) -> None:
+        """Start up to so many processes of its compiler, without waiting for them."""
+        shared_compiler(compiler, config.compile_threads).start_processes(processes)
 
     def __init__(self, config: Config, services: Services) -> None:
         self._cpu = TvmBackend.for_setting(config.target, times=config.placement != "estimate")

@@ -47,9 +47,14 @@ def lanes_of(target: Target, dtype: str) -> int:
     return max(1, target.lanes * 4 // width)
 
 
+def count_operations(stores: Sequence[Store]) -> int:
+    """The number of scalar operations in what follows a tile."""
+    return sum(count_calls(store.value) for store in stores)
+
+
 def has_long_epilogue(stores: Sequence[Store]) -> bool:
-    """True if what follows a tile is spilled first: too long to be repeated for each register."""
-    return sum(count_calls(store.value) for store in stores) > _LONG_EPILOGUE
+    """True if what follows the tile of a product is spilled first: too long to be repeated for each register."""
+    return count_operations(stores) > _LONG_EPILOGUE
 
 
 def has_polynomial(stores: Sequence[Store]) -> bool:
@@ -64,6 +69,16 @@ def by_part(builder: Builder, split: Split, part: Index, body: Callable[[Index, 
         return large
     small = body(part * (split.size - 1) + split.large, split.size - 1)
     return builder.when(builder.index(part) < split.large, large, small)
+
+
+def by_tile(builder: Builder, split: Split, part: Index, body: Callable[[Index, int], Stmt]) -> Stmt:
+    """Like `by_part`, with one variant alone where the last part can have the size of the others and overlap the part before: what both compute
+    is equal. That costs up to 1/64 of the work, and saves half of the code."""
+    total = split.start(split.parts)
+    if split.parts == 1 or (split.parts - split.large) * 64 > total:
+        return by_part(builder, split, part, body)
+    start, begin = tile_start(builder, total, split.size, part)
+    return builder.seq(begin, body(start, split.size))
 
 
 def by_height(builder: Builder, total: Dim, tall: int, vectors: int, body: Callable[[int], Stmt]) -> Stmt:

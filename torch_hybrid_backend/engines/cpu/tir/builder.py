@@ -67,6 +67,7 @@ class Builder:
         self.ways = 1
         self._vars: dict[LoopVar, TirExpr] = {}
         self._sizes: dict[Symbol, TirExpr] = {}
+        self._quotients: dict[tuple[FloorDiv | Mod, str], TirExpr] = {}
         self._count = 0
         # Set by the printer: how a scalar of the loops language inside an index is printed.
         self.print_scalar: Callable[[Scalar], TirExpr] | None = None
@@ -229,6 +230,17 @@ class Builder:
         return total
 
     def _atom(self, atom: object, dtype: str) -> TirExpr:
+        if not isinstance(atom, FloorDiv | Mod):
+            return self._new_atom(atom, dtype)
+        # The same quotients are in most of a kernel's addresses. A scalar is printed anew: where, and as what, changes.
+        found = self._quotients.get((atom, dtype))
+        if found is None:
+            found = self._new_atom(atom, dtype)
+            if not any(isinstance(leaf, Scalar) for leaf in atom.numerator.leaves()):
+                self._quotients[atom, dtype] = found
+        return found
+
+    def _new_atom(self, atom: object, dtype: str) -> TirExpr:
         match atom:
             case LoopVar():
                 return converted(self._vars[atom], self.address, dtype)

@@ -49,6 +49,7 @@ from torch_hybrid_backend.engines.cpu.schedules.register_tiles import (
     RegisterTile,
     by_height,
     by_part,
+    by_tile,
     element,
     has_polynomial,
     lanes_of,
@@ -171,7 +172,7 @@ class _Direct:
             first, begin = tile_start(self.builder, self.columns.out, tiles.columns, part)
             return self.builder.seq(begin, self._tile(task, as_index(0), first, tiles.columns, tiles.inside, part))
         columns = split_into(known_int(self.columns.out), self.tiling.column_tiles)
-        return by_part(
+        return by_tile(
             self.builder,
             columns,
             part,

@@ -9,7 +9,7 @@ from functools import partial
 from torch_hybrid_backend.engines.cpu.dot_products import DotProduct
 from torch_hybrid_backend.engines.cpu.kernels import CpuConvKernel
 from torch_hybrid_backend.engines.cpu.schedules.convolution.geometry import Axis, ColumnTiles, axes
-from torch_hybrid_backend.engines.cpu.schedules.register_tiles import RegisterTile, has_long_epilogue, tile_start
+from torch_hybrid_backend.engines.cpu.schedules.register_tiles import RegisterTile, count_operations, tile_start
 from torch_hybrid_backend.engines.cpu.schedules.transposition import transposed
 from torch_hybrid_backend.engines.cpu.schedules.vector_stores import stored_vector
 from torch_hybrid_backend.engines.cpu.target import LINE_BYTES, Target
@@ -43,7 +43,7 @@ class ConvParts:
         self.images, self.out_channels = kernel.domain[0].extent, known_int(kernel.domain[1].extent)
         self.in_channels = known_int(kernel.x_vars[1].extent)
         self.dtype = compute_dtype(kernel.accumulator.dtype)
-        self.long_epilogue = has_long_epilogue(kernel.stores)
+        self.has_epilogue = count_operations(kernel.stores) > 0
         # Input channels of one step of a sum, and the bytes that one output channel's weight takes for it.
         self.together = 1 if self.dot is None else self.dot.group
         self.weight_bytes = self.together * tir.itemsize(self.packed.dtype)
@@ -223,7 +223,9 @@ class ConvParts:
         def at(row: int | Index, vector: int, lane: Index) -> tuple[Index, ...]:
             return place(vector, lane, row)
 
-        if not self.long_epilogue and channels == tile.lanes:
+        # An epilogue is emitted once, as a loop over the spilled tile. Repeated for each register it was most of a kernel's code and of
+        # LLVM's time, and no faster.
+        if not self.has_epilogue and channels == tile.lanes:
             return b.seq(
                 *[
                     self._vector(partial(tile.at, r, v), partial(at, r, v), 0, tile.lanes)
