@@ -125,9 +125,3 @@ def test_left_alone(captured, model):
     """Convolutions that this formula does not cover are left alone."""
     x = torch.randn(2, 4, *([5] * (model.weight.dim() - 2)))
     assert not captured(model, x, dynamic=False).apply(transposed_convolutions, exact=True)
-
-
-def test_symbolic_batch_is_left_alone(captured):
-    """The views would need the batch as a number."""
-    subject = captured(nn.ConvTranspose2d(4, 6, 4, 2, 1), torch.randn(2, 4, 5, 3), dynamic=True)
-    assert not subject.apply(transposed_convolutions)
