@@ -3,6 +3,7 @@
     python -m benchmarks.dynamic                                       # every case
     python -m benchmarks.dynamic --models minilm gpt2 --out dynamic.json
     python -m benchmarks.dynamic --models bert_base --precision bf16    # eager stays float32
+    python -m benchmarks.dynamic --models resnet50_sides                # height and width vary
 
 For each size all three run in turn (eager, static, dynamic, ...), so that a machine that slows down for a while slows all; outputs are
 compared first. Figures are milliseconds, the median of the rounds; `first` is the dynamic model's first call at that size, which lays out
@@ -41,6 +42,10 @@ _SIZES = {
     "resnet50": [(2, 224), (3, 224), (6, 224)],
     "mobilenet_v2": [(2, 224), (3, 224), (6, 224)],
 }
+# (height, width) of one image, of which every tenth is compared with a static compilation: 30 sizes, odd ones too.
+_SIDES = [(224 + 32 * (n % 7 - 3) + n, 224 + 24 * (n % 5 - 2) + 3 * n) for n in range(30)]
+# Rows whose images vary in height and width, by the model's name in the zoo.
+_IMAGES = {"resnet50_sides": "resnet50", "mobilenet_v2_sides": "mobilenet_v2"}
 
 
 def _inputs(model: Model, batch: int, length: int) -> tuple[torch.Tensor, ...]:
@@ -52,7 +57,7 @@ def _inputs(model: Model, batch: int, length: int) -> tuple[torch.Tensor, ...]:
 
 
 def _varying(inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Copies marked as of varying batch; tokens also of varying length. Images keep their size: see the README's limits."""
+    """Copies marked as of varying batch; tokens also of varying length."""
     copies = tuple(t.clone() for t in inputs)
     for copy in copies:
         for dimension in (0,) if copy.is_floating_point() else (0, 1):
@@ -121,10 +126,47 @@ def compare(
     return records
 
 
+def compare_sides(model: Model, budget_s: float, precision: str = "as-written") -> list[dict[str, object]]:
+    """Compare one compilation for all of `_SIDES` with eager, every tenth size with a static compilation: a record for each of those.
+
+    Raises AssertionError where an output is wrong.
+    """
+    module, plans = model.build("full"), list[Plan]()
+    torch._dynamo.reset()
+    dynamic = _compiled(module, precision, dynamic=None, plans=plans)
+    records: list[dict[str, object]] = []
+    with torch.no_grad():
+        for number, size in enumerate(_SIDES):
+            (image,) = model.inputs("full", 1)
+            image = torch.nn.functional.interpolate(image, size=size)
+            for dimension in (2, 3):
+                torch._dynamo.mark_dynamic(image, dimension)
+            _check(dynamic(image), module(image), precision)
+            if number % 10:
+                continue
+            static, fixed = _compiled(model.build("full"), precision, dynamic=False), image.clone()
+            with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+                static(fixed)
+            calls = [lambda: module(fixed), lambda: static(fixed), lambda: dynamic(image)]  # noqa: B023 - run in this turn
+            eager_ms, static_ms, dynamic_ms = (t.median_us / 1e3 for t in measure(calls, budget_s))
+            record = {"model": model.name, "precision": precision, "height": size[0], "width": size[1]}
+            record |= {
+                "eager_ms": round(eager_ms, 3),
+                "static_ms": round(static_ms, 3),
+                "dynamic_ms": round(dynamic_ms, 3),
+            }
+            record |= {
+                "dynamic_over_static": round(dynamic_ms / static_ms, 3),
+                "eager_over_dynamic": round(eager_ms / dynamic_ms, 3),
+            }
+            records.append(record | {"graphs": len(plans)})
+    return records
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.dynamic", description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="*", choices=list(_SIZES), default=list(_SIZES))
+    parser.add_argument("--models", nargs="*", choices=[*_SIZES, *_IMAGES], default=[*_SIZES, *_IMAGES])
     parser.add_argument("--budget-s", type=float, default=4.0, help="seconds of timing per size")
     parser.add_argument("--precision", choices=PRECISIONS, default="as-written", help="of the compiled models")
     parser.add_argument("--out", type=Path, help="write the records here, as JSON")
@@ -132,7 +174,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch._dynamo.config.recompile_limit = 64  # the static models share their code with the dynamic one
     records: list[dict[str, object]] = []
     for name in arguments.models:
-        for record in compare(ZOO[name], _SIZES[name], arguments.budget_s, arguments.precision):
+        if name in _IMAGES:
+            found = compare_sides(ZOO[_IMAGES[name]], arguments.budget_s, arguments.precision)
+        else:
+            found = compare(ZOO[name], _SIZES[name], arguments.budget_s, arguments.precision)
+        for record in found:
             records.append(record)
             sys.stdout.write("  ".join(f"{key} {value}" for key, value in record.items()) + "\n")
             sys.stdout.flush()

@@ -69,13 +69,13 @@ def test_symbolic_shapes_are_taken_where_their_form_tells_enough() -> None:
     """Sizes known only at run time are taken; where a lowering needs the number itself, and where sizes depend on data, they are refused."""
 
     def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return aten.relu(x), aten.mean(x), aten.avg_pool2d(x, [2, 2]), aten.nonzero(x) + 1
+        return aten.relu(x), aten.mean(x), aten.im2col(x, [2, 2], [1, 1], [0, 0], [1, 1]), aten.nonzero(x) + 1
 
     graph = make_fx(fn, tracing_mode="symbolic")(sample(1, 6, 8)).graph
     verdicts = {n.target: supports(n) for n in graph.nodes if n.op == "call_function"}
     assert verdicts[aten.relu.default]
     assert verdicts[aten.mean.default]
-    assert verdicts[aten.avg_pool2d.default].code is Reason.SYMBOLIC_SHAPE
+    assert verdicts[aten.im2col.default].code is Reason.SYMBOLIC_SHAPE
     assert verdicts[aten.add.Tensor].code is Reason.SYMBOLIC_SHAPE
 
 

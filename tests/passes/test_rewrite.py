@@ -12,7 +12,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.partition.engines_for_tests import trace
 from tests.passes.values import verify_values
-from torch_hybrid_backend.passes.rewrite import insert, may_replace, replace, replace_by_new, same_dim, same_spec
+from torch_hybrid_backend.passes.rewrite import (
+    follows_from_inputs,
+    insert,
+    may_replace,
+    replace,
+    replace_by_new,
+    same_dim,
+    same_spec,
+    size_argument,
+)
 from torch_hybrid_backend.passes.verify import Contract, verify
 
 aten = torch.ops.aten
@@ -196,3 +205,19 @@ def test_what_was_inserted_in_vain_is_erased(dtype: torch.dtype) -> None:
         assert added.args == (sine, new)
     else:
         assert str(gm.graph) == before
+
+
+def test_sizes_are_computed_from_those_of_inputs() -> None:
+    """Sums, products and quotients of the inputs' sizes become nodes; numbers stay, and another graph's sizes do not follow."""
+    gm, other = (make_fx(lambda x: x.sin(), tracing_mode="symbolic")(torch.ones(3, 5)) for _ in range(2))
+    x, sine, output = gm.graph.nodes
+    rows, columns = x.meta["val"].shape
+    sizes = [7, rows, (rows * 3 + columns) // 2 + 1, rows * columns]
+    assert follows_from_inputs(gm.graph, sizes)
+    output.args = (tuple(size_argument(sine, size) for size in sizes),)
+    gm.recompile()
+    assert gm(torch.ones(4, 6)) == (7, 4, 10, 24)
+    shapeless = copy.deepcopy(other.graph)
+    for node in shapeless.find_nodes(op="placeholder"):
+        node.meta = {}
+    assert not follows_from_inputs(shapeless, sizes)

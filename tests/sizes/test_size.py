@@ -115,3 +115,11 @@ def test_integers_may_be_negative() -> None:
     assert sizes.lower_bound(function("mod", any_, 8)) == 0
     assert [s.is_wide for s in sizes.symbols([any_])] == [True]
     assert [s.is_wide for s in sizes.symbols([negative])] == [False]
+
+
+def test_nested_quotients_are_one() -> None:
+    """Sizes behind several strides are equal however they are written, and their bounds are those of their values."""
+    half = (S - 1) // 2 + 1
+    assert (half - 1) // 2 + 1 == (S - 1) // 4 + 1
+    assert (half + 2) // 3 == (S + 5) // 6
+    assert sizes.interval((symbol("n", low=5, high=20) - 1) // 4 + 1) == (2, 5)

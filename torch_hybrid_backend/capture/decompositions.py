@@ -244,7 +244,7 @@ def _upsample_by_sizes(
     *flags, scale_factors = arguments
     sizes = output_size
     if sizes is None:
-        sizes = [_whole(size * scale) for size, scale in zip(x.shape[2:], scale_factors, strict=True)]
+        sizes = [_scaled(size, scale) for size, scale in zip(x.shape[2:], scale_factors, strict=True)]
     symbolic = any(isinstance(size, torch.SymInt) for size in (*x.shape, *sizes))
     if symbolic and x.requires_grad and torch.is_grad_enabled():
         return formula(x, output_size, *arguments)
@@ -255,9 +255,18 @@ def _upsample_by_sizes(
     return result
 
 
-def _whole(size: Any) -> int:
-    rounded: int = torch.sym_int(size)  # type: ignore[no-untyped-call]
+def _scaled(size: Any, scale: float) -> int:
+    """A size times a positive scale, rounded down; of a size that is only known at run time by integers, where that is the same."""
+    numerator, denominator = float(scale).as_integer_ratio()
+    if isinstance(size, torch.SymInt) and numerator < _EXACT_NUMERATOR:
+        exact: int = size * numerator // denominator
+        return exact
+    rounded: int = torch.sym_int(size * scale)  # type: ignore[no-untyped-call]
     return rounded
+
+
+# Products of a dimension, which has 31 bits, with smaller numbers are exact in float64.
+_EXACT_NUMERATOR = 1 << 22
 
 
 def _convert_element_type(a: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

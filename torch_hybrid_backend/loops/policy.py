@@ -16,6 +16,7 @@ class Abilities:
     `max_gathered`: pixels up to which each is asked about all windows that cover
     it, for the gradient of a maximum pooling. `max_taps`: neighbours that an interpolation may read for one pixel.
     `any_convolution`: convolutions of volumes, and transposed ones whose windows do not tile the result.
+    `open_images`: convolutions of images whose height or width is only known at run time.
     `attention_gradients`: attention writes its log-sum-exp where that is read, and its gradients are kernels.
     `joined_moments`: a mean and the squared deviations from it are found in one reading of a row, where a correction would take a second one.
     `integer_products`: products of quantized operands are products of integers (`loops.ir.IntegerMatMulOp`, `IntegerConvOp`),
@@ -35,6 +36,7 @@ class Abilities:
     max_gathered: int = 65_536
     max_taps: int = 8
     any_convolution: bool = False
+    open_images: bool = False
     attention_gradients: bool = False
     joined_moments: bool = False
     integer_products: bool = False

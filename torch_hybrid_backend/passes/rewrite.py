@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from torch_hybrid_backend.core.tensor_spec import dim
 from torch_hybrid_backend.graph.schema import is_view
 from torch_hybrid_backend.graph.values import output_nodes, returned_roots, storage_root
-from torch_hybrid_backend.torch_private import FakeTensorMode, OpOverload, detect_fake_mode
+from torch_hybrid_backend.sizes.size import Dim, Function, Symbol, as_size, symbols
+from torch_hybrid_backend.torch_private import FakeTensorMode, detect_fake_mode
 
 # Metadata that says where in the user's code a node came from. A rewritten node inherits it. `passes.precision.conversion` sets "site".
 ORIGIN_KEYS = (
@@ -26,7 +30,7 @@ ORIGIN_KEYS = (
 
 
 def fake_value(
-    target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], graph: torch.fx.Graph | None = None
+    target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], graph: torch.fx.Graph | None = None
 ) -> Any:
     """Result of `target` on the arguments' `meta["val"]`, as fake tensors. If no argument has a fake mode, the graph's mode is used."""
     fake_args, fake_kwargs = torch.fx.node.map_arg((args, kwargs), lambda node: node.meta["val"])
@@ -40,7 +44,7 @@ def fake_value(
 
 def insert(
     before: torch.fx.Node,
-    target: OpOverload,
+    target: Callable[..., Any],
     *args: Any,
     origin: torch.fx.Node | None = None,
     **kwargs: Any,
@@ -54,6 +58,63 @@ def insert(
     node.meta = {key: source.meta[key] for key in ORIGIN_KEYS if key in source.meta}
     node.meta["val"] = value
     return node
+
+
+def follows_from_inputs(graph: torch.fx.Graph, sizes: Iterable[int | torch.SymInt]) -> bool:
+    """True if `size_argument` can compute the sizes."""
+    given = _size_sources(graph)
+    return all(as_size(symbol) in given for symbol in symbols(map(dim, sizes)))
+
+
+def size_argument(before: torch.fx.Node, value: int | torch.SymInt) -> int | torch.fx.Node:
+    """A size as an argument of operators in front of `before`: a number, or a node that computes the size from those of the graph's inputs,
+    from which it must follow (`follows_from_inputs`)."""
+    sources = _size_sources(before.graph)
+
+    def computed(size: Dim) -> int | torch.fx.Node:
+        if isinstance(size, int):
+            return size
+        if size in sources:
+            source, position = sources[size]
+            return source if position is None else insert(before, torch.ops.aten.sym_size.int, source, position)
+        terms: list[int | torch.fx.Node] = []
+        for monomial, coefficient in size.terms.items():
+            factors = [atom_of(atom) for atom, power in monomial for _ in range(power)]
+            terms.append(joined(operator.mul, [*factors, *([coefficient] if coefficient != 1 or not factors else [])]))
+        return joined(operator.add, terms)
+
+    def atom_of(atom: Symbol | Function) -> int | torch.fx.Node:
+        if isinstance(atom, Symbol):
+            return computed(as_size(atom))
+        return joined(_FUNCTIONS[atom.name], [computed(atom.left), computed(atom.right)])
+
+    def joined(operation: Callable[..., Any], parts: list[int | torch.fx.Node]) -> int | torch.fx.Node:
+        total = parts[0]
+        for part in parts[1:]:
+            total = insert(before, operation, total, part)
+        return total
+
+    return computed(dim(value))
+
+
+def _size_sources(graph: torch.fx.Graph) -> dict[Dim, tuple[torch.fx.Node, int | None]]:
+    """Sizes that inputs of a graph have: the input, and the number of its dimension, None if the input is the size itself."""
+    found: dict[Dim, tuple[torch.fx.Node, int | None]] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        given = node.meta.get("val")
+        if isinstance(given, torch.SymInt):
+            found[dim(given)] = node, None
+        for position, size in enumerate(given.shape if isinstance(given, torch.Tensor) else ()):
+            found.setdefault(dim(size), (node, position))
+    return found
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "floordiv": operator.floordiv,
+    "mod": operator.mod,
+    "max": torch.sym_max,
+    "min": torch.sym_min,
+}
 
 
 def same_dim(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:

@@ -106,7 +106,7 @@ class Size:
         quotient, rest = divide(self, other)
         if rest == 0 or (known_at_most(0, rest) and known_less(rest, other)):
             return quotient
-        return quotient + _atom(Function("floordiv", rest, other))
+        return quotient + _atom(_merged(rest, other))
 
     def __rfloordiv__(self, other: Dim) -> Dim:
         return 0 if other == 0 else _atom(Function("floordiv", other, self))
@@ -363,6 +363,21 @@ def _atom(atom: Atom) -> Size:
     return Size({((atom, 1),): 1})
 
 
+def _merged(size: Dim, divisor: Dim) -> Function:
+    """The quotient of a size, as one division where it is (x // a + c) // b: the sizes of images behind several strides are so compared."""
+    if isinstance(size, Size) and isinstance(divisor, int) and divisor > 0:
+        terms = dict(size.terms)
+        constant = terms.pop((), 0)
+        if len(terms) == 1:
+            (monomial, coefficient), *_ = terms.items()
+            (atom, power), *others = monomial
+            if isinstance(atom, Function) and atom.name == "floordiv" and (coefficient, power, others) == (1, 1, []):
+                by = atom.right
+                if isinstance(by, int) and by > 0:
+                    return Function("floordiv", atom.left + constant * by, by * divisor)
+    return Function("floordiv", size, divisor)
+
+
 def _product(a: Monomial, b: Monomial) -> Monomial:
     powers = dict(a)
     for atom, power in b:
@@ -406,6 +421,8 @@ def _atom_interval(atom: Atom) -> Interval:
         return choose(left[0], right[0]), choose(left[1], right[1])
     # Divisions by 0 give 0, as in `evaluate`.
     if atom.name == "floordiv":
+        if right[0] > 0:
+            return left[0] // right[left[0] > 0], left[1] // right[left[1] < 0]
         return (0 if left[0] >= 0 and right[0] >= 0 else -max(map(abs, left))), max(map(abs, left))
     return min(right[0] + 1, 0), max(right[1] - 1, 0)
 

@@ -48,6 +48,17 @@ def test_images(captured, kernel, stride, padding, extra, channels, outputs, siz
     assert not _is_transposed(subject)
 
 
+@pytest.mark.parametrize(
+    ("kernel", "padding", "extra", "is_taken"), [(4, 1, 0, True), (2, 0, 0, True), (3, 1, 1, False), (3, 1, 0, False)]
+)
+def test_images_of_sizes_known_at_run_time(captured, kernel, padding, extra, is_taken):
+    """Taken where the kernel is as long as the stride and twice the padding."""
+    model = nn.ConvTranspose2d(3, 5, kernel, 2, padding, extra)
+    subject = captured(model, torch.randn(2, 3, 6, 7), dynamic=True)
+    assert subject.apply(transposed_convolutions) == is_taken
+    assert _is_transposed(subject) != is_taken
+
+
 @pytest.mark.parametrize(("kernel", "stride", "padding"), [(16, 8, 4), (7, 3, 0), (5, 1, 2)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_signals(captured, kernel, stride, padding, bias):
@@ -114,9 +125,3 @@ def test_left_alone(captured, model):
     """Convolutions that this formula does not cover are left alone."""
     x = torch.randn(2, 4, *([5] * (model.weight.dim() - 2)))
     assert not captured(model, x, dynamic=False).apply(transposed_convolutions, exact=True)
-
-
-def test_symbolic_batch_is_left_alone(captured):
-    """The views would need the batch as a number."""
-    subject = captured(nn.ConvTranspose2d(4, 6, 4, 2, 1), torch.randn(2, 4, 5, 3), dynamic=True)
-    assert not subject.apply(transposed_convolutions)

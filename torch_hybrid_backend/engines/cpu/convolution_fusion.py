@@ -90,9 +90,10 @@ def _joins(before: Sequence[CpuConvKernel[Panels]], second: CpuConvKernel[Panels
 
 
 def _has_rows(kernel: CpuConvKernel[Panels]) -> bool:
-    """Two spatial dimensions, float32, summed directly, one result in blocked channels, the input as it lies in memory."""
+    """Two spatial dimensions of known size, float32, summed directly, one result in blocked channels, the input as it lies in memory."""
     return (
         len(kernel.domain) == 4
+        and all(isinstance(variable.extent, int) for variable in (*kernel.domain[1:], *kernel.x_vars[1:]))
         and len(kernel.stores) == len(kernel.writes) == 1
         and isinstance(kernel.x, Load)
         and {kernel.accumulator.dtype, kernel.writes[0].buffer.dtype, kernel.weight.buffer.dtype} == {"float32"}

@@ -15,5 +15,7 @@ POLICY = FusionPolicy(
     channel_block=MAX_CHANNELS_TOGETHER,
     skips_keys=True,
     updates_in_attention=True,
-    abilities=Abilities(scatters="any", integer_products=True, flags=True, recurrent=True, segments=True),
+    abilities=Abilities(
+        scatters="any", open_images=True, integer_products=True, flags=True, recurrent=True, segments=True
+    ),
 )

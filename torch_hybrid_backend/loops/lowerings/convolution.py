@@ -48,7 +48,11 @@ def convolution(
         raise Refuse(Reason.DTYPE, f"convolutions of {ctx.out.dtype} are left to eager")
     if len(x.shape) != rank + 2:
         raise Refuse(Reason.ARGUMENT, "a convolution without a batch dimension is left to eager")
-    if any(isinstance(size, Size) for size in (*x.shape[1:], *weight.shape, *ctx.shape[1:])):
+    if any(isinstance(size, Size) for size in (x.shape[1], *weight.shape, ctx.shape[1])):
+        raise Refuse(
+            Reason.SYMBOLIC_SHAPE, "channels and kernel of a convolution may not be sizes known only at run time"
+        )
+    if not ctx.abilities.open_images and any(isinstance(size, Size) for size in (*x.shape[2:], *ctx.shape[2:])):
         raise Refuse(Reason.SYMBOLIC_SHAPE, "only the batch of a convolution may be a size known at run time")
     strides, dilations = per_dimension(stride, rank), per_dimension(dilation, rank)
     paddings = per_dimension(padding, rank)
@@ -79,7 +83,8 @@ def _without_padding(x: Value, padding: tuple[int, ...]) -> tuple[Value, tuple[i
     """An explicit zero padding of the input becomes the convolution's own; zeros after follow from the output's size."""
     if isinstance(x, Map) and x.realized is None and x.zero_padded is not None:
         inner, before = x.zero_padded
-        if before[:2] == (0, 0) and inner.shape[:2] == x.shape[:2]:
+        known = all(isinstance(size, int) for size in before)
+        if known and before[:2] == (0, 0) and inner.shape[:2] == x.shape[:2]:
             return inner, tuple(p + b for p, b in zip(padding, before[2:], strict=True))
     return x, padding
 

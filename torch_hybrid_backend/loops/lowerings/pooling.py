@@ -39,7 +39,7 @@ from torch_hybrid_backend.loops.ops import (
     sub,
     where,
 )
-from torch_hybrid_backend.sizes.size import Dim, known_int
+from torch_hybrid_backend.sizes.size import Dim, ceil_div, divide, function, known_at_most, known_int, product
 
 aten = torch.ops.aten
 
@@ -115,7 +115,7 @@ def adaptive_max_pool(ctx: Context, x: Value, output_size: Sequence[int]) -> tup
     window = _adaptive(ctx, x, rank, "argmax")
     lead = len(x.shape) - rank
     spatial, outs = tuple(map(known_int, x.shape[lead:])), tuple(map(known_int, ctx.shape[lead:]))
-    kernel = adaptive_kernel(spatial, outs)
+    kernel = tuple(map(known_int, adaptive_kernel(spatial, outs)))
 
     def position(index: tuple[Index, ...]) -> Expr:
         in_window = scalar_index(window.at(index), 0, math.prod(kernel) - 1)
@@ -156,12 +156,14 @@ def avg_pool(
     strides = strides_of(stride, kernel)
     paddings = per_dimension(padding, rank)
     lead = len(x.shape) - rank
-    spatial, outs = tuple(map(known_int, x.shape[lead:])), tuple(map(known_int, ctx.shape[lead:]))
+    spatial, outs = x.shape[lead:], ctx.shape[lead:]
     dtype = compute_dtype(x.dtype)
 
     # A single window is no larger than the image: some models average all of it by naming an enormous kernel.
     single = [out == 1 for out in outs]
-    window = tuple(min(k - p, n) if one else k for one, k, p, n in zip(single, kernel, paddings, spatial, strict=True))
+    window = tuple(
+        function("min", k - p, n) if one else k for one, k, p, n in zip(single, kernel, paddings, spatial, strict=True)
+    )
 
     def body(index: tuple[Index, ...]) -> Expr:
         outer, offset = index[lead : lead + rank], index[lead + rank :]
@@ -181,7 +183,8 @@ def avg_pool(
         return cast(functools.reduce(mul, [window_size(*w, count_include_pad) for w in windows]), dtype)
 
     exact = all(
-        (out - 1) * s + k <= n + 2 * p and (count_include_pad or p == 0)
+        (known_at_most((out - 1) * s + k, n + 2 * p) or out == (n + 2 * p - k) // s + 1)
+        and (count_include_pad or p == 0)
         for out, k, s, p, n in zip(outs, kernel, strides, paddings, spatial, strict=True)
     )
     if exact:
@@ -204,7 +207,7 @@ def adaptive_avg_pool1d(ctx: Context, x: Value, output_size: Sequence[int]) -> V
 def _adaptive(ctx: Context, x: Value, rank: int, combiner: str) -> Value:
     """Reduce windows from floor(o * n / m) to ceil((o + 1) * n / m), all of one size if m divides n."""
     lead = len(x.shape) - rank
-    spatial, outs = tuple(map(known_int, x.shape[lead:])), tuple(map(known_int, ctx.shape[lead:]))
+    spatial, outs = x.shape[lead:], ctx.shape[lead:]
     kernel = adaptive_kernel(spatial, outs)
     dtype = compute_dtype(x.dtype)
     neutral = const(0 if combiner == "sum" else lowest(x.dtype), dtype)
@@ -214,7 +217,7 @@ def _adaptive(ctx: Context, x: Value, rank: int, combiner: str) -> Value:
         place = []
         for o, k, n, m in zip(index[lead : lead + rank], index[lead + rank :], spatial, outs, strict=True):
             i = o * n // m + k
-            if n % m:
+            if n % m != 0:
                 covered = logical_and(covered, call("lt", from_index(i), from_index(end_index(o, n, m))))
             place.append(i)
         return guard(covered, x.at((*index[:lead], *place)), neutral)
@@ -225,7 +228,7 @@ def _adaptive(ctx: Context, x: Value, rank: int, combiner: str) -> Value:
     if combiner != "sum":
         return total
     if all(n % m == 0 for n, m in zip(spatial, outs, strict=True)):
-        return ctx.pointwise(lambda a: div(a, lit(a, math.prod(kernel))), total)
+        return ctx.pointwise(lambda a: div(a, lit(a, product(kernel))), total)
 
     def count(index: tuple[Index, ...]) -> Expr:
         sizes = [
@@ -236,16 +239,18 @@ def _adaptive(ctx: Context, x: Value, rank: int, combiner: str) -> Value:
     return ctx.pointwise(div, total, Map(ctx.shape, dtype, count))
 
 
-def adaptive_kernel(spatial: Sequence[int], outs: Sequence[int]) -> tuple[int, ...]:
-    """The largest window in each dimension."""
-    return tuple(max(_end(o, n, m) - o * n // m for o in range(m)) for n, m in zip(spatial, outs, strict=True))
+def adaptive_kernel(spatial: Sequence[Dim], outs: Sequence[Dim]) -> tuple[Dim, ...]:
+    """The largest window in each dimension; where a size is only known at run time, at most one larger."""
+    return tuple(_largest(n, m) for n, m in zip(spatial, outs, strict=True))
 
 
-def _end(o: int, n: int, m: int) -> int:
-    return -(-(o + 1) * n // m)
+def _largest(n: Dim, m: Dim) -> Dim:
+    if isinstance(n, int) and isinstance(m, int):
+        return max(-(-(o + 1) * n // m) - o * n // m for o in range(m))
+    return n // m if n % m == 0 else ceil_div(n, m) + 1
 
 
-def end_index(o: Index, n: int, m: int) -> Index:
+def end_index(o: Index, n: Dim, m: Dim) -> Index:
     return ((o + 1) * n + m - 1) // m
 
 
@@ -280,9 +285,13 @@ def upsample_nearest_exact_vec(
     return _nearest(ctx, x, scale_factors or (), 0.5)
 
 
-def _scale(n: int, m: int, scale: float | None) -> float:
+def _scale(n: Dim, m: Dim, scale: float | None, dtype: str) -> Expr:
     """Input pixels per output pixel."""
-    return 1 / scale if scale is not None and scale > 0 else n / m
+    if scale is not None and scale > 0:
+        return const(1 / scale, dtype)
+    if isinstance(n, int) and isinstance(m, int):
+        return const(n / m, dtype)
+    return div(const(n, dtype), const(m, dtype))
 
 
 def _nearest(ctx: Context, x: Value, scales: Sequence[float | None], shift: float) -> Value:
@@ -294,22 +303,30 @@ def nearest_places(
 ) -> Callable[[tuple[Index, ...]], tuple[Index, ...]]:
     """Function from pixels of the result to those of the source. `shift`: 0, or 0.5 for the "exact" operators."""
     factors = [*scales, *[None] * (len(source) - 2 - len(scales))]
-    sizes, outs = tuple(map(known_int, source[2:])), tuple(map(known_int, result[2:]))
 
-    def place(o: Index, n: int, m: int, factor: float | None) -> Index:
+    def place(o: Index, n: Dim, m: Dim, factor: float | None) -> Index:
         if n == m and factor in (None, 1.0):
             return o
-        ratio = _scale(n, m, factor)
-        places = torch.arange(m, dtype=torch.float32, device=str(CPU)) + shift
-        table = (places * torch.tensor(ratio, dtype=torch.float32, device=str(CPU))).floor()
-        if [min(int(i), n - 1) for i in table] == [i * n // m for i in range(m)]:
+        if _is_ratio(n, m, factor, shift):
             return o * n // m
         # A scale that is no ratio of the sizes: as eager, in float32.
-        scaled = mul(add(from_index(o, "float32"), const(shift, "float32")), const(ratio, "float32"))
+        scaled = mul(add(from_index(o, "float32"), const(shift, "float32")), _scale(n, m, factor, "float32"))
         position = call("min", cast(call("floor", scaled), "int64"), from_index(n - 1))
         return scalar_index(position, 0, n - 1)
 
-    return lambda i: (*i[:2], *map(place, i[2:], sizes, outs, factors))
+    return lambda i: (*i[:2], *map(place, i[2:], source[2:], result[2:], factors))
+
+
+def _is_ratio(n: Dim, m: Dim, factor: float | None, shift: float) -> bool:
+    """True if pixel o of m is that at o * n // m, as eager finds it in float32."""
+    if isinstance(n, int) and isinstance(m, int):
+        ratio = 1 / factor if factor is not None and factor > 0 else n / m
+        places = torch.arange(m, dtype=torch.float32, device=str(CPU)) + shift
+        table = (places * torch.tensor(ratio, dtype=torch.float32, device=str(CPU))).floor()
+        return [min(int(i), n - 1) for i in table] == [i * n // m for i in range(m)]
+    times, rest = divide(m, n)
+    # A power of two: no product is rounded, of numbers below 2 ** 23.
+    return isinstance(times, int) and rest == 0 and times & (times - 1) == 0 and factor in (None, times)
 
 
 @lowers(aten.upsample_linear1d.default, aten.upsample_bilinear2d.default, aten.upsample_trilinear3d.default)
@@ -366,7 +383,7 @@ def _bicubic(ctx: Context, x: Value, align_corners: bool, scales: Sequence[float
 def _blended(
     ctx: Context,
     x: Value,
-    taps: Callable[[Index, int, int, float | None, bool, str], list[Tap]],
+    taps: Callable[[Index, Dim, Dim, float | None, bool, str], list[Tap]],
     align_corners: bool,
     scales: Sequence[float | None],
 ) -> Value:
@@ -374,10 +391,12 @@ def _blended(
         raise Refuse(Reason.DTYPE, f"interpolation of {x.dtype} is left to eager")
     dtype = compute_dtype(x.dtype)
     factors = [*scales, *[None] * (len(x.shape) - 2 - len(scales))]
-    sizes, outs = tuple(map(known_int, x.shape[2:])), tuple(map(known_int, ctx.shape[2:]))
 
     def at(index: tuple[Index, ...]) -> Expr:
-        pairs = [taps(*item, align_corners, dtype) for item in zip(index[2:], sizes, outs, factors, strict=True)]
+        pairs = [
+            taps(*item, align_corners, dtype)
+            for item in zip(index[2:], x.shape[2:], ctx.shape[2:], factors, strict=True)
+        ]
 
         def blend(position: tuple[Index, ...], rest: list[list[Tap]]) -> Expr:
             if not rest:
@@ -390,7 +409,7 @@ def _blended(
     return Map(ctx.shape, x.dtype, at)
 
 
-def linear_taps(o: Index, n: int, m: int, factor: float | None, align_corners: bool, dtype: str) -> list[Tap]:
+def linear_taps(o: Index, n: Dim, m: Dim, factor: float | None, align_corners: bool, dtype: str) -> list[Tap]:
     """Input indices and weights for the linear interpolation of output pixel o of m, from n input pixels."""
     if n == m:
         return [(o, const(1, dtype))]
@@ -407,7 +426,7 @@ def linear_taps(o: Index, n: int, m: int, factor: float | None, align_corners: b
     ]
 
 
-def cubic_taps(o: Index, n: int, m: int, factor: float | None, align_corners: bool, dtype: str) -> list[Tap]:
+def cubic_taps(o: Index, n: Dim, m: Dim, factor: float | None, align_corners: bool, dtype: str) -> list[Tap]:
     """`linear_taps` for cubic convolution with a = -0.75 (Keys, "Cubic Convolution Interpolation for Digital Image Processing", 1981)."""
     place = _place(o, n, m, factor, align_corners, dtype)
     start = call("floor", place)
@@ -431,9 +450,11 @@ def cubic_taps(o: Index, n: int, m: int, factor: float | None, align_corners: bo
     return taps
 
 
-def _place(o: Index, n: int, m: int, factor: float | None, align_corners: bool, dtype: str) -> Expr:
+def _place(o: Index, n: Dim, m: Dim, factor: float | None, align_corners: bool, dtype: str) -> Expr:
     """Place of output pixel o between input pixels (area_pixel_compute_source_index); before the first it is negative."""
     if align_corners:
-        return mul(from_index(o, dtype), const((n - 1) / (m - 1) if m > 1 else 0, dtype))
+        # A single pixel is the first: its place is 0 times whatever the scale is.
+        scale = _scale(n - 1, function("max", m - 1, 1), None, dtype)
+        return mul(from_index(o, dtype), scale)
     half = const(0.5, dtype)
-    return sub(mul(add(from_index(o, dtype), half), const(_scale(n, m, factor), dtype)), half)
+    return sub(mul(add(from_index(o, dtype), half), _scale(n, m, factor, dtype)), half)

@@ -49,7 +49,7 @@ def strides_of(stride: PerDimension, kernel: tuple[int, ...]) -> tuple[int, ...]
     return kernel if not isinstance(stride, int) and len(stride) == 0 else per_dimension(stride, len(kernel))
 
 
-def window_size(window: Index, k: int, s: int, p: int, n: int, count_include_pad: bool) -> Expr:
+def window_size(window: Index, k: int, s: int, p: int, n: Dim, count_include_pad: bool) -> Expr:
     """Elements of an average's window in one dimension, without those outside the padding, which ceil_mode allows."""
     start = window * s - p
     end = _least(start + k, n + p)
@@ -58,14 +58,14 @@ def window_size(window: Index, k: int, s: int, p: int, n: int, count_include_pad
     return sub(_least_scalar(end, n), _most(start, 0))
 
 
-def _least(index: Index, bound: int) -> Expr:
+def _least(index: Index, bound: Dim) -> Expr:
     if known_at_most(index.high, bound) or known_at_most(bound, index.low):
         return from_index(index if known_at_most(index.high, bound) else bound)
     return call("min", from_index(index), from_index(bound))
 
 
-def _least_scalar(scalar: Expr, bound: int) -> Expr:
-    if isinstance(scalar, Const):
+def _least_scalar(scalar: Expr, bound: Dim) -> Expr:
+    if isinstance(scalar, Const) and isinstance(bound, int):
         return from_index(min(int(scalar.value), bound))
     return call("min", scalar, from_index(bound))
 

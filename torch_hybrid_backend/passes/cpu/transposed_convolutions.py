@@ -11,6 +11,7 @@ Source: Shi et al., "Is the deconvolution layer the same as a convolutional laye
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch.fx
 from torch_hybrid_backend.graph.quantized import operator_name
 from torch_hybrid_backend.graph.values import has_mutation
 from torch_hybrid_backend.passes.context import PassContext
-from torch_hybrid_backend.passes.rewrite import insert, replace_by_new
+from torch_hybrid_backend.passes.rewrite import follows_from_inputs, insert, replace_by_new, size_argument
 
 aten = torch.ops.aten
 Node = torch.fx.Node
@@ -33,8 +34,8 @@ _WINOGRAD_CHANNELS = 32
 class _Axis:
     """A spatial dimension: sizes of input and result, kernel, stride, and the padding that is cut off `before` the result's first element."""
 
-    size: int
-    result: int
+    size: int | torch.SymInt
+    result: int | torch.SymInt
     kernel: int
     stride: int
     before: int
@@ -58,9 +59,14 @@ class _Axis:
         return self.first + self.last + 1
 
     @property
-    def places(self) -> int:
+    def places(self) -> Any:
         """The number of results of the convolution. Each stands for `stride` elements."""
-        return -(-self.result // self.stride)
+        return (self.result + self.stride - 1) // self.stride
+
+    @property
+    def is_open(self) -> bool:
+        """True if sizes are only known at run time."""
+        return not (isinstance(self.size, int) and isinstance(self.result, int))
 
     @property
     def margins(self) -> tuple[int, int]:
@@ -70,15 +76,30 @@ class _Axis:
 
     @property
     def after(self) -> int:
-        """The number of zeros that the convolution reads after the input, as `last` before it. Negative if the input's end is not read."""
-        return self.places + self.taps - 1 - self.size - self.last
+        """The number of zeros that the convolution reads after the input, as `last` before it. Negative if the input's end is not read, or if
+        the number is only known at run time."""
+        return _number(self.places + self.taps - 1 - self.size - self.last)
+
+    @property
+    def behind(self) -> int:
+        """The number of elements behind the result's last that the convolution computes; -1 if it is only known at run time."""
+        return _number(self.places * self.stride - self.result)
+
+
+def _number(value: int | torch.SymInt) -> int:
+    """A number that may be written in sizes which cancel out; -1 if they do not."""
+    if isinstance(value, int):
+        return value
+    expression = value.node.expr
+    return int(expression) if expression.is_Integer else -1
 
 
 def transposed_convolutions(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
     """Rewrite 1-D and 2-D transposed convolutions of one group, without dilation, with constant weights.
 
     Weights may also be 8-bit weights dequantized with per-channel scales; they stay quantized. Convolutions whose results would have other
-    strides are left alone.
+    strides are left alone. So are those of images of sizes only known at run time, unless the kernel is as long as the stride and twice the
+    padding: fake tensors may put numbers in place of such sizes where an image is padded on one side.
     """
     if has_mutation(gm) or not ctx.constants:
         return False
@@ -104,7 +125,7 @@ def _axes(node: Node, constant: set[Node]) -> list[_Axis] | None:
     if rank not in (1, 2) or len(shape) != rank or not node.meta["val"].is_floating_point():
         return None
     sizes = [*x.meta["val"].shape, *result, *weight.meta["val"].shape]
-    if not all(isinstance(size, int) and size > 0 for size in sizes):
+    if any(isinstance(size, int) and size == 0 for size in sizes) or not isinstance(x.meta["val"].shape[1], int):
         return None
     s, p, d = (_each(value, rank) for value in (stride, padding, dilation))
     if any(each != 1 for each in d):
@@ -112,10 +133,16 @@ def _axes(node: Node, constant: set[Node]) -> list[_Axis] | None:
     padded = [_Axis(*each) for each in zip(shape, result, kernel, s, p, strict=True)]
     if any(axis.last < 0 for axis in padded):
         return None
+    is_open = any(axis.is_open for axis in padded)
+    if is_open and (
+        any(axis.behind != 0 or axis.after != axis.last for axis in padded)
+        or not follows_from_inputs(node.graph, node.meta["val"].shape)
+    ):
+        return None
     cut = [axis.without_padding() for axis in padded]
     outputs = weight.meta["val"].shape[1] * math.prod(s)
     quick = [axis.taps for axis in padded] == [3, 3] and min(outputs, x.meta["val"].shape[1]) >= _WINOGRAD_CHANNELS
-    axes = [a if quick or a.taps <= b.taps else b for a, b in zip(padded, cut, strict=True)]
+    axes = [a if quick or a.is_open or a.taps <= b.taps else b for a, b in zip(padded, cut, strict=True)]
     return axes if all(axis.after >= 0 for axis in axes) else None
 
 
@@ -138,8 +165,7 @@ def _rewrite(gm: torch.fx.GraphModule, node: Node, axes: list[_Axis]) -> bool:
     before = node.prev
     result = _spread(node, _convolved(node, x, weight, bias, axes), axes)
     for dim, (axis, size) in enumerate(zip(axes, node.meta["val"].shape[2:], strict=True), 2):
-        have = axis.places * axis.stride
-        if have != size:
+        if not axis.is_open and axis.places * axis.stride != size:
             cut = axis.result - size  # elements that the padding cuts off before the first
             result = insert(node, aten.slice.Tensor, result, dim, cut, axis.result)
     if result.target is aten.slice.Tensor:
@@ -200,12 +226,16 @@ def _repeated(node: Node, channels: Any, count: int) -> Node:
 def _spread(node: Node, y: Node, axes: list[_Axis]) -> Node:
     """(N, strides * O, *places) -> (N, O, *(places * stride))."""
     rank = len(axes)
-    strides, places = [axis.stride for axis in axes], [axis.places for axis in axes]
-    batch, outputs = y.meta["val"].shape[0], y.meta["val"].shape[1] // math.prod(strides)
+    strides = [axis.stride for axis in axes]
+    outputs = y.meta["val"].shape[1] // math.prod(strides)
     if all(stride == 1 for stride in strides):
         return y
+    batch, *places = (size_argument(node, y.meta["val"].shape[dim]) for dim in (0, *range(2, 2 + rank)))
     y = insert(node, aten.view.default, y, [batch, *strides, outputs, *places])
     order = [each for axis in range(rank) for each in (2 + rank + axis, 1 + axis)]
     y = insert(node, aten.permute.default, y, [0, 1 + rank, *order])
     y = insert(node, aten.clone.default, y, memory_format=torch.contiguous_format)
-    return insert(node, aten.view.default, y, [batch, outputs, *(p * s for p, s in zip(places, strides, strict=True))])
+    results = [
+        insert(node, operator.mul, p, s) if isinstance(p, Node) else p * s for p, s in zip(places, strides, strict=True)
+    ]
+    return insert(node, aten.view.default, y, [batch, outputs, *results])

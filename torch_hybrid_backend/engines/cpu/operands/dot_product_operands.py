@@ -54,7 +54,7 @@ from torch_hybrid_backend.loops.ir import (
     domain_vars,
 )
 from torch_hybrid_backend.loops.layout import Layout, Strided
-from torch_hybrid_backend.sizes.size import Dim, known_int
+from torch_hybrid_backend.sizes.size import Dim, known_int, product
 
 # Products along fewer elements are not worth words.
 _LEAST_DEPTH = 16
@@ -215,7 +215,8 @@ class DotProductOperands:
         is_pointwise = op.groups == 1 and {*kernel, *op.stride} == {1} and not any(op.padding)
         if not is_pointwise or output_block(outputs, 1, self._target) != self._target.lanes:
             return 1
-        return math.prod(map(known_int, op.out.shape[2:]))
+        pixels = product(op.out.shape[2:])
+        return pixels if isinstance(pixels, int) else 1
 
     def _channel_sums(self, weight: StridedView, groups: int, outputs: int, block: int, factor: int) -> Buffer:
         """The first values of the sums of `outputs` channels: `factor` times the sums of their weights, each group padded to whole blocks."""

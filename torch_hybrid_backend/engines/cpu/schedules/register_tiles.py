@@ -91,11 +91,7 @@ def by_height(builder: Builder, total: Dim, tall: int, vectors: int, body: Calla
     small = [height for height in (1, 2, 4) if height < heights[0]]
     rows, count = builder.size(total), builder.size
     chosen = builder.variable("height", "int32")
-    best, least = tir.const(heights[-1], "int32"), count(ceil_div(total, heights[-1]) * heights[-1])
-    for height in reversed(heights[:-1]):
-        computed = count(ceil_div(total, height) * height)
-        best = tir.select(computed < least, tir.const(height, "int32"), best)
-        least = tir.minimum(computed, least)
+    best = _least_rows(builder, total, heights)
 
     def time(few: int, height: int) -> float:
         # A step of k in a short tile takes the latency of a multiply-add, however few rows it has.
@@ -106,6 +102,25 @@ def by_height(builder: Builder, total: Dim, tall: int, vectors: int, body: Calla
         best = tir.select(tir.equal(rows, count(few)), tir.const(fastest, "int32"), best)
     variants = [builder.when(tir.equal(chosen, tir.const(h, "int32")), body(h)) for h in (*small, *heights)]
     return builder.seq(builder.bind(chosen, best), *variants)
+
+
+def by_tall_height(builder: Builder, total: Dim, tall: int, body: Callable[[int], Stmt]) -> Stmt:
+    """`by_height` where tiles may have rows behind the last: of the four tallest heights the one that computes the fewest rows."""
+    heights = sorted({max(1, round(tall * share / 7)) for share in (4, 5, 6, 7)})
+    chosen = builder.variable("height", "int32")
+    variants = [builder.when(tir.equal(chosen, tir.const(height, "int32")), body(height)) for height in heights]
+    return builder.seq(builder.bind(chosen, _least_rows(builder, total, heights)), *variants)
+
+
+def _least_rows(builder: Builder, total: Dim, heights: Sequence[int]) -> TirExpr:
+    """The height, an int32, whose tiles compute the fewest rows; of equal ones the tallest."""
+    count = builder.size
+    best, least = tir.const(heights[-1], "int32"), count(ceil_div(total, heights[-1]) * heights[-1])
+    for height in reversed(heights[:-1]):
+        computed = count(ceil_div(total, height) * height)
+        best = tir.select(computed < least, tir.const(height, "int32"), best)
+        least = tir.minimum(computed, least)
+    return best
 
 
 def tile_start(builder: Builder, total: Dim, height: int, part: Index) -> tuple[Index, Stmt]:

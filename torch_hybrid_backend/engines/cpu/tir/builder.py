@@ -223,7 +223,11 @@ class Builder:
             total = part if total is None else tirx.Add(total, part)
         if total is None:
             return self.size(index.const, dtype)
-        return tirx.Add(total, self.size(index.const, dtype)) if index.const != 0 else total
+        # Numbers come last, behind sizes known only at run time: neighbouring places are then one address and a displacement.
+        number = index.const if isinstance(index.const, int) else index.const.terms.get((), 0)
+        for part in (index.const - number, number):
+            total = tirx.Add(total, self.size(part, dtype)) if part != 0 else total
+        return total
 
     def _atom(self, atom: object, dtype: str) -> TirExpr:
         if not isinstance(atom, FloorDiv | Mod):

@@ -86,7 +86,7 @@ def winograd(kernel: CpuConvKernel[Panels | Taps], packed: Packed | None, target
     ):
         return []
     images, all_outputs, *size = (variable.extent for variable in kernel.domain)
-    rows, columns = map(known_int, size)
+    rows, columns = ([1, *size])[-2:]
     groups, outputs = kernel.groups, known_int(all_outputs)
     inputs = known_int(kernel.x_vars[1].extent) // groups
     gains = winograd_gains(

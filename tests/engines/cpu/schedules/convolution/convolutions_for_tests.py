@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from tests.engines.cpu.schedule_runner import HOST, printer_of, row_major, run_kernel
+from tests.engines.cpu.schedule_runner import HOST, printer_of, row_major, run_kernel, runner_of
 from torch_hybrid_backend.engines.cpu import tile_sizes
 from torch_hybrid_backend.engines.cpu.kernels import CpuConvKernel
 from torch_hybrid_backend.engines.cpu.operands import packing
@@ -20,7 +21,7 @@ from torch_hybrid_backend.loops.index import LoopVar, index_of
 from torch_hybrid_backend.loops.ir import Buffer, Load, compute_dtype
 from torch_hybrid_backend.loops.kernels import Argument, Store
 from torch_hybrid_backend.loops.layout import Blocked, Layout, contiguous
-from torch_hybrid_backend.sizes.size import symbol
+from torch_hybrid_backend.sizes.size import Dim, symbol
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,9 @@ class Case:
     dtype: str = "float32"
     winograd: int = 0
     open_images: bool = False  # how many there are, the kernel knows at run time only
+    typical: tuple[
+        int, ...
+    ] = ()  # height and width that the kernel is made for; it knows those of `x` at run time only
 
 
 def layout_of(buffer: Buffer, block: int, blocked: bool) -> Layout:
@@ -73,7 +77,13 @@ def make(case: Case, target: Target, x_values: torch.Tensor | None = None) -> Ma
     block = tile_sizes.output_block(case.o, case.groups, target)
     compute = compute_dtype(case.dtype)
     images = symbol("images", case.x[0]) if case.open_images else case.x[0]
-    x, out = Buffer((images, *case.x[1:]), case.dtype, "x"), Buffer((images, *want.shape[1:]), case.dtype, "out")
+    size: list[Dim] = [symbol(f"size{d}", n) for d, n in enumerate(case.typical)] or list(case.x[2:])
+    out_size = [
+        (n + 2 * p - case.dilation * (k - 1) - 1) // case.stride + 1
+        for n, p, k in zip(size, padding, case.kernel, strict=True)
+    ]
+    x = Buffer((images, case.x[1], *size), case.dtype, "x")
+    out = Buffer((images, case.o, *out_size), case.dtype, "out")
     residual, bias = Buffer(out.shape, case.dtype, "residual"), Buffer((case.o,), case.dtype, "bias")
     ahead = packing.pack_conv_weight(wt, case.groups, block)
     if case.winograd:
@@ -121,6 +131,18 @@ def check(case: Case, target: Target = HOST) -> None:
     (got,) = run_kernel(kernel, rules.emit, inputs, target)
     tolerance = 1e-2 if case.dtype == "bfloat16" else 1e-5
     torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance * float(want.abs().max()))
+
+
+def check_sizes(case: Case, sizes: Sequence[tuple[int, ...]], target: Target = HOST) -> None:
+    """The results of a kernel that is made for the size of `case` and runs at others, against float64."""
+    made = dataclasses.replace(case, typical=case.x[2:])
+    kernel, _, _ = make(made, target)
+    run = runner_of(kernel, rules.emit, target)
+    for size in sizes:
+        other, inputs, want = make(dataclasses.replace(made, x=(*case.x[:2], *size)), target)
+        given = {a.buffer: inputs[b.buffer] for a, b in zip(kernel.reads, other.reads, strict=True)}
+        (got,) = run(given)
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5 * float(want.abs().max()), msg=f"{size}")
 
 
 # Its caches hold 32 KB: what follows is large beside them, its weights are not.

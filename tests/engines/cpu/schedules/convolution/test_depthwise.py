@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.engines.cpu.schedule_runner import APART, HOST, NARROW
-from tests.engines.cpu.schedules.convolution.convolutions_for_tests import Case, check
+from tests.engines.cpu.schedules.convolution.convolutions_for_tests import Case, check, check_sizes
 from torch_hybrid_backend.engines.cpu.target import Target
 
 
@@ -24,6 +24,19 @@ from torch_hybrid_backend.engines.cpu.target import Target
 def test_depthwise(case: Case, target: Target) -> None:
     """Depthwise convolution of one channel to one channel: ragged last block, strides, small, large and wide windows."""
     check(case, target)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((1, 20, 9, 20), 20, (3, 3), 1, 1, groups=20),
+        Case((2, 16, 9, 9), 16, (5, 5), 2, 2, groups=16),
+        Case((1, 16, 12, 40), 16, (1, 17), 1, (0, 8), groups=16),
+    ],
+)
+def test_sizes_known_at_run_time(case: Case) -> None:
+    """A kernel serves images from a pixel on."""
+    check_sizes(case, [(1, 1), (1, 3), (6, 2), (9, 16), (13, 29), (8, 57)])
 
 
 def test_depthwise_reads_and_writes_row_major() -> None:

@@ -18,6 +18,7 @@ from torch_hybrid_backend.loops.index import LoopVar, index_of
 from torch_hybrid_backend.loops.ir import Buffer
 from torch_hybrid_backend.loops.kernels import Argument, Store
 from torch_hybrid_backend.loops.layout import Blocked
+from torch_hybrid_backend.sizes.size import Dim, symbol
 
 _HAS_DOTS = HOST.lanes == 16 and "avx512_vnni" in HOST.features
 
@@ -29,8 +30,11 @@ def made(
     padding: int,
     dtype: torch.dtype = torch.uint8,
     zero: int = 0,
+    *,
+    is_open: bool = False,
 ) -> tuple[CpuConvKernel[Taps], dict[Buffer, torch.Tensor], torch.Tensor]:
-    """(kernel, inputs, sums) of images of `shape` and a window of `size`, with the most extreme bytes in both, and a zero point."""
+    """(kernel, inputs, sums) of images of `shape` and a window of `size`, with the most extreme bytes in both, and a zero point. `is_open`: the
+    kernel knows the image's size at run time only."""
     torch.manual_seed(0)
     least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
     x = torch.randint(least, most + 1, shape).to(dtype)
@@ -39,13 +43,18 @@ def made(
     convolve = torch.nn.functional.conv1d if len(size) == 1 else torch.nn.functional.conv2d
     want = convolve(x.double() - zero, w.double(), stride=stride, padding=padding, groups=shape[1])
     ahead = pack_taps(w, 16)
-    image, packed = Buffer(shape, str(dtype).removeprefix("torch."), "x"), Buffer(tuple(ahead.shape), "int8", "w")
+    sizes: list[Dim] = [symbol(f"size{d}", 20) for d in range(len(size))] if is_open else list(shape[2:])
+    results = [(n + 2 * padding - k) // stride + 1 for n, k in zip(sizes, size, strict=True)]
+    image, packed = (
+        Buffer((*shape[:2], *sizes), str(dtype).removeprefix("torch."), "x"),
+        Buffer(tuple(ahead.shape), "int8", "w"),
+    )
     moved = zero + (128 if dtype == torch.int8 else 0)
     begin = channel_sums(w, 1, 16, -moved)
     start = Buffer(tuple(begin.shape), "int32", "start") if moved else None
-    out, sums = (Buffer(tuple(want.shape), "int32", name) for name in ("out", "sums"))
-    domain = tuple(LoopVar(f"d{i}", n) for i, n in enumerate(want.shape))
-    x_vars = tuple(LoopVar(f"x{i}", n) for i, n in enumerate(shape))
+    out, sums = (Buffer((*shape[:2], *results), "int32", name) for name in ("out", "sums"))
+    domain = tuple(LoopVar(f"d{i}", n) for i, n in enumerate(out.shape))
+    x_vars = tuple(LoopVar(f"x{i}", n) for i, n in enumerate(image.shape))
     point = tuple(map(index_of, domain))
     kernel = CpuConvKernel(
         reads=(Argument(image, Blocked(16)), row_major(packed), *([] if start is None else [row_major(start)])),
@@ -64,6 +73,17 @@ def made(
         border=zero,
     )
     return kernel, {image: x, packed: ahead, **({} if start is None else {start: begin})}, want
+
+
+@pytest.mark.skipif(not _HAS_DOTS, reason="this processor has no AVX-512 VNNI")
+@pytest.mark.parametrize(("dtype", "zero"), [(torch.uint8, 200), (torch.int8, 0)])
+def test_sums_at_sizes_known_at_run_time(dtype: torch.dtype, zero: int) -> None:
+    """Pixels outside of the image count as the zero point wherever it ends."""
+    for size, stride, padding, least in (((3, 3), 1, 1, 1), ((5, 7), 2, 3, 2)):
+        for image in ((least, least), (3, 5), (9, 20), (13, 33)):
+            kernel, inputs, want = made((1, 20, *image), size, stride, padding, dtype, zero, is_open=True)
+            (got,) = run_kernel(kernel, emit, inputs)
+            assert torch.equal(got.double(), want), image
 
 
 @pytest.mark.skipif(not _HAS_DOTS, reason="this processor has no AVX-512 VNNI")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.engines.cpu.schedule_runner import APART, HOST, NARROW, compile_kernel, row_major, run_kernel
-from tests.engines.cpu.schedules.convolution.convolutions_for_tests import Case, check, make
+from tests.engines.cpu.schedules.convolution.convolutions_for_tests import Case, check, check_sizes, make
 from torch_hybrid_backend.engines.cpu.dot_products import DotProduct
 from torch_hybrid_backend.engines.cpu.operands.vnni_packing import pack_conv_words
 from torch_hybrid_backend.engines.cpu.schedules.convolution import rules
@@ -40,6 +40,37 @@ from torch_hybrid_backend.loops.layout import Blocked
 def test_direct(case: Case, target: Target) -> None:
     """Strides, padding, dilation, ragged channels, one and two dimensions."""
     check(case, target)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((1, 16, 20, 30), 40, (3, 3), padding=1),
+        Case((2, 3, 40, 30), 20, (7, 7), 2, 3, blocked_x=False),  # tiles inside the image have code of their own
+        Case((1, 37, 11, 19), 29, (5, 3), 2, (2, 0), blocked_out=False),
+        Case((1, 16, 9, 9), 16, (3, 3), padding=4, dilation=4),
+        Case((1, 8, 9, 40), 16, (1, 17), padding=(0, 8)),  # too wide to be unrolled
+        Case((1, 32, 12, 12), 64, (3, 3), 1, 1, groups=4),
+        Case((2, 24, 9, 7), 40, (1, 1)),
+        Case((1, 8, 9, 7), 48, (1, 1), 2),
+    ],
+)
+def test_sizes_known_at_run_time(case: Case) -> None:
+    """A kernel serves images from a pixel on, with every remainder of tiles and strides."""
+    least = [max(1, k - 2 * case.dilation * p) for k, p in zip(case.kernel, _paddings(case), strict=True)]
+    sizes = [(1, 1), (1, 2), (5, 1), (2, 7), (9, 16), (13, 29), (20, 30), (31, 57)]
+    check_sizes(case, [(max(h, least[0]), max(w, least[1])) for h, w in sizes])
+
+
+def _paddings(case: Case) -> tuple[int, ...]:
+    return (case.padding,) * len(case.kernel) if isinstance(case.padding, int) else case.padding
+
+
+def test_sizes_known_at_run_time_with_weights_larger_than_the_cache() -> None:
+    """Input channels in chunks, whose partial sums are as many as the image is wide; one dimension."""
+    small = dataclasses.replace(HOST, cores=2, l2_bytes=64 << 10)
+    check_sizes(Case((1, 64, 8, 8), 64, (3, 3), padding=1), [(8, 8), (1, 1), (3, 5), (17, 11)], small)
+    check_sizes(Case((1, 8, 50), 12, (5,), 2, 2), [(50,), (1,), (2,), (33,)])
 
 
 @pytest.mark.parametrize("blocked_x", [True, False])

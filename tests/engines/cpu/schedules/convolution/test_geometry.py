@@ -9,8 +9,15 @@ import pytest
 
 from tests.engines.cpu.schedule_runner import HOST
 from tests.engines.cpu.schedules.convolution.convolutions_for_tests import Case, make
-from torch_hybrid_backend.engines.cpu.schedules.convolution.geometry import Axis, axes, column_tiles, is_wide
+from torch_hybrid_backend.engines.cpu.schedules.convolution.geometry import (
+    Axis,
+    axes,
+    column_tiles,
+    is_wide,
+    open_column_tiles,
+)
 from torch_hybrid_backend.loops.index import as_index
+from torch_hybrid_backend.sizes.size import Dim, symbol
 
 
 def test_column_tiles_say_which_columns_read_inside() -> None:
@@ -33,7 +40,7 @@ AXES = [
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 5])
 @pytest.mark.parametrize("axis", AXES)
-def test_column_tiles_cover_every_column_once(axis: Axis, parts: int) -> None:
+def test_column_tiles_cover_every_column_once(axis: Axis[int], parts: int) -> None:
     """In order, and each column with what it reads inside; neighbours differ in something."""
     found = column_tiles(axis, parts)
     column = 0
@@ -49,7 +56,7 @@ def test_column_tiles_cover_every_column_once(axis: Axis, parts: int) -> None:
 
 
 @pytest.mark.parametrize("axis", AXES)
-def test_the_interior_reads_no_padding(axis: Axis) -> None:
+def test_the_interior_reads_no_padding(axis: Axis[int]) -> None:
     """Output positions whose windows lie inside the input, all of them."""
     first, end = axis.interior()
     inside = [o for o in range(axis.out) if all(axis.inside(o, tap) for tap in range(axis.kernel))]
@@ -57,7 +64,7 @@ def test_the_interior_reads_no_padding(axis: Axis) -> None:
 
 
 @pytest.mark.parametrize("axis", AXES)
-def test_the_width_that_neighbours_read(axis: Axis) -> None:
+def test_the_width_that_neighbours_read(axis: Axis[int]) -> None:
     """`width` reaches from the first position that is read to the last; `in_order` has every tap once, those that share positions together."""
     places = [axis.place(out, tap) for out in range(3) for tap in range(axis.kernel)]
     assert axis.width(3) == max(places) - min(places) + 1
@@ -77,7 +84,7 @@ def test_wide_kernels_leave_the_test_to_the_loop() -> None:
 
 
 @pytest.mark.parametrize("axis", AXES)
-def test_positions_read(axis: Axis) -> None:
+def test_positions_read(axis: Axis[int]) -> None:
     """`source` says where, `inside` whether it exists, `shared` how many positions several columns read."""
     reads: dict[int, set[int]] = {}
     for out, tap in itertools.product(range(axis.out), range(axis.kernel)):
@@ -102,3 +109,26 @@ def test_axes_of_a_kernel() -> None:
     assert axes(kernel) == (Axis(11, 6, 5, 2, 2, 1), Axis(19, 9, 3, 2, 0, 1))
     kernel, _, _ = make(Case((1, 8, 50), 12, (5,), 2, 2, 2), HOST)
     assert axes(kernel) == (Axis(1, 1, 1, 1, 0, 1), Axis(50, 23, 5, 2, 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding", "dilation"), [(3, 1, 1, 1), (7, 2, 3, 1), (3, 1, 4, 4), (5, 3, 0, 1), (1, 2, 0, 1)]
+)
+def test_few_columns_of_unknown_sizes_are_tested(kernel: int, stride: int, padding: int, dilation: int) -> None:
+    """Columns that are said to read inside the image do, wherever a tile lies and whatever the size is; none is said to read outside."""
+
+    def out(size: Dim) -> Dim:
+        return (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+
+    width = symbol("width", 20)
+    axis = Axis(width, out(width), kernel, stride, padding, dilation)
+    for columns in (1, 4, 9):
+        (tiles,) = open_column_tiles(axis, columns)
+        unknown = sum(inside is None for tap in tiles.inside for inside in tap)
+        assert unknown <= 2 * kernel * (padding // stride + 1)
+        assert (unknown > 0) == (padding > 0)
+        for size in range(1, 40):
+            known = Axis(size, out(size), kernel, stride, padding, dilation)
+            for first in range(known.out - columns + 1):
+                for tap, column in itertools.product(range(kernel), range(columns)):
+                    assert tiles.inside[tap][column] is None or known.inside(first + column, tap)

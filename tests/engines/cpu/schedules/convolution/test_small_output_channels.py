@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.engines.cpu.schedule_runner import HOST, NARROW
-from tests.engines.cpu.schedules.convolution.convolutions_for_tests import Case, check
+from tests.engines.cpu.schedules.convolution.convolutions_for_tests import Case, check, check_sizes
 from torch_hybrid_backend.engines.cpu.schedules.convolution import rules
 from torch_hybrid_backend.engines.cpu.schedules.convolution.parts import ConvParts
 from torch_hybrid_backend.engines.cpu.schedules.convolution.small_output_channels import small_output_channels
@@ -56,3 +56,11 @@ def test_small_output_channels(case: Case, target: Target, monkeypatch: pytest.M
 def test_small_output_channels_leaves_others(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Convolutions that are no faster so, or cannot be read in vectors, are left to the direct rule."""
     assert not is_computed_for_small_output_channels(case, HOST, monkeypatch)
+
+
+def test_sizes_known_at_run_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel serves images from a pixel on, of fewer rows than cores too."""
+    case = Case((1, 32, 20, 40), 3, (3, 3), padding=1)
+    assert is_computed_for_small_output_channels(case, HOST, monkeypatch)
+    check_sizes(case, [(1, 1), (1, 3), (3, 2), (9, 16), (13, 29), (8, 57)])
+    check_sizes(Case((1, 64, 27, 39), 2, (5, 5), 2, 2), [(1, 1), (6, 5), (20, 61)])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.engines.cpu.schedule_runner import APART, HOST, NARROW, compile_kernel, run_kernel
-from tests.engines.cpu.schedules.convolution.convolutions_for_tests import Case, check, make
+from tests.engines.cpu.schedules.convolution.convolutions_for_tests import Case, check, check_sizes, make
 from torch_hybrid_backend.engines.cpu.schedules.convolution import rules
 from torch_hybrid_backend.engines.cpu.target import Target
 
@@ -33,6 +33,15 @@ from torch_hybrid_backend.engines.cpu.target import Target
 def test_winograd(case: Case, m: int, target: Target) -> None:
     """F(2x2) and F(4x4): borders, tiles that reach beyond the output, ragged channels, every layout."""
     check(dataclasses.replace(case, winograd=m), target)
+
+
+@pytest.mark.parametrize("m", [2, 4])
+def test_sizes_known_at_run_time(m: int) -> None:
+    """A kernel serves images of fewer tiles than cores, and of more than a task has in the cache."""
+    sizes = [(1, 1), (2, 7), (13, 11), (14, 14), (40, 33)]
+    check_sizes(Case((1, 32, 14, 14), 48, (3, 3), padding=1, winograd=m), sizes)
+    small = dataclasses.replace(HOST, cores=2, l2_bytes=64 << 10)
+    check_sizes(Case((2, 32, 8, 8), 20, (3, 3), padding=1, winograd=m), sizes, small)
 
 
 @pytest.mark.parametrize("target", [HOST, NARROW], ids=["host", "narrow"])

@@ -42,7 +42,7 @@ from torch_hybrid_backend.sizes.size import known_int, size_hint
 
 
 @dataclass(frozen=True, slots=True)
-class _Axis(Axis):
+class _Axis(Axis[int]):
     """A spatial dimension whose pixels are copied to tiles."""
 
     @property

@@ -16,14 +16,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from torch_hybrid_backend.engines.cpu.schedules.convolution.geometry import ColumnTiles, column_tiles, is_wide
+from torch_hybrid_backend.engines.cpu.schedules.convolution.geometry import (
+    ColumnTiles,
+    column_tiles,
+    is_wide,
+    open_column_tiles,
+)
 from torch_hybrid_backend.engines.cpu.schedules.convolution.parts import ConvParts
-from torch_hybrid_backend.engines.cpu.schedules.register_tiles import RegisterTile, by_part
+from torch_hybrid_backend.engines.cpu.schedules.register_tiles import RegisterTile, by_height, by_part
 from torch_hybrid_backend.engines.cpu.tile_sizes import lane_chunks, max_rows, split_at_most
 from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Stmt, TirExpr
 from torch_hybrid_backend.loops.index import Index, as_index
-from torch_hybrid_backend.sizes.size import known_int
+from torch_hybrid_backend.sizes.size import Size, known_int
 
 # Windows up to this many taps are unrolled whole; larger ones keep a loop over kernel rows.
 _UNROLLED_TAPS = 9
@@ -36,22 +41,35 @@ def depthwise(parts: ConvParts) -> Stmt | None:
     if len(parts.packed.shape) != 4:
         return None
     b, most = parts.builder, _most_rows(parts)
-    top, end = (0, 0) if most == 1 else parts.rows.interior()
+    top, end = (0, 0) if most == 1 else parts.rows.known().interior()
     if top == end:
-        return b.fused((parts.images, _blocks(parts), parts.rows.out), lambda at: _rows(parts, at[0], at[1], at[2], 1))
-    heights, outside = split_at_most(end - top, most), parts.rows.out - (end - top)
+        order = (parts.images, _blocks(parts), parts.rows.out)
+
+        def body(tiles: Sequence[ColumnTiles]) -> Stmt:
+            return b.fused(order, lambda at: _rows(parts, tiles, at[0], at[1], at[2], 1))
+
+        if not isinstance(parts.columns.out, Size):
+            return body(_tiles_of(parts, 1))
+        widest = max_rows(1, parts.target)
+        return by_height(b, parts.columns.out, widest, 1, lambda width: body(open_column_tiles(parts.columns, width)))
+    heights, outside = split_at_most(end - top, most), known_int(parts.rows.out) - (end - top)
 
     def task(position: tuple[Index, ...]) -> Stmt:
         image, block, part = position
         inside = by_part(
-            b, heights, part - outside, lambda first, height: _rows(parts, image, block, first + top, height)
+            b,
+            heights,
+            part - outside,
+            lambda first, height: _rows(parts, _tiles_of(parts, height), image, block, first + top, height),
         )
         if not outside:
             return inside
         # Rows that read padding come first, those at the top before those at the bottom.
         row = tir.select(b.index(part) < top, b.index(part), b.index(part + (end - top)))
         single, bind = b.bound(row, parts.rows.out, "row")
-        return b.when(b.index(part) < outside, b.seq(bind, _rows(parts, image, block, single, 1)), inside)
+        return b.when(
+            b.index(part) < outside, b.seq(bind, _rows(parts, _tiles_of(parts, 1), image, block, single, 1)), inside
+        )
 
     return b.fused((parts.images, _blocks(parts), outside + heights.parts), task)
 
@@ -61,7 +79,7 @@ def depthwise_row(parts: ConvParts) -> Callable[[Index, Index], Stmt] | None:
     if len(parts.packed.shape) != 4:
         return None
     return lambda image, row: parts.builder.loop(
-        _blocks(parts), lambda block: _rows(parts, image, block, row, 1), name="b"
+        _blocks(parts), lambda block: _rows(parts, _tiles_of(parts, 1), image, block, row, 1), name="b"
     )
 
 
@@ -71,7 +89,8 @@ def _blocks(parts: ConvParts) -> int:
 
 def _most_rows(parts: ConvParts) -> int:
     """Output rows of a register tile, which share the input rows that they read."""
-    if not parts.target.isa.loads_apart or parts.rows.kernel * parts.columns.kernel > _UNROLLED_TAPS:
+    is_open = parts.rows.is_open or parts.columns.is_open
+    if not parts.target.isa.loads_apart or is_open or parts.rows.kernel * parts.columns.kernel > _UNROLLED_TAPS:
         return 1
     return max(1, _SHARING_ROWS // parts.rows.stride)
 
@@ -88,11 +107,17 @@ def _most_columns(parts: ConvParts, height: int) -> int:
     return next((c for c in range(room, 0, -1) if height * c + columns.width(c) + 2 * (columns.stride - 1) <= room), 1)
 
 
-def _rows(parts: ConvParts, image: Index, block: Index, first: Index, height: int) -> Stmt:
+def _tiles_of(parts: ConvParts, height: int) -> list[ColumnTiles]:
+    """The output columns, of known number, in register tiles of `height` rows."""
+    return column_tiles(parts.columns.known(), -(-known_int(parts.columns.out) // _most_columns(parts, height)))
+
+
+def _rows(
+    parts: ConvParts, tiles: Sequence[ColumnTiles], image: Index, block: Index, first: Index, height: int
+) -> Stmt:
     """Compute `height` output rows of a channel block."""
     b, blocks = parts.builder, _blocks(parts)
     tail = parts.out_channels - (blocks - 1) * parts.block
-    tiles = column_tiles(parts.columns, -(-parts.columns.out // _most_columns(parts, height)))
 
     def lanes(start: int, width: int) -> Stmt:
         of = _tiles if height == 1 else partial(_tall_tiles, height=height)
@@ -137,7 +162,7 @@ def _tall_tiles(
                 pixels = [partial(x, kw, c) if inside else None for c, inside in enumerate(tiles.inside[kw])]
                 weight = [lambda lane: parts.weight(block, as_index(kh), as_index(kw), lane + start)]
                 step = of_rows[r].accumulate(pixels, weight, begun=begun[r])
-                begun[r] = [done or inside for done, inside in zip(begun[r], tiles.inside[kw], strict=True)]
+                begun[r] = [done or bool(inside) for done, inside in zip(begun[r], tiles.inside[kw], strict=True)]
                 return step
 
             steps = [tap(r, kh, kw) for kw in columns.in_order() for r, kh in taps]
@@ -162,14 +187,13 @@ def _tiles(
     """All tiles of one kind in one output row, for channels `start` .. `start + lanes - 1` of a block."""
     b, rows, columns = parts.builder, parts.rows, parts.columns
 
-    def one(number: Index) -> Stmt:
-        first = number * tiles.columns + tiles.first
+    def one(first: Index) -> Stmt:
         tile = RegisterTile(b, parts.printer, tiles.columns, 1, lanes, parts.dtype)
 
         def channel(lane: Index) -> Index:
             return block * parts.block + lane + start
 
-        def tap(kh: Index, kw: Index, read: Sequence[bool]) -> Stmt | None:
+        def tap(kh: Index, kw: Index, read: Sequence[bool | None]) -> Stmt | None:
             source = rows.source(out_row, kh)
 
             def x(column: int, lane: Index) -> TirExpr:
@@ -180,20 +204,24 @@ def _tiles(
                 [lambda lane: parts.weight(block, kh, kw, lane + start)],
             )
 
+        def tested(kh: Index, kw: Index, c: int) -> Stmt:
+            """The tap of one column, where it reads inside the input."""
+            alone = tap(kh, kw, [c == i for i in range(tiles.columns)])
+            return parts.inside(columns, columns.source(first + c, kw), alone)
+
+        def unrolled(kh: Index, kw: int) -> list[Stmt | None]:
+            inside = tiles.inside[kw]
+            unknown = [c for c, is_there in enumerate(inside) if is_there is None]
+            return [tap(kh, as_index(kw), inside), *[tested(kh, as_index(kw), c) for c in unknown]]
+
         def looped(kh: Index, kw: Index) -> Stmt:
-            count = tiles.columns
-            return b.seq(
-                *[
-                    parts.inside(columns, columns.source(first + c, kw), tap(kh, kw, [c == i for i in range(count)]))
-                    for c in range(count)
-                ]
-            )
+            return b.seq(*[tested(kh, kw, c) for c in range(tiles.columns)])
 
         def kernel_row(kh: Index) -> Stmt | None:
             if is_wide(columns):
                 body = b.loop(columns.kernel, lambda kw: looped(kh, kw), name="kw")
             else:
-                taps = [tap(kh, as_index(kw), tiles.inside[kw]) for kw in range(columns.kernel)]
+                taps = [step for kw in range(columns.kernel) for step in unrolled(kh, kw)]
                 if all(t is None for t in taps):
                     return None
                 body = b.seq(*taps)
@@ -201,11 +229,11 @@ def _tiles(
 
         if rows.kernel * columns.kernel <= _UNROLLED_TAPS:
             window = [kernel_row(as_index(kh)) for kh in range(rows.kernel)]
-        elif is_wide(columns) or any(any(inside) for inside in tiles.inside):
+        elif is_wide(columns) or any(is_there is not False for inside in tiles.inside for is_there in inside):
             window = [b.loop(rows.kernel, kernel_row, name="kh")]
         else:
             window = []
         write = parts.write_tile(tile, lanes, lambda _, lane, c: (image, channel(lane), out_row, first + c))
         return b.seq(tile.declare(), tile.clear(), *window, write)
 
-    return b.loop(tiles.count, one, name="t")
+    return parts.each_tile(tiles, one)

@@ -13,17 +13,18 @@ groups == channels, of 8 bits by int8, the input in blocks of 16 channels. Steps
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
-from torch_hybrid_backend.engines.cpu.schedules.convolution.geometry import ColumnTiles, column_tiles
+from torch_hybrid_backend.engines.cpu.schedules.convolution.geometry import ColumnTiles, column_tiles, open_column_tiles
 from torch_hybrid_backend.engines.cpu.schedules.convolution.parts import ConvParts
-from torch_hybrid_backend.engines.cpu.schedules.register_tiles import RegisterTile
+from torch_hybrid_backend.engines.cpu.schedules.register_tiles import RegisterTile, by_height
 from torch_hybrid_backend.engines.cpu.tile_sizes import max_rows
-from torch_hybrid_backend.engines.cpu.tir.builder import Stmt
+from torch_hybrid_backend.engines.cpu.tir.builder import Stmt, TirExpr
 from torch_hybrid_backend.engines.cpu.tir.x86 import dot_taps
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import Load
-from torch_hybrid_backend.sizes.size import known_int
+from torch_hybrid_backend.sizes.size import Size, known_int
 
 _LANES, _TAPS = 16, 4
 # Lines of a window up to which they are unrolled.
@@ -34,17 +35,22 @@ def depthwise_taps(parts: ConvParts) -> Stmt:
     """The kernel's body."""
     b, blocks = parts.builder, known_int(parts.packed.shape[0])
     tail = parts.out_channels - (blocks - 1) * _LANES
-    tiles = column_tiles(parts.columns, -(-parts.columns.out // max_rows(1, parts.target)))
+    most, out = max_rows(1, parts.target), parts.columns.out
 
-    def row(position: tuple[Index, ...]) -> Stmt:
-        def lanes(width: int) -> Stmt:
-            return b.seq(*[_tiles(parts, tile, position, width) for tile in tiles])
+    def body(tiles: Sequence[ColumnTiles]) -> Stmt:
+        def row(position: tuple[Index, ...]) -> Stmt:
+            def lanes(width: int) -> Stmt:
+                return b.seq(*[_tiles(parts, tile, position, width) for tile in tiles])
 
-        if tail == _LANES or blocks == 1:
-            return lanes(tail)
-        return b.when(b.index(position[1]) < blocks - 1, lanes(_LANES), lanes(tail))
+            if tail == _LANES or blocks == 1:
+                return lanes(tail)
+            return b.when(b.index(position[1]) < blocks - 1, lanes(_LANES), lanes(tail))
 
-    return b.fused((parts.images, blocks, parts.rows.out), row)
+        return b.fused((parts.images, blocks, parts.rows.out), row)
+
+    if isinstance(out, Size):
+        return by_height(b, out, most, 1, lambda width: body(open_column_tiles(parts.columns, width)))
+    return body(column_tiles(parts.columns.known(), -(-out // most)))
 
 
 def _tiles(parts: ConvParts, tiles: ColumnTiles, position: tuple[Index, ...], lanes: int) -> Stmt:
@@ -55,8 +61,7 @@ def _tiles(parts: ConvParts, tiles: ColumnTiles, position: tuple[Index, ...], la
     is_moved = parts.starts is not None
     image_array, weight_array = parts.printer.arguments[x.buffer][0], parts.printer.arguments[packed][0]
 
-    def one(number: Index) -> Stmt:
-        first = tiles.start(number)
+    def one(first: Index) -> Stmt:
         tile = RegisterTile(b, parts.printer, tiles.columns, 1, _LANES, parts.dtype)
 
         def products(kh: Index, source: Index | None) -> list[Stmt]:
@@ -65,23 +70,37 @@ def _tiles(parts: ConvParts, tiles: ColumnTiles, position: tuple[Index, ...], la
             for word in range(known_int(packed.shape[2])):
                 at = parts.printer.offset(packed, (block, kh, as_index(word), as_index(0), as_index(0)), {})
                 weights = b.load_vector(weight_array, at, _LANES * _TAPS)
+                whole = [t for t in range(_TAPS) if word * _TAPS + t < columns.kernel]
                 for column in range(tiles.columns):
-                    whole = [t for t in range(_TAPS) if word * _TAPS + t < columns.kernel]
-                    taps = [t for t in whole if source is not None and tiles.inside[word * _TAPS + t][column]]
-                    pixels, there = as_index(0), range(0)
-                    if taps and source is not None:
-                        # Counted from a pixel of the image: of a dimension of one, indices say nothing else.
-                        source_column = columns.source(first + column, word * _TAPS + taps[0])
-                        place = parts.x_env(image, block * _LANES, source, source_column)
-                        pixels = parts.printer.offset(x.buffer, x.index, place) - taps[0] * _LANES
-                        there = range(taps[0], taps[-1] + 1)
-                    elif not is_moved:
-                        continue
-                    # Where all taps are there, what lies beside them has weights of 0.
-                    border = 0 if taps == whole else parts.kernel.border
-                    dot = partial(dot_taps, b, image_array, b.index(pixels), there, border, weights)
-                    steps.append(tile.update(column, 0, dot))
-            return steps
+                    inside = [source is not None and tiles.inside[word * _TAPS + t][column] for t in whole]
+                    steps.append(product(weights, source, word, column, inside))
+            return [step for step in steps if step is not None]
+
+        def product(
+            weights: TirExpr, source: Index | None, word: int, column: int, inside: Sequence[bool | None]
+        ) -> Stmt | None:
+            """A column's products with a word of taps. `inside`: the taps that read a pixel; those that may are tested one after the other."""
+            if None in inside:
+                tap = inside.index(None)
+                there, outside = (
+                    product(weights, source, word, column, [*inside[:tap], known, *inside[tap + 1 :]])
+                    for known in (True, False)
+                )
+                at = columns.source(first + column, word * _TAPS + tap)
+                return parts.inside(columns, at, b.seq(there), other=outside)
+            taps = [t for t, is_there in enumerate(inside) if is_there]
+            pixels, read = as_index(0), range(0)
+            if taps and source is not None:
+                # Counted from a pixel of the image: of a dimension of one, indices say nothing else.
+                source_column = columns.source(first + column, word * _TAPS + taps[0])
+                place = parts.x_env(image, block * _LANES, source, source_column)
+                pixels = parts.printer.offset(x.buffer, x.index, place) - taps[0] * _LANES
+                read = range(taps[0], taps[-1] + 1)
+            elif not is_moved:
+                return None
+            # Where all taps are there, what lies beside them has weights of 0.
+            border = 0 if len(taps) == len(inside) else parts.kernel.border
+            return tile.update(column, 0, partial(dot_taps, b, image_array, b.index(pixels), read, border, weights))
 
         def line(kh: Index) -> Stmt | None:
             source = rows.source(out_row, kh)
@@ -93,7 +112,7 @@ def _tiles(parts: ConvParts, tiles: ColumnTiles, position: tuple[Index, ...], la
 
         if rows.kernel <= _UNROLLED_LINES:
             window = [line(as_index(kh)) for kh in range(rows.kernel)]
-        elif is_moved or any(any(inside) for inside in tiles.inside):
+        elif is_moved or any(is_there is not False for inside in tiles.inside for is_there in inside):
             window = [b.loop(rows.kernel, line, name="kh")]
         else:
             window = []
@@ -101,4 +120,4 @@ def _tiles(parts: ConvParts, tiles: ColumnTiles, position: tuple[Index, ...], la
         begin = tile.fill(lambda _, __, lane: parts.start(block * _LANES + lane)) if is_moved else tile.clear()
         return b.seq(tile.declare(), begin, *window, write)
 
-    return b.loop(tiles.count, one, name="t")
+    return parts.each_tile(tiles, one)

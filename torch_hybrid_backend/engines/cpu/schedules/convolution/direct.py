@@ -23,11 +23,18 @@ from dataclasses import dataclass
 from functools import partial
 
 from torch_hybrid_backend.engines.cpu.dot_products import DotProduct
-from torch_hybrid_backend.engines.cpu.schedules.convolution.geometry import Axis, ColumnTiles, column_tiles, is_wide
+from torch_hybrid_backend.engines.cpu.schedules.convolution.geometry import (
+    Axis,
+    ColumnTiles,
+    column_tiles,
+    is_wide,
+    open_column_tiles,
+)
 from torch_hybrid_backend.engines.cpu.schedules.convolution.parts import ConvParts
 from torch_hybrid_backend.engines.cpu.schedules.convolution.tiling import (
     channel_block,
     choose_tiling,
+    most_columns,
     reads_one_long_row,
     vectors_along,
 )
@@ -40,18 +47,21 @@ from torch_hybrid_backend.engines.cpu.schedules.convolution.weight_stream import
 from torch_hybrid_backend.engines.cpu.schedules.register_tiles import (
     LaneFn,
     RegisterTile,
+    by_height,
     by_part,
     by_tile,
     element,
     has_polynomial,
+    lanes_of,
     partials,
+    tile_start,
 )
-from torch_hybrid_backend.engines.cpu.tile_sizes import Split, split_into
+from torch_hybrid_backend.engines.cpu.tile_sizes import split_into
 from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Stmt, TirExpr
 from torch_hybrid_backend.engines.cpu.tir.expressions import word_of
 from torch_hybrid_backend.loops.index import Index, as_index
-from torch_hybrid_backend.sizes.size import known_int
+from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, known_int, known_less, size_hint
 
 # Multiply-adds in one body of the loop over input channels: enough to hide it.
 _UNROLLED_MULTIPLY_ADDS = 56
@@ -59,11 +69,19 @@ _UNROLLED_MULTIPLY_ADDS = 56
 # polynomial in the epilogue keep their registers, and accumulators lose theirs (16 channels of 8 bits before SiLU: a store and a load for
 # every dot product).
 _SHORT_SUM = 256
+# Tests of single columns in a kernel row of a tile; where there are more, tiles inside the image have code of their own (a 7x7 kernel with
+# stride 2: 1.4 times as fast).
+_MOST_TESTS = 4
 
 
 def direct(parts: ConvParts) -> Stmt:
     """The kernel's body."""
-    return _Direct(parts).emit()
+    kernel = _Direct(parts)
+    if not isinstance(kernel.columns.out, Size):
+        return kernel.emit()
+    vectors = kernel.tiling.blocks.size * max(1, parts.block // lanes_of(parts.target, parts.dtype))
+    most = most_columns(parts, kernel.columns, vectors)
+    return by_height(parts.builder, kernel.columns.out, most, vectors, kernel.with_columns)
 
 
 def direct_row(parts: ConvParts) -> Callable[[Index, Index], Stmt]:
@@ -74,6 +92,10 @@ def direct_row(parts: ConvParts) -> Callable[[Index, Index], Stmt]:
 def _even(most: int, step: int, count: int) -> int:
     """The largest multiple of `step`, at most `most`, of which `count` is one; `most` where there is none but small ones."""
     return next((size for size in range(most, most // 2, -step) if count % size == 0), most)
+
+
+# [kernel column][column of a tile]: `ColumnTiles.inside`.
+Inside = tuple[tuple[bool | None, ...], ...]
 
 
 class _Direct:
@@ -88,35 +110,43 @@ class _Direct:
         self.rows, self.columns = parts.rows, parts.columns
         if self.is_flat:
             pixels = parts.rows.out * parts.columns.out
-            self.rows, self.columns = Axis(1, 1, 1, 1, 0, 1), Axis(pixels, pixels, 1, 1, 0, 1)
+            one: Axis[Dim] = Axis(1, 1, 1, 1, 0, 1)
+            self.rows, self.columns = one, Axis(pixels, pixels, 1, 1, 0, 1)
         self.tiling = choose_tiling(parts, self.rows, self.columns, self.is_flat)
+        self.kinds: list[ColumnTiles] = []
+        if not (self.columns.is_open or self.is_flat):
+            self.kinds = column_tiles(self.columns.known(), self.tiling.column_tiles)
         self.channel_block = channel_block(parts)
         self.along = vectors_along(parts)
 
     # Emission.
 
+    def with_columns(self, columns: int) -> Stmt:
+        """The kernel in tiles of that many columns, of which there are as many or more."""
+        self.kinds = open_column_tiles(self.columns, columns)
+        return self.emit()
+
     def emit(self) -> Stmt:
         parts, tiling = self.parts, self.tiling
         if tiling.chunk_rows:
-            pieces = -(-self.rows.out // tiling.chunk_rows)
+            pieces = ceil_div(self.rows.out, tiling.chunk_rows)
             return self.builder.fused(
                 (parts.images, self.groups, tiling.blocks.parts, pieces),
                 lambda at: self._by_blocks(at[0], at[1], at[2], partial(self._chunked, piece=at[3])),
             )
-        columns = split_into(self.columns.out, tiling.column_tiles)
-        inner = columns.parts if self.is_flat else self.rows.out
+        inner = self.rows.out if not self.is_flat else self.kinds[0].count if self.kinds else tiling.column_tiles
 
         def task(image: Index, group: Index, part: Index, position: Index) -> Stmt:
             def at(where: Task) -> Stmt:
-                return self._flat_tile(where, columns, position) if self.is_flat else self._row(where, position)
+                return self._flat_tile(where, position) if self.is_flat else self._row(where, position)
 
             return self._by_blocks(image, group, part, at)
 
         if not streams(parts):
             order = (parts.images, inner, self.groups, tiling.blocks.parts)
             return self.builder.fused(order, lambda at: task(at[0], at[2], at[3], at[1]))
-        order = (parts.images, self.groups, tiling.blocks.parts, inner)
-        return self.builder.fused(order, lambda at: task(*at))
+        by_weight = (parts.images, self.groups, tiling.blocks.parts, inner)
+        return self.builder.fused(by_weight, lambda at: task(*at))
 
     def whole_row(self, image: Index, row: Index) -> Stmt:
         """Compute one output row, all groups and blocks of channels one after the other."""
@@ -135,8 +165,13 @@ class _Direct:
             lambda first, blocks: body(Task(image, group, first, blocks, part)),
         )
 
-    def _flat_tile(self, task: Task, columns: Split, part: Index) -> Stmt:
+    def _flat_tile(self, task: Task, part: Index) -> Stmt:
         """Compute one tile of the single long row of a 1x1 kernel."""
+        if isinstance(self.columns.out, Size):
+            (tiles,) = self.kinds
+            first, begin = tile_start(self.builder, self.columns.out, tiles.columns, part)
+            return self.builder.seq(begin, self._tile(task, as_index(0), first, tiles.columns, tiles.inside, part))
+        columns = split_into(known_int(self.columns.out), self.tiling.column_tiles)
         return by_tile(
             self.builder,
             columns,
@@ -149,18 +184,16 @@ class _Direct:
         b = self.builder
 
         def of(kind: ColumnTiles) -> Stmt:
-            return b.loop(
-                kind.count, lambda t: self._tile(task, row, kind.start(t), kind.columns, kind.inside, row), name="t"
+            return self.parts.each_tile(
+                kind, lambda first: self._tile(task, row, first, kind.columns, kind.inside, row)
             )
 
-        return b.seq(*[of(kind) for kind in column_tiles(self.columns, self.tiling.column_tiles)])
+        return b.seq(*[of(kind) for kind in self.kinds])
 
     def _register_tile(self, task: Task, columns: int) -> RegisterTile:
         return RegisterTile(self.builder, self.parts.printer, columns, task.blocks, self.block, self.parts.dtype)
 
-    def _tile(
-        self, task: Task, row: Index, first: Index, columns: int, inside: tuple[tuple[bool, ...], ...], turn: Index
-    ) -> Stmt:
+    def _tile(self, task: Task, row: Index, first: Index, columns: int, inside: Inside, turn: Index) -> Stmt:
         """Compute one register tile, from zero to its stores; `turn`: the inner loop's over the input."""
         b = self.builder
         tile = self._register_tile(task, columns)
@@ -169,6 +202,13 @@ class _Direct:
             return self._fetch_weight(task, turn, kh, channel)
 
         reduce = self._reduce(tile, task, row, first, inside, as_index(0), self.channels, ahead)
+        if sum(is_there is None for tap in inside for is_there in tap) > _MOST_TESTS:
+            whole = ((True,) * columns,) * self.columns.kernel
+            interior = self._reduce(tile, task, row, first, whole, as_index(0), self.channels, ahead)
+            begin, end = (
+                self.columns.source(first + c, kw) for c, kw in ((0, 0), (columns - 1, self.columns.kernel - 1))
+            )
+            reduce = self.parts.inside(self.columns, begin, self.builder.seq(interior), end, reduce)
 
         def place(vector: int, lane: Index, column: int | Index) -> tuple[Index, ...]:
             return task.image, self._channel(task, vector, lane), *self.pixel(row, first + column)
@@ -223,7 +263,7 @@ class _Direct:
         task: Task,
         row: Index,
         first: Index,
-        inside: tuple[tuple[bool, ...], ...],
+        inside: Inside,
         first_channel: Index,
         channels: int,
         ahead: Callable[[Index, Index], Stmt | None],
@@ -233,7 +273,8 @@ class _Direct:
         dot, border = parts.dot, parts.kernel.border
         around = None if dot is None or not border else word_of(border, dot.group, self.block)
         wide = is_wide(self.columns)
-        taps = [kw for kw in range(self.columns.kernel) if border or any(inside[kw])] if not wide else []
+        columns_of = range(self.columns.kernel) if not wide else ()
+        taps = [kw for kw in columns_of if border or any(is_there is not False for is_there in inside[kw])]
         if not wide and not taps:
             return None
 
@@ -262,8 +303,13 @@ class _Direct:
         def unrolled(kh: Index, source: Index) -> Stmt:
             multiply_adds = len(taps) * tile.rows * tile.vectors
 
+            def of_tap(channel: Index, kw: int) -> list[Stmt | None]:
+                add = partial(step, kh, source, channel, as_index(kw))
+                unknown = [c for c, is_there in enumerate(inside[kw]) if is_there is None]
+                return [add(inside[kw]), *[self._tested(tile.rows, c, as_index(kw), first, add) for c in unknown]]
+
             def single(channel: Index) -> Stmt:
-                return b.seq(*[step(kh, source, channel, as_index(kw), inside[kw]) for kw in taps])
+                return b.seq(*[part for kw in taps for part in of_tap(channel, kw)])
 
             def fetches(channel: Index, is_last: TirExpr) -> list[Stmt | None]:
                 return [
@@ -300,12 +346,7 @@ class _Direct:
 
                 begin, end = self.columns.source(first, kw), self.columns.source(first + (tile.rows - 1), kw)
 
-                def single(c: int) -> Stmt:
-                    there = add([True if c == i else None for i in range(tile.rows)])
-                    other = add([False if c == i else None for i in range(tile.rows)]) if border else None
-                    return parts.inside(self.columns, self.columns.source(first + c, kw), there, other=other)
-
-                singly = map(single, range(tile.rows))
+                singly = [self._tested(tile.rows, c, kw, first, add) for c in range(tile.rows)]
                 return parts.inside(self.columns, begin, add([True] * tile.rows), end, b.seq(*singly))
 
             return b.loop(self.columns.kernel, tap, name="kw")
@@ -336,6 +377,14 @@ class _Direct:
             return parts.inside(self.rows, source, there, other=outside(kh))
 
         return b.loop(self.rows.kernel, kernel_row, name="kh")
+
+    def _tested(
+        self, columns: int, c: int, kw: Index, first: Index, add: Callable[[Sequence[bool | None]], Stmt | None]
+    ) -> Stmt:
+        """`add` at a tap for column `c` alone of a tile from column `first` on: it reads a pixel, or what lies around the image."""
+        there = add([True if c == i else None for i in range(columns)])
+        other = add([False if c == i else None for i in range(columns)]) if self.parts.kernel.border else None
+        return self.parts.inside(self.columns, self.columns.source(first + c, kw), there, other=other)
 
     def _each_vector(
         self,
@@ -419,7 +468,7 @@ class _Direct:
         """A share of the weight that this core reads next, unless it stays in the cache. All tiles of a row ask for the same."""
         if not streams(self.parts):
             return None
-        turns = self.tiling.column_tiles if self.is_flat else self.rows.out
+        turns = self.tiling.column_tiles if self.is_flat else size_hint(self.rows.out)
         channel_steps = max(1, self.channels // self.channel_block)
         stream = WeightStream(self.parts, self.tiling.blocks.parts, turns, self.rows.kernel * channel_steps)
         step = (turn * self.rows.kernel + kh) * channel_steps + channel // self.channel_block
@@ -432,26 +481,26 @@ class _Direct:
         b, tiling, columns = self.builder, self.tiling, self.columns.out
         width = task.blocks * self.block
         sums = b.local(tiling.chunk_rows * columns * width, self.parts.dtype, "sums")
-        kinds = column_tiles(self.columns, tiling.column_tiles)
 
         def each_row(body: Callable[[Index, Index], Stmt]) -> Stmt:
             def at(r: Index) -> Stmt:
                 row = piece * tiling.chunk_rows + r
                 statement = body(row, r)
-                return b.when(b.index(row) < self.rows.out, statement) if row.high >= self.rows.out else statement
+                if known_less(row.high, self.rows.out):
+                    return statement
+                return b.when(b.index(row) < b.size(self.rows.out), statement)
 
             return b.loop(tiling.chunk_rows, at, name="r")
 
         def add(chunk: Index, row: Index, r: Index, kind: ColumnTiles) -> Stmt:
-            def at(t: Index) -> Stmt:
-                first = kind.start(t)
+            def at(first: Index) -> Stmt:
                 tile = self._register_tile(task, kind.columns)
                 start = (r * columns + first) * width
                 ahead = partial(chunks.prefetch, task, chunk, r)
                 reduce = self._reduce(tile, task, row, first, kind.inside, chunk * tiling.chunk, tiling.chunk, ahead)
                 return b.seq(tile.declare(), tile.restore(sums, start), reduce, tile.spill(sums, start))
 
-            return b.loop(kind.count, at, name="t")
+            return self.parts.each_tile(kind, at)
 
         def write(row: Index, r: Index) -> Stmt:
             return self._with_tail(
@@ -469,7 +518,7 @@ class _Direct:
                 ),
             )
 
-        pieces = -(-self.rows.out // tiling.chunk_rows)
+        pieces = -(-size_hint(self.rows.out) // tiling.chunk_rows)
         chunks = WeightChunks(self.parts, self.channels // tiling.chunk, tiling.chunk_rows, pieces, self.channel_block)
         first = task.group * self.blocks + task.first_block
         begin = b.loop(
@@ -479,7 +528,7 @@ class _Direct:
         )
         each_chunk = b.loop(
             self.channels // tiling.chunk,
-            lambda chunk: each_row(lambda row, r: b.seq(*[add(chunk, row, r, kind) for kind in kinds])),
+            lambda chunk: each_row(lambda row, r: b.seq(*[add(chunk, row, r, kind) for kind in self.kinds])),
             name="chunk",
         )
         return b.seq(b.alloc(sums), begin, each_chunk, each_row(write))
@@ -495,7 +544,7 @@ class _VectorSteps:
     kh: Index
     source: Index
     first: Index
-    inside: tuple[tuple[bool, ...], ...]
+    inside: Inside
     taps: Sequence[int]
 
     def body(self, around: TirExpr | None) -> Callable[[Index], Stmt] | None:

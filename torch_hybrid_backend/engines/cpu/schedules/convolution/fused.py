@@ -67,10 +67,11 @@ class _Chain:
             self.rings.append(_Ring(builder.local(span, between.dtype, "rows"), builder.local(1, "int32", "next")))
             arguments[between] = (self.rings[-1].array, layout)
         self.parts = [ConvParts(stage, builder, Printer(builder, arguments), target) for stage in stages]
+        self.axes = [parts.rows.known() for parts in self.parts]
         self.rows: list[RowFn] = [depthwise_row(parts) or direct_row(parts) for parts in self.parts]
 
     def emit(self) -> Stmt:
-        b, images, out = self.builder, self.kernel.domain[0].extent, self.parts[-1].rows.out
+        b, images, out = self.builder, self.kernel.domain[0].extent, self.axes[-1].out
         count = strips(images, out, self.target)
         height = -(-out // count)
 
@@ -91,7 +92,7 @@ class _Chain:
         """Sets the first row that each stage computes for a strip which begins at output row `first`."""
         b, low, found = self.builder, self.builder.index(first), []
         for n in reversed(range(len(self.rings))):
-            axis = self.parts[n + 1].rows
+            axis = self.axes[n + 1]
             low = tir.maximum(low * axis.stride - axis.padding, b.size(0))
             found.append(b.store(self.rings[n].next_row, 0, low))
         return found
@@ -103,7 +104,7 @@ class _Chain:
 
     def _advance(self, stage: int, image: Index, row: Index) -> Stmt:
         """The rows of a stage that output row `row` of the next one is the first to need."""
-        b, axis, ring = self.builder, self.parts[stage + 1].rows, self.rings[stage]
+        b, axis, ring = self.builder, self.axes[stage + 1], self.rings[stage]
         if axis.is_pointwise:
             return self._row(stage, image, row)
         end = tir.minimum(b.index(axis.source(row, axis.kernel - 1) + 1), b.size(axis.size))
@@ -117,7 +118,7 @@ class _Chain:
         return b.seq(bind, loop, b.store(ring.next_row, 0, tir.maximum(end, b.index(begin))))
 
 
-def _window(axis: Axis) -> int:
+def _window(axis: Axis[int]) -> int:
     """Rows that one output row reads, those in between included."""
     return (axis.kernel - 1) * axis.dilation + 1
 

@@ -8,8 +8,8 @@ from functools import partial
 
 from torch_hybrid_backend.engines.cpu.dot_products import DotProduct
 from torch_hybrid_backend.engines.cpu.kernels import CpuConvKernel
-from torch_hybrid_backend.engines.cpu.schedules.convolution.geometry import Axis, axes
-from torch_hybrid_backend.engines.cpu.schedules.register_tiles import RegisterTile, count_operations
+from torch_hybrid_backend.engines.cpu.schedules.convolution.geometry import Axis, ColumnTiles, axes
+from torch_hybrid_backend.engines.cpu.schedules.register_tiles import RegisterTile, count_operations, tile_start
 from torch_hybrid_backend.engines.cpu.schedules.transposition import transposed
 from torch_hybrid_backend.engines.cpu.schedules.vector_stores import stored_vector
 from torch_hybrid_backend.engines.cpu.target import LINE_BYTES, Target
@@ -22,7 +22,7 @@ from torch_hybrid_backend.engines.cpu.weights import Panels, Taps, Winograd
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
 from torch_hybrid_backend.loops.ir import Buffer, Load, compute_dtype, loads_of
 from torch_hybrid_backend.loops.layout import Blocked
-from torch_hybrid_backend.sizes.size import known_int
+from torch_hybrid_backend.sizes.size import Dim, known_at_most, known_int, known_less
 
 # Columns of the narrowest register tile that is turned before it is stored.
 _FEWEST_TURNED = 4
@@ -125,15 +125,27 @@ class ConvParts:
         return self.printer.expr(Load(compute_dtype(self.packed.dtype), self.packed, position), {})
 
     def inside(
-        self, axis: Axis, position: Index, body: Stmt, last: Index | None = None, other: Stmt | None = None
+        self, axis: Axis[Dim], position: Index, body: Stmt, last: Index | None = None, other: Stmt | None = None
     ) -> Stmt:
         """`body` where input position `position` (to `last`, if given) exists, else `other`; no test where it always does."""
         b, tests, last = self.builder, [], position if last is None else last
-        if position.low < 0:
+        if not known_at_most(0, position.low):
             tests.append(b.index(position) >= 0)
-        if last.high >= axis.size:
-            tests.append(b.index(last) < axis.size)
+        if not known_less(last.high, axis.size):
+            tests.append(b.index(last) < b.size(axis.size))
         return b.when(functools.reduce(tir.logical_and, tests), body, other) if tests else body
+
+    def each_tile(self, tiles: ColumnTiles, body: Callable[[Index], Stmt]) -> Stmt:
+        """`body(first column)` for each of some tiles."""
+        b, out = self.builder, tiles.out
+
+        def at(number: Index) -> Stmt:
+            if out is None:
+                return body(tiles.start(number))
+            first, begin = tile_start(b, out, tiles.columns, number)
+            return b.seq(begin, body(first))
+
+        return b.loop(tiles.count, at, name="t")
 
     def env(self, image: Index, channel: Index, row: Index, column: Index) -> dict[LoopVar, Index]:
         """The kernel's variables at one output element."""

@@ -46,7 +46,7 @@ class _PixelPairs:
         self.dot = parts.dot
         _, self.all_blocks, _, self.steps, _, self.block, _ = map(known_int, parts.packed.shape)
         self.tail = parts.out_channels - (self.all_blocks - 1) * self.block
-        self.pixels = parts.rows.out * parts.columns.out
+        self.pixels = parts.rows.known().out * parts.columns.known().out
         self.blocks, self.pairs = self._tiling()
 
     def _tiling(self) -> tuple[Split, int]:

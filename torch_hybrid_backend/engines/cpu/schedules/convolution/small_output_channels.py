@@ -12,21 +12,32 @@ The same sums as of the direct rule, in another order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from torch_hybrid_backend.engines.cpu.schedules.convolution.geometry import ColumnTiles, column_tiles, is_wide
+from torch_hybrid_backend.engines.cpu.schedules.convolution.geometry import (
+    ColumnTiles,
+    column_tiles,
+    is_wide,
+    open_column_tiles,
+)
 from torch_hybrid_backend.engines.cpu.schedules.convolution.parts import ConvParts
-from torch_hybrid_backend.engines.cpu.schedules.register_tiles import IN_FLIGHT, RegisterTile, by_part, partials
+from torch_hybrid_backend.engines.cpu.schedules.register_tiles import (
+    IN_FLIGHT,
+    RegisterTile,
+    by_height,
+    by_part,
+    partials,
+)
 from torch_hybrid_backend.engines.cpu.schedules.transposition import transposed
 from torch_hybrid_backend.engines.cpu.tile_sizes import lane_chunks, split_into, strips
 from torch_hybrid_backend.engines.cpu.tir.builder import Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import loads_of
 from torch_hybrid_backend.loops.layout import Blocked
-from torch_hybrid_backend.sizes.size import size_hint
+from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, size_hint
 
-# [tap][column of a tile]: whether the column reads inside the input at that kernel column.
-Inside = tuple[tuple[bool, ...], ...]
+# [tap][column of a tile]: `ColumnTiles.inside`.
+Inside = tuple[tuple[bool | None, ...], ...]
 # Cycles of transposing and adding an accumulator, and of copying an element of the weight, by instructions.
 _SUM_CYCLES, _COPY_CYCLES = 6, 2
 # It must be that much faster than a direct sum by estimate.
@@ -48,7 +59,8 @@ def _serves(parts: ConvParts) -> bool:
     if not layouts or not all(isinstance(layout, Blocked) and layout.block == lanes for layout in layouts):
         return False
     steps = parts.rows.kernel * parts.columns.kernel * parts.in_channels
-    pixels = parts.columns.out * -(-parts.rows.out // strips(parts.images, parts.rows.out, parts.target))
+    rows, columns = parts.rows.typical().out, parts.columns.typical().out
+    pixels = columns * -(-rows // strips(parts.images, rows, parts.target))
     per_pixel = outputs * (steps / (2 * lanes) + _SUM_CYCLES + _COPY_CYCLES * steps / max(1, pixels))
     return size_hint(parts.images) > 0 and per_pixel * _GAIN < steps / 2
 
@@ -73,25 +85,45 @@ class _FewOutputs:
         found = _tile_columns(parts)
         assert found is not None
         self.columns = found
-        self.strips = split_into(parts.rows.out, strips(parts.images, parts.rows.out, parts.target))
+        self.strips = strips(parts.images, parts.rows.typical().out, parts.target)
         size = self.taps * parts.in_channels * self.outputs
         self.weight = parts.builder.workspace(size, parts.dtype, "copied")
 
     def emit(self) -> Stmt:
-        b, columns = self.builder, self.parts.columns
-        kinds = column_tiles(columns, -(-columns.out // self.lanes))
+        columns = self.parts.columns
+        if isinstance(columns.out, Size):
+            return by_height(
+                self.builder, columns.out, self.lanes, 1, lambda width: self._tasks(open_column_tiles(columns, width))
+            )
+        return self._tasks(column_tiles(columns.known(), -(-columns.out // self.lanes)))
+
+    def _tasks(self, kinds: Sequence[ColumnTiles]) -> Stmt:
+        b, out = self.builder, self.parts.rows.out
 
         def task(at: tuple[Index, ...]) -> Stmt:
             image, strip = at
 
+            def row(position: Index) -> Stmt:
+                return b.seq(*[self._chunks(kind, image, position) for kind in kinds])
+
             def rows(start: Index, count: int) -> Stmt:
-                return b.loop(
-                    count, lambda r: b.seq(*[self._chunks(kind, image, start + r) for kind in kinds]), name="row"
-                )
+                return b.loop(count, lambda r: row(start + r), name="row")
 
-            return b.seq(b.alloc_on_heap(self.weight), self._copy(), by_part(b, self.strips, strip, rows))
+            def open_rows(height: Dim) -> Stmt:
+                def at(r: Index) -> Stmt:
+                    position = strip * height + r
+                    return b.when(b.index(position) < b.size(out), row(position))
 
-        return b.fused((self.parts.images, self.strips.parts), task)
+                return b.loop(height, at, name="row")
+
+            every = (
+                open_rows(ceil_div(out, self.strips))
+                if isinstance(out, Size)
+                else by_part(b, split_into(out, self.strips), strip, rows)
+            )
+            return b.seq(b.alloc_on_heap(self.weight), self._copy(), every)
+
+        return b.fused((self.parts.images, self.strips), task)
 
     def _weight_at(self, block: Index, kh: Index, kw: Index | int, output: Index | int, lane: Index) -> Index:
         tap = kh * self.parts.columns.kernel + kw
@@ -114,8 +146,7 @@ class _FewOutputs:
         """All vectors' worths of columns of one kind in an output row."""
         b = self.builder
 
-        def chunk(number: Index) -> Stmt:
-            first = kind.start(number)
+        def chunk(first: Index) -> Stmt:
             sums = b.local(self.outputs * self.lanes * self.lanes, self.parts.dtype, "sums")
 
             def of(start: int, count: int, inside: Inside) -> Stmt:
@@ -131,7 +162,7 @@ class _FewOutputs:
             )
             return b.seq(b.alloc(sums), *tiles, write)
 
-        return b.loop(kind.count, chunk, name="t")
+        return self.parts.each_tile(kind, chunk)
 
     def _tiles(self, kind: ColumnTiles) -> list[tuple[int, int, Inside]]:
         """(first column, number of tiles, `inside` of each) of the runs of register tiles of a chunk that need the same code."""
@@ -148,30 +179,40 @@ class _FewOutputs:
         """The sums, lane by lane, of the columns from the chunk's column `start` on: sums[output, column, lane]."""
         b, parts, columns, count = self.builder, self.parts, self.parts.columns, len(inside[0])
         # Few accumulators: each is several, or an addition would wait for the one before it.
-        steps = self.blocks * sum(map(any, inside))
+        read = [any(is_there is not False for is_there in tap) for tap in inside]
+        steps = self.blocks * sum(read)
         ways = RegisterTile.ways_for(count * self.outputs, steps) if count * self.outputs < IN_FLIGHT else 1
         tile = RegisterTile(b, parts.printer, count, self.outputs, self.lanes, parts.dtype, ways)
 
-        def tap(block: Index, kh: Index, source: Index, kw: int, way: int) -> Stmt | None:
+        def tap(block: Index, kh: Index, source: Index, kw: int, way: int) -> list[Stmt | None]:
+            def at(column: int) -> Index:
+                return columns.source(first + start + column, kw)
+
             def x(column: int) -> Callable[[Index], TirExpr]:
-                at = columns.source(first + start + column, kw)
-                return lambda lane: parts.x(image, block * self.lanes + lane, source, at)
+                return lambda lane: parts.x(image, block * self.lanes + lane, source, at(column))
 
             def weight(output: int, lane: Index) -> TirExpr:
                 return b.load(self.weight, self._weight_at(block, kh, kw, output, lane))
 
-            scalars = [x(column) if inside[kw][column] else None for column in range(count)]
-            return tile.accumulate(scalars, partials(weight, self.outputs), way)
+            def add(reads: Sequence[bool | None]) -> Stmt | None:
+                scalars = [x(column) if is_there else None for column, is_there in enumerate(reads)]
+                return tile.accumulate(scalars, partials(weight, self.outputs), way)
+
+            def tested(column: int) -> Stmt:
+                return parts.inside(columns, at(column), b.seq(add([c == column for c in range(count)])))
+
+            unknown = [column for column, is_there in enumerate(inside[kw]) if is_there is None]
+            return [add(inside[kw]), *map(tested, unknown)]
 
         def kernel_row(kh: Index) -> Stmt:
             source = parts.rows.source(row, kh)
 
             def block(number: Index) -> Stmt:
-                return b.seq(*[tap(number, kh, source, kw, kw % ways) for kw in range(columns.kernel)])
+                return b.seq(*[step for kw in range(columns.kernel) for step in tap(number, kh, source, kw, kw % ways)])
 
             return parts.inside(parts.rows, source, b.loop(self.blocks, block, name="cb"))
 
-        window = b.loop(parts.rows.kernel, kernel_row, name="kh") if any(map(any, inside)) else None
+        window = b.loop(parts.rows.kernel, kernel_row, name="kh") if any(read) else None
         places = [
             (column, output, (start + (output * self.lanes + column)) * self.lanes)
             for column in range(count)

@@ -13,7 +13,7 @@ from torch_hybrid_backend.engines.cpu.tile_sizes import MAX_ROWS, Split, max_row
 from torch_hybrid_backend.loops.index import Index, LoopVar
 from torch_hybrid_backend.loops.ir import loads_of
 from torch_hybrid_backend.loops.layout import Blocked
-from torch_hybrid_backend.sizes.size import known_int, size_hint
+from torch_hybrid_backend.sizes.size import Dim, known_int, size_hint
 
 # How much longer a kernel takes whose streamed weights push each other out of the cache: 2048x7x7 to 512, 1x1 (docs/performance.md).
 _CROWDED = 1.15
@@ -61,7 +61,7 @@ def vectors_along(parts: ConvParts) -> str:
     """ "channels" or "columns": along which neighbours of the input are loaded as a vector, whose elements are then multiplied one by one; ""
     where they are loaded one by one."""
     lanes = lanes_of(parts.target, parts.dtype)
-    if not parts.target.isa.loads_apart or parts.block != lanes:
+    if not parts.target.isa.loads_apart or parts.block != lanes or parts.columns.is_open:
         return ""
     steps = [
         (step(offset, parts.kernel.x_vars[1]), step(offset, parts.kernel.x_vars[-1]))
@@ -72,15 +72,16 @@ def vectors_along(parts: ConvParts) -> str:
     return "columns" if parts.dot is not None and all(across == parts.together for _, across in steps) else ""
 
 
-def choose_tiling(parts: ConvParts, rows: Axis, columns: Axis, is_flat: bool) -> Tiling:
+def choose_tiling(parts: ConvParts, open_rows: Axis[Dim], open_columns: Axis[Dim], is_flat: bool) -> Tiling:
     """Blocks and columns per register tile: the kernel's `schedule_rank` of those there are, by estimated time; ties go to fewer loads."""
     groups, all_blocks, *_ = map(known_int, parts.packed.shape)
+    rows, columns = open_rows.typical(), open_columns.typical()
     target, vectors = parts.target, max(1, parts.block // lanes_of(parts.target, parts.dtype))
     found: dict[tuple[Split, int], float] = {}
     time = _vector_tile_time if vectors_along(parts) else _tile_time
     for most in range(1, min(all_blocks, target.isa.registers // 4) + 1):
         blocks = split_into(all_blocks, -(-all_blocks // most))
-        tiles = -(-columns.out // _most_columns(parts, columns, blocks.size * vectors))
+        tiles = -(-columns.out // most_columns(parts, columns, blocks.size * vectors))
         split = split_into(columns.out, tiles)
         chunk_rows = _chunks(parts, rows, columns, blocks)[1]
         turns = -(-rows.out // chunk_rows) if chunk_rows else tiles if is_flat else rows.out
@@ -107,7 +108,7 @@ def choose_tiling(parts: ConvParts, rows: Axis, columns: Axis, is_flat: bool) ->
     return Tiling(blocks, tiles, *_chunks(parts, rows, columns, blocks))
 
 
-def _most_columns(parts: ConvParts, columns: Axis, vectors: int) -> int:
+def most_columns(parts: ConvParts, columns: Axis[Dim], vectors: int) -> int:
     """The most output columns of a register tile.
 
     LLVM keeps an input element in a register that several columns read at different taps of an unrolled kernel row: those need
@@ -129,7 +130,7 @@ def _most_columns(parts: ConvParts, columns: Axis, vectors: int) -> int:
     return next((c for c in range(most, 0, -1) if c * vectors + columns.shared(c) <= registers), 1)
 
 
-def _chunks(parts: ConvParts, rows: Axis, columns: Axis, blocks: Split) -> tuple[int, int]:
+def _chunks(parts: ConvParts, rows: Axis[int], columns: Axis[int], blocks: Split) -> tuple[int, int]:
     """Input channels and output rows per chunk; (all channels, 0) where the weight of one task fits the cache."""
     groups, _, _, channels, _, block = map(known_int, parts.packed.shape[:6])
     together, l2 = channel_block(parts), parts.target.l2_bytes

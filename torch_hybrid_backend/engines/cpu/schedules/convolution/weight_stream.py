@@ -24,7 +24,8 @@ _MAX_LINES = 64
 def streams(parts: ConvParts) -> bool:
     """True if the weight is gone through once: it is larger than an image of the input, or than half the cache, where it could stay."""
     weight = math.prod(map(known_int, parts.packed.shape[:6])) * parts.weight_bytes
-    image = parts.in_channels // parts.together * parts.rows.size * parts.columns.size * parts.x_bytes
+    pixels = size_hint(parts.rows.size * parts.columns.size)
+    image = parts.in_channels // parts.together * pixels * parts.x_bytes
     return weight > min(parts.target.l2_bytes // 2, image)
 
 

@@ -29,15 +29,21 @@ from torch_hybrid_backend.engines.cpu.operands.winograd_cost import winograd_tas
 from torch_hybrid_backend.engines.cpu.operands.winograd_transform import POINTS, even_polynomial, tile_size
 from torch_hybrid_backend.engines.cpu.schedules.convolution.geometry import Axis
 from torch_hybrid_backend.engines.cpu.schedules.convolution.parts import ConvParts
-from torch_hybrid_backend.engines.cpu.schedules.register_tiles import LaneFn, RegisterTile, lanes_of, partials
+from torch_hybrid_backend.engines.cpu.schedules.register_tiles import (
+    LaneFn,
+    RegisterTile,
+    by_tall_height,
+    lanes_of,
+    partials,
+)
 from torch_hybrid_backend.engines.cpu.target import LINE_BYTES
-from torch_hybrid_backend.engines.cpu.tile_sizes import max_rows, split_at_most
+from torch_hybrid_backend.engines.cpu.tile_sizes import Split, max_rows, split_at_most
 from torch_hybrid_backend.engines.cpu.tir import expressions as tir
 from torch_hybrid_backend.engines.cpu.tir.builder import Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.cpu.tir.math import is_finite, is_nan, opaque
 from torch_hybrid_backend.engines.cpu.weights import Winograd
 from torch_hybrid_backend.loops.index import Index, as_index
-from torch_hybrid_backend.sizes.size import known_int
+from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, known_at_most, known_int, known_less, size_hint
 
 # The value at a position along one side of a tile, and where a transformed one goes.
 Read = Callable[[int], TirExpr]
@@ -63,11 +69,16 @@ class _Winograd:
         self.groups = parts.kernel.groups
         self.out_parts, self.out_channels = all_parts // self.groups, parts.out_channels // self.groups  # of a group
         self.vectors = self.width // self.lanes
-        self.tile_rows, self.tile_columns = -(-parts.rows.out // self.m), -(-parts.columns.out // self.m)
+        self.tile_rows, self.tile_columns = ceil_div(parts.rows.out, self.m), ceil_div(parts.columns.out, self.m)
         self.total = parts.images * (self.tile_rows * self.tile_columns)
         size = (parts.rows.out, parts.columns.out)
         tasks = winograd_tasks(parts.images, self.out_channels, self.channels, size, self.m, self.target, self.groups)
         self.tiles, self.runs, self.channel_groups = tasks.tiles, tasks.runs, tasks.channel_groups
+        self.per_run = tasks.per_run
+        by_element = self.target.isa.loads_apart and lanes_of(self.target, self.dtype) == self.lanes
+        self.by_element, self.most_rows = by_element, max_rows(self.vectors, self.target, by_element=by_element)
+        if isinstance(self.per_run, Size):
+            self.tiles += self.most_rows - 1  # a register tile may begin with the last one
         self.channel_blocks = self.channels // self.lanes  # `winograd_cost` takes whole blocks only
         # One vector more than full: a power of two would put all positions of a tile into one set of the cache.
         self.v_stride = (self.channel_blocks * self.tiles + 1) * self.lanes
@@ -113,7 +124,7 @@ class _Winograd:
         b = self.builder
 
         def at(t: Index) -> Stmt:
-            number = run * self.tiles + t
+            number = run * self.per_run + t
             bounded, bind = b.bound(b.index(number), self.total, "tile")
             row = bounded // self.tile_columns
             image = row // self.tile_rows if self.parts.images != 1 else as_index(0)
@@ -122,7 +133,7 @@ class _Winograd:
                 return statement
             return b.when(b.index(number) < b.size(self.total), statement)
 
-        return b.loop(self.tiles, at, name="t")
+        return b.loop(self.per_run, at, name="t")
 
     # Step 1.
 
@@ -163,7 +174,7 @@ class _Winograd:
 
         return self._each_tile(run, tile)
 
-    def _source(self, axis: Axis, first: Index, i: Index) -> Index:
+    def _source(self, axis: Axis[Dim], first: Index, i: Index) -> Index:
         """The input position of element `i` of tile `first`; may lie outside."""
         return first * self.m + i - axis.padding
 
@@ -182,7 +193,7 @@ class _Winograd:
         b, parts = self.builder, self.parts
         binds: list[Stmt] = []
 
-        def position(axis: Axis, first: Index, i: Index) -> tuple[Index, list[TirExpr]]:
+        def position(axis: Axis[Dim], first: Index, i: Index) -> tuple[Index, list[TirExpr]]:
             """The position, moved inside the input, and the tests that it was there."""
             source = self._source(axis, first, i)
             if not is_masked:
@@ -190,9 +201,7 @@ class _Winograd:
                 return source, []
             tests = _tests(parts, source, axis.size)
             if tests:
-                inside = tir.maximum(
-                    tir.minimum(b.index(source), tir.const(axis.size - 1, "int32")), tir.const(0, "int32")
-                )
+                inside = tir.maximum(tir.minimum(b.index(source), b.size(axis.size - 1)), b.size(0))
                 source, bind = b.bound(inside, axis.size, "at")
                 binds.append(bind)
             return source, tests
@@ -274,13 +283,11 @@ class _Winograd:
     def _multiply(self, transformed: TirBuffer, products: TirBuffer, group: Index, out_part: Index) -> Stmt:
         b, parts = self.builder, self.parts
         part = group * self.out_parts + out_part
-        by_element = self.target.isa.loads_apart and lanes_of(self.target, self.dtype) == self.lanes
-        split = split_at_most(self.tiles, max_rows(self.vectors, self.target, by_element=by_element))
 
-        def position(p: Index) -> Stmt:
+        def position(p: Index, split: Split) -> Stmt:
             def rows(number: Index, first: Index, count: int) -> Stmt:
                 tile = RegisterTile(
-                    b, parts.printer, count, self.vectors, self.lanes, self.dtype, by_element=by_element
+                    b, parts.printer, count, self.vectors, self.lanes, self.dtype, by_element=self.by_element
                 )
 
                 def scalar(block: Index, channel: Index, row: int) -> TirExpr:
@@ -316,12 +323,22 @@ class _Winograd:
                     tile.spill(products, p * self.m_stride + first * self.width, self.width),
                 )
 
-            def run(tile: int, count: int, size: int) -> Stmt:
+            def run(tile: int, count: Dim, size: int) -> Stmt:
                 return b.loop(count, lambda i: rows(i + tile, i * size + split.start(tile), size), name="r")
 
+            if isinstance(self.per_run, Size):
+                return run(0, ceil_div(self.per_run, split.size), split.size)
             return b.seq(*[run(*each) for each in split.runs()])
 
-        return b.loop(self.positions, position, name="p")
+        def positions(split: Split) -> Stmt:
+            return b.loop(self.positions, lambda p: position(p, split), name="p")
+
+        if isinstance(self.per_run, Size):
+            parts_of = -(-size_hint(self.per_run) // self.most_rows)
+            return by_tall_height(
+                b, self.per_run, self.most_rows, lambda height: positions(Split(parts_of, height, parts_of))
+            )
+        return positions(split_at_most(self.tiles, self.most_rows))
 
     def _prefetching(
         self, tile: RegisterTile, panel: Index, block: Index, number: Index, tiles: int
@@ -464,11 +481,11 @@ class _Winograd:
         return self.parts.printer.vector_loop(self.lanes, body)
 
 
-def _tests(parts: ConvParts, position: Index, size: int) -> list[TirExpr]:
+def _tests(parts: ConvParts, position: Index, size: Dim) -> list[TirExpr]:
     """The tests that tell whether 0 <= position < size."""
     b, tests = parts.builder, []
-    if position.low < 0:
+    if not known_at_most(0, position.low):
         tests.append(b.index(position) >= 0)
-    if position.high >= size:
-        tests.append(b.index(position) < size)
+    if not known_less(position.high, size):
+        tests.append(b.index(position) < b.size(size))
     return tests
