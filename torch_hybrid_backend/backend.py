@@ -61,7 +61,7 @@ from torch_hybrid_backend.torch_private import (
 log = logging.getLogger(__name__)
 register()
 trace_recurrent_layers(__package__)
-begin_with_first_trace()
+begin_with_first_trace(__package__)
 
 
 class _Unwrapped(ShortenTraceback):

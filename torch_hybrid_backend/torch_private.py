@@ -170,13 +170,11 @@ __all__ = [
     "aot_autograd",
     "around_compilations",
     "below_autograd",
-    "call_before_traces",
     "clear_fx_tracing_flag",
     "compile_aotinductor",
     "compile_lock",
     "compiled_autograd",
     "compiler_bisector",
-    "compiling_backends",
     "conjugate_view",
     "core_aten_decompositions",
     "count_torch_dispatch_modes",
@@ -200,6 +198,7 @@ __all__ = [
     "inductor_options",
     "is_any_autocast_enabled",
     "is_compiled_ahead_of_time",
+    "is_compiling_for",
     "is_traceable_wrapper_subclass",
     "kernel_switches",
     "load_aotinductor",
@@ -276,19 +275,28 @@ def around_compilations(begin: Callable[[], None], end: Callable[[], None]) -> N
     register()
 
 
-def compiling_backends() -> list[Any]:
-    """The backend for which Dynamo compiles on this thread right now, and what it is wrapped in; none outside of a compilation."""
+def is_compiling_for(package: str) -> bool:
+    """True if Dynamo compiles on this thread right now for a backend of a package, whatever the backend is wrapped in."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "_compile" and frame.f_globals.get("__name__") == "torch._dynamo.convert_frame":
-            found, backend = [], frame.f_locals.get("compiler_fn")
-            while backend is not None and backend not in found:
-                found.append(backend)
-                inner = (getattr(backend, name, None) for name in ("_torchdynamo_orig_backend", "compiler_fn", "func"))
-                backend = next((b for b in inner if b is not None), None)
-            return found
+            return any(_is_of(backend, package) for backend in _unwrapped(frame.f_locals.get("compiler_fn")))
         frame = frame.f_back  # type: ignore[assignment]
-    return []
+    return False
+
+
+def _is_of(backend: object, package: str) -> bool:
+    return str(getattr(backend, "__module__", "")).partition(".")[0] == package
+
+
+def _unwrapped(backend: Any) -> list[Any]:
+    """A backend as Dynamo holds it, and what it is wrapped in, one within the other."""
+    found: list[Any] = []
+    while backend is not None and backend not in found:
+        found.append(backend)
+        inner = (getattr(backend, name, None) for name in ("_torchdynamo_orig_backend", "compiler_fn", "func"))
+        backend = next((b for b in inner if b is not None), None)
+    return found
 
 
 def clear_fx_tracing_flag() -> None:
@@ -347,17 +355,6 @@ def graph_from_pickle(data: bytes) -> tuple[torch.fx.GraphModule, FakeTensorMode
     graph_module.meta["dynamo_compile_id"] = None  # AOTAutograd takes graphs that have one for Dynamo's
     graph_module.recompile()
     return graph_module, fake_mode
-
-
-def call_before_traces(callback: Callable[[], None]) -> None:
-    """Have Dynamo call `callback` when it begins to trace a function, whatever the backend is; until Dynamo is reset."""
-    from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
-
-    def begin(args: CallbackArgs) -> None:
-        if args.callback_trigger is CallbackTrigger.DYNAMO:
-            callback()
-
-    callback_handler.register_start_callback(begin)
 
 
 def deferred_full_gc() -> Callable[[], AbstractContextManager[None]] | None:

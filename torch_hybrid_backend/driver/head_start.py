@@ -18,14 +18,20 @@ from torch_hybrid_backend.engines.cpu.engine import TvmEngine
 from torch_hybrid_backend.errors import CacheError, ConfigError, ignored
 from torch_hybrid_backend.partition.seen_graphs import SeenGraphs
 from torch_hybrid_backend.storage.store import Store
-from torch_hybrid_backend.torch_private import call_before_traces
+from torch_hybrid_backend.torch_private import around_compilations, is_compiling_for
 
 _MOST_PROCESSES = 4  # more start when a graph turns out to need them
 
 
-def begin_with_first_trace() -> None:
-    """Have Dynamo's first trace in this process start compiler processes."""
-    call_before_traces(functools.cache(_begin))
+def begin_with_first_trace(package: str) -> None:
+    """Have the first trace of Dynamo's for a backend of a package start compiler processes."""
+    started = functools.cache(_start)
+
+    def begin() -> None:
+        if is_compiling_for(package):
+            started()
+
+    around_compilations(begin, lambda: None)
 
 
 def program_key() -> str:
@@ -38,7 +44,7 @@ def program_key() -> str:
     return hashlib.sha256("\0".join(["program", *sys.orig_argv, written]).encode(errors="replace")).hexdigest()
 
 
-def _begin() -> None:
+def _start() -> None:
     try:
         config = Config.from_env(os.environ)
         engines = config.select(config.engines or (TvmEngine.NAME,))

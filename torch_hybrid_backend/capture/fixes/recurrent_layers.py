@@ -19,8 +19,8 @@ from torch_hybrid_backend.torch_private import (
     OpOverload,
     around_compilations,
     below_autograd,
-    compiling_backends,
     dynamo_config,
+    is_compiling_for,
     meta_table,
 )
 
@@ -29,13 +29,12 @@ _OPERATORS: tuple[OpOverload, ...] = (aten.lstm.input, aten.gru.input, aten.rnn_
 _ALLOWED: list[bool] = []  # Dynamo's setting, once for each compilation that is under way
 
 
-def trace_recurrent_layers(backend_module: str) -> None:
-    """Have Dynamo trace recurrent layers, from now on, where it compiles without gradients for a backend that a module named so defines."""
+def trace_recurrent_layers(package: str) -> None:
+    """Have Dynamo trace recurrent layers, from now on, where it compiles without gradients for a backend of a package."""
 
     def begin() -> None:
         _ALLOWED.append(dynamo_config.allow_rnn)
-        ours = any(getattr(backend, "__module__", "").startswith(backend_module) for backend in compiling_backends())
-        if ours and not torch.is_grad_enabled():
+        if is_compiling_for(package) and not torch.is_grad_enabled():
             dynamo_config.allow_rnn = True
 
     def end() -> None:
