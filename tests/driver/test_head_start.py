@@ -24,7 +24,7 @@ from torch_hybrid_backend.engines.cpu.tir import compiler
 compile_for_dynamo = backend.compile_for_dynamo
 
 def counted(*args, **told):
-    print(len(shared_compiler(compiler, Config.from_env({}).compile_threads).process_ids()))
+    print(len(shared_compiler(compiler, 2).process_ids()))
     return compile_for_dynamo(*args, **told)
 
 backend.compile_for_dynamo = counted
@@ -34,7 +34,7 @@ torch.compile(lambda x: torch.relu(x) + 1, backend="hybrid")(torch.ones(8))
 
 def _started(folder: Path, **variables: str) -> int:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HYBRID_")}
-    environment |= {"HYBRID_CACHE_DIR": str(folder / "cache"), "HYBRID_PROGRESS": "0", **variables}
+    environment |= {"HYBRID_CACHE_DIR": str(folder / "cache"), "HYBRID_COMPILE_THREADS": "2", **variables}
     program = folder / "program.py"
     done = subprocess.run(
         [sys.executable, str(program)], capture_output=True, text=True, timeout=300, check=True, env=environment

@@ -77,3 +77,13 @@ def test_integers_of_no_comparison_are_exact() -> None:
     """A permutation that sorts says more than which numbers are equal."""
     x = torch.ones(2)
     assert "differs" in _verdict(lambda x: x.argsort(stable=True), x, torch.tensor([1, 0]))
+
+
+@pytest.mark.parametrize("mask", [float("-inf"), -1e9, torch.finfo(torch.float32).min])
+def test_huge_numbers_make_no_ties(mask: float) -> None:
+    """Masked numbers do not widen what counts as nearly equal."""
+    x = torch.arange(64.0).reshape(8, 8)
+    x[:, ::4] = mask
+    expected = x.argmax(1)
+    assert "differs" in _verdict(POSITIONS["max"], x, expected - 1)
+    assert _verdict(POSITIONS["max"], x, expected) == ""

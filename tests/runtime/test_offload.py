@@ -168,3 +168,13 @@ def test_training_graphs_keep_their_weights(net: _Net) -> None:
     fast = _compiled(net)
     fast(torch.randn(2, 16, 8, 8)).sum().backward()
     assert _resident(net.middle.weight) > 0.9 * net.middle.weight.nbytes
+
+
+def test_memory_that_is_shared_stays(tmp_path: Path) -> None:
+    """Writes to a tensor over a mapped file still reach the file."""
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(_MIB))
+    tensor = torch.from_file(str(path), shared=True, size=_MIB // 4)
+    assert not offload([tensor], tmp_path).pages
+    tensor.fill_(1.0)
+    assert path.read_bytes()[:4] == b"\0\0\x80?"

@@ -2,7 +2,7 @@
 
 Dynamo calls the backend when its trace is done, and uses one core for it. Compiler processes that are started then load while AOTAutograd
 traces, on the same cores. Started on the other cores when Dynamo begins, they are ready before the first kernel is known. Whether a graph needs
-a compiler is known only after the trace; so a program that found all its graphs compiled when it last ran gets none ahead.
+a compiler is known only after the trace; so a program of which the cache has a graph gets none ahead.
 """
 
 from __future__ import annotations

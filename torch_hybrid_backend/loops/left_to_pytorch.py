@@ -29,7 +29,7 @@ _REASONS = {
     (Reason.LIBRARY, _TRANSFORMS): "_fft_r2c _fft_c2c _fft_c2r",
     (Reason.LIBRARY, _COMPLEX): "view_as_real view_as_complex complex polar angle _conj _conj_physical",
     (Reason.LIBRARY, _PAIRS): "_cdist_forward _pdist_forward",
-    (Reason.LIBRARY, _ADDS_UP): "masked_scatter histc bincount _embedding_bag _embedding_bag_forward_only",
+    (Reason.LIBRARY, _ADDS_UP): "masked_scatter histc bincount",
     (Reason.LIBRARY, _FACTORIZES): (
         "_linalg_svd _linalg_eigh _linalg_solve_ex _linalg_det _linalg_slogdet linalg_qr linalg_inv_ex linalg_lu_factor_ex linalg_lu "
         "linalg_lu_solve linalg_cholesky_ex linalg_eig linalg_solve_triangular linalg_lstsq linalg_pinv cholesky_solve cholesky_inverse"

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.fx
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from torch_hybrid_backend.graph.eager_graph import TracedRun
 from torch_hybrid_backend.graph.schema import is_view
@@ -49,7 +50,7 @@ _POOLINGS = {
 }
 # Operators whose positions are along the dimension that is their first argument.
 _ALONG = frozenset({aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default})
-# Numbers are nearly equal if they differ by this share of the tensor's root mean square. Float32 results differ from eager's by some 1e-6 of
+# Numbers are nearly equal if they differ by this share of what is usual in their tensor. Float32 results differ from eager's by some 1e-6 of
 # it in each layer, Winograd's the most. Half types: two units in the last place.
 _NEAR = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 # At most so many elements may differ: a few, as overlapping windows share a maximum, or this share over that by which numbers are near.
@@ -70,7 +71,7 @@ def differs_at_ties(
     run.run(*inputs)
     if run.doubtful is None:
         return False
-    most = max(_FEW, int(_SHARE * run.near * result.numel()))
+    most = max(_FEW, int(_SHARE * run.nears[output] * result.numel()))
     return int(different.sum()) <= most and not bool((different & ~run.doubtful).any())
 
 
@@ -78,7 +79,7 @@ class _TieFinder(TracedRun):
     """Runs a graph in eager, and finds which elements of one output are `doubtful`: decided by numbers that are nearly equal.
 
     doubtful: a mask of the output's shape; None if the output is not computed by comparisons or is no position of an extreme.
-    near: the largest share of a tensor's root mean square by which its numbers count as nearly equal.
+    nears: of each mask, the largest share of what is usual by which numbers counted as nearly equal.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class _TieFinder(TracedRun):
         maker = output.args[0] if output.target is operator.getitem and output.args[1] == 1 else output
         self._maker = maker if isinstance(maker, Node) else output
         self._x: torch.Tensor | None = None  # the numbers whose positions are the output
-        self.near = 0.0
+        self.nears: dict[Node, float] = {}
 
     @property
     def doubtful(self) -> torch.Tensor | None:
@@ -105,6 +106,8 @@ class _TieFinder(TracedRun):
         mask = self._mask(n)
         if mask is not None:
             self._masks[n] = mask
+            own = [_NEAR[x.dtype] for x in self._compared(n) if x.dtype in _NEAR]
+            self.nears[n] = max([*own, *(self.nears.get(each, 0.0) for each in n.all_input_nodes)], default=0.0)
         return value
 
     def _mask(self, n: Node) -> torch.Tensor | None:
@@ -119,7 +122,8 @@ class _TieFinder(TracedRun):
                 mask = mask | each
             return mask
         if len(before) == 1 and n.args[0] in self._masks and (is_view(n) or n.target in _COPIES):
-            again: torch.Tensor = n.target(before[0], *n.args[1:], **n.kwargs)  # type: ignore[operator]
+            others, named = map_arg((n.args[1:], n.kwargs), self._value)
+            again: torch.Tensor = n.target(before[0], *others, **named)  # type: ignore[operator]
             return again
         return self._of_positions() if n is self._output else None
 
@@ -141,6 +145,13 @@ class _TieFinder(TracedRun):
         mask = self._nearly_equal(a, b, of=x)
         return None if mask is None else mask.reshape(result.shape)
 
+    def _compared(self, n: Node) -> list[torch.Tensor]:
+        """The tensors of numbers that a node's mask was found by."""
+        found = [*map(self._value, n.args[:2])] if n.target in _COMPARISONS else []
+        if n is self._output and self._x is not None:
+            found.append(self._x)
+        return [each for each in found if isinstance(each, torch.Tensor)]
+
     def _value(self, argument: Any) -> Any:
         return self.env[argument] if isinstance(argument, Node) else argument
 
@@ -150,7 +161,13 @@ class _TieFinder(TracedRun):
         near = _NEAR.get(scale.dtype)
         if near is None:
             return None
-        self.near = max(self.near, near)
-        size = torch.linalg.vector_norm(scale.float()) / max(1, scale.numel()) ** 0.5
-        mask: torch.Tensor = (a == b) | ((a - b).abs() <= near * size)
+        mask: torch.Tensor = (a == b) | ((a - b).abs() <= near * _usual(scale))
         return mask
+
+
+def _usual(x: torch.Tensor) -> float:
+    """About the root mean square of the numbers of a tensor, without zeros, infinities and the huge numbers that masks are made of: three times
+    the lower quartile of their magnitudes, which it is for normal ones."""
+    magnitudes = x.detach().double().abs().flatten()
+    magnitudes = magnitudes[magnitudes.isfinite() & (magnitudes > 0)]
+    return 3 * magnitudes.kthvalue(-(-magnitudes.numel() // 4)).values.item() if magnitudes.numel() else 0.0

@@ -38,7 +38,7 @@ class PricedTraining:
     eager: Dynamo's graph. copied: makes copies of a call's inputs, which may be written to. key, budget_s, pricing, working: as for
     `PricedCall`.
     The graph's first step makes the plans, which `taking` hands on. Eager and they are timed in the first forward call after it, and the loser
-    is let go of.
+    runs no more.
     """
 
     def __init__(
@@ -77,10 +77,9 @@ class PricedTraining:
         return take
 
     def _call(self, *inputs: Any) -> Any:
-        settled = self._settled
+        planned, settled = self._planned, self._settled  # in this order: another thread may settle between the two
         if settled is not None:
             return settled(*inputs)
-        planned = self._planned
         if planned is not None and len(self._plans) == 2:  # a step has been taken
             with self._lock:
                 if self._settled is None:  # no other thread has priced meanwhile

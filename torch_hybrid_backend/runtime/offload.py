@@ -77,9 +77,9 @@ def offload(
 ) -> OffloadedWeights:
     """Move the memory of tensors to a file in `folder`; return what was moved.
 
-    Left in memory: tensors on other devices, memory that processes share, and less than 64 KiB. `is_unchanged`: asked when the file is
-    written; False if somebody has written to the tensors meanwhile, and nothing is moved then. One WARNING if the file cannot be
-    written; nothing is moved then. What watches the tensors' memory for writes has to watch it anew.
+    Left in memory: tensors on other devices, memory that is pinned or mapped to be shared, with another process or a file, and less than 64
+    KiB. `is_unchanged`: asked when the file is written; False if somebody has written to the tensors meanwhile, and nothing is moved then.
+    One WARNING if the file cannot be written; nothing is moved then. What watches the tensors' memory for writes has to watch it anew.
     """
     found = pages_of(tensors)
     for begin in [begin for begin, each in list(_moved.items()) if each.storage() is None]:
@@ -113,16 +113,32 @@ def pages_of(tensors: Sequence[torch.Tensor]) -> list[Pages]:
     storages = {
         tensor.untyped_storage()._cdata: tensor.untyped_storage()
         for tensor in tensors
-        if tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_shared()  # type: ignore[no-untyped-call]
+        if tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and not (tensor.is_shared() or tensor.is_pinned())  # type: ignore[no-untyped-call]
     }
+    shared = _shared_areas()
     found = []
     for storage in storages.values():
         address = storage.data_ptr()
         begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (address + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
-        if end - begin >= _LEAST_BYTES:
+        is_shared = any(first < end and begin < last for first, last in shared)
+        if end - begin >= _LEAST_BYTES and not is_shared:
             found.append(Pages(begin, end, weakref.ref(storage)))
     return found
+
+
+def _shared_areas() -> list[tuple[int, int]]:
+    """First and last address of what this process has mapped to be shared (proc_pid_maps(5))."""
+    areas = []
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            addresses, permissions, *_ = line.split()
+            if permissions.endswith("s"):
+                first, last = addresses.split("-")
+                areas.append((int(first, 16), int(last, 16)))
+    return areas
 
 
 def _write(descriptor: int, pages: Pages) -> None:

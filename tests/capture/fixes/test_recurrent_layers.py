@@ -74,3 +74,20 @@ def _flat(results: Any) -> list[torch.Tensor]:
     if isinstance(results, torch.Tensor):
         return [results]
     return [tensor for result in results for tensor in _flat(result)]
+
+
+def test_gradients_of_states_alone(recorder: Any) -> None:
+    """A state that needs a gradient gets it, though no weight does."""
+    torch.manual_seed(0)
+    layer = nn.GRU(4, 4).requires_grad_(False)
+    x, weights = torch.randn(3, 2, 4), list(layer.parameters())
+
+    def last(h0: torch.Tensor) -> torch.Tensor:
+        return torch.gru(x, h0, weights, True, 1, 0.0, False, False, False)[1].sum()
+
+    gradients = []
+    for function in (last, torch.compile(last, backend="hybrid")):
+        h0 = torch.ones(1, 2, 4, requires_grad=True)
+        function(h0).backward()
+        gradients.append(h0.grad)
+    torch.testing.assert_close(*gradients)

@@ -25,7 +25,7 @@ Tensor = torch.Tensor
 
 @contextlib.contextmanager
 def flex_attention_written_out() -> Iterator[None]:
-    """Trace FlexAttention as operators where gradients are off."""
+    """Trace FlexAttention on the CPU as operators; its gradients stay the operator that they are."""
     handlers = flex_attention_handlers()
     if handlers is None:  # no graph has any
         yield
@@ -33,7 +33,7 @@ def flex_attention_written_out() -> Iterator[None]:
     traced = handlers[FunctionalTensorMode]
 
     def functional(mode: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
+        if args[0].device.type != "cpu" or torch.is_grad_enabled():
             return traced(mode, *args, **kwargs)
         with mode:
             return _written_out(*args, **kwargs)

@@ -140,7 +140,9 @@ def write_in_place(
             target,
             _IN_PLACE[update.target],  # type: ignore[index]
             map_aggregate(update.args[1:], argument),
-            (rows[0], given(rows[1]), given(rows[2])) if rows is not None and _are_plain(update, *rows[1:]) else None,
+            (rows[0], given(rows[1]), given(rows[2]))
+            if rows is not None and _are_plain(update.args[0], *rows[1:])
+            else None,
         )
 
     results = tuple(
@@ -184,10 +186,18 @@ def _is_update(value: Any, target: Node) -> bool:
     return all(node.meta["val"].numel() <= most for node in arguments)
 
 
-def _are_plain(*nodes: Node) -> bool:
-    """True if memory holds what the tensors are: without lazy bits, and each element at a place of its own."""
-    values: list[torch.Tensor] = [node.meta["val"] for node in nodes]
-    return not any(LazyBits.of(value) for value in values) and 0 not in values[0].stride()
+def _are_plain(target: Any, *others: Node) -> bool:
+    """True if memory holds what the tensors are, without lazy bits, and each element of the target is at a place of its own."""
+    values: list[torch.Tensor] = [node.meta["val"] for node in (target, *others)]
+    strides = sorted(
+        (stride, size) for stride, size in zip(values[0].stride(), values[0].shape, strict=True) if size > 1
+    )
+    end = 1
+    for stride, size in strides:
+        if stride < end:
+            return False
+        end = stride * (size - 1) + end
+    return not any(LazyBits.of(value) for value in values)
 
 
 def _copied(node: Node, before: Node) -> Node:

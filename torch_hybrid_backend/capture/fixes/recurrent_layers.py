@@ -71,22 +71,23 @@ def whole_recurrent_layers() -> Iterator[None]:
             operator._dispatch_cache.clear()
 
 
-def _needs_gradient(x: torch.Tensor, params: Sequence[torch.Tensor]) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *params))
+def _needs_gradient(x: torch.Tensor, hx: torch.Tensor | Sequence[torch.Tensor], params: Sequence[torch.Tensor]) -> bool:
+    states = (hx,) if isinstance(hx, torch.Tensor) else hx
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *states, *params))
 
 
 def _kept(formula: Callable[..., Any]) -> Callable[..., Any]:
     """The formula for gradients alone; NotImplemented, by which tracing keeps the operator, without."""
 
     def decomposed(x: torch.Tensor, hx: Any, params: Sequence[torch.Tensor], *settings: Any) -> Any:
-        return formula(x, hx, params, *settings) if _needs_gradient(x, params) else NotImplemented
+        return formula(x, hx, params, *settings) if _needs_gradient(x, hx, params) else NotImplemented
 
     return decomposed
 
 
 def _below_autograd(operator: OpOverload, formula: Callable[..., Any]) -> Callable[..., Any]:
     def called(x: torch.Tensor, hx: Any, params: Sequence[torch.Tensor], *settings: Any) -> Any:
-        if _needs_gradient(x, params):
+        if _needs_gradient(x, hx, params):
             return formula(x, hx, params, *settings)
         with below_autograd():
             return operator(x, hx, params, *settings)

@@ -28,7 +28,7 @@ from torch_hybrid_backend.loops.index import Index, LoopVar, index_of
 from torch_hybrid_backend.loops.ir import INDEX_DTYPE, FromIndex
 from torch_hybrid_backend.loops.kernels import ScatterKernel, Store
 from torch_hybrid_backend.loops.ops import call
-from torch_hybrid_backend.sizes.size import product, size_hint
+from torch_hybrid_backend.sizes.size import ceil_div, product, size_hint
 
 _OPS = {"sum": "add", "max": "max", "min": "min"}
 
@@ -95,8 +95,8 @@ class _Scatter:
             if shares.rows == 1:
                 return self.b.seq(*binds, body)
             d = self.computed[0]
-            rows, position = buffer.shape[d], self.b.index(place[d])
-            first, end = (self.b.index((row + n) * rows // shares.rows) for n in (0, 1))
+            rows, position = ceil_div(buffer.shape[d], shares.rows), self.b.index(place[d])
+            first, end = (self.b.index((row + n) * rows) for n in (0, 1))
             return self.b.seq(*binds, self.b.when(tir.logical_and(first <= position, position < end), body))
 
         places = [FromIndex(INDEX_DTYPE, self.kernel.store.index[d]) for d in self.computed]

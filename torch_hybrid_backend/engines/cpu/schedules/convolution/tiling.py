@@ -83,7 +83,7 @@ def choose_tiling(parts: ConvParts, open_rows: Axis[Dim], open_columns: Axis[Dim
         blocks = split_into(all_blocks, -(-all_blocks // most))
         tiles = -(-columns.out // most_columns(parts, columns, blocks.size * vectors))
         split = split_into(columns.out, tiles)
-        chunk_rows = _chunks(parts, rows, columns, blocks)[1]
+        chunk_rows = _chunks(parts, rows, columns, blocks, open_columns)[1]
         turns = -(-rows.out // chunk_rows) if chunk_rows else tiles if is_flat else rows.out
         tasks = size_hint(parts.images) * groups * blocks.parts * turns
         weight = (
@@ -105,7 +105,7 @@ def choose_tiling(parts: ConvParts, open_rows: Axis[Dim], open_columns: Axis[Dim
         crowded = not chunk_rows and streams(parts) and 3 * weight > target.l2_bytes
         found.setdefault((blocks, tiles), work * idle * (_CROWDED if crowded else 1.0))
     blocks, tiles = parts.builder.ranked_choice(found)
-    return Tiling(blocks, tiles, *_chunks(parts, rows, columns, blocks))
+    return Tiling(blocks, tiles, *_chunks(parts, rows, columns, blocks, open_columns))
 
 
 def most_columns(parts: ConvParts, columns: Axis[Dim], vectors: int) -> int:
@@ -130,14 +130,18 @@ def most_columns(parts: ConvParts, columns: Axis[Dim], vectors: int) -> int:
     return next((c for c in range(most, 0, -1) if c * vectors + columns.shared(c) <= registers), 1)
 
 
-def _chunks(parts: ConvParts, rows: Axis[int], columns: Axis[int], blocks: Split) -> tuple[int, int]:
-    """Input channels and output rows per chunk; (all channels, 0) where the weight of one task fits the cache."""
+def _chunks(
+    parts: ConvParts, rows: Axis[int], columns: Axis[int], blocks: Split, open_columns: Axis[Dim]
+) -> tuple[int, int]:
+    """Input channels and output rows per chunk; (all channels, 0) where the weight of one task fits the cache, and where the image's width is
+    only known at run time: tiles overlap there, and partial sums of what two tiles have in common would be added twice."""
     groups, _, _, channels, _, block = map(known_int, parts.packed.shape[:6])
     together, l2 = channel_block(parts), parts.target.l2_bytes
     row_bytes = columns.out * blocks.size * block * 4
     channel_bytes = blocks.size * block * rows.kernel * columns.kernel * parts.weight_bytes
     sizes = [c for c in range(together, channels, together) if channels % c == 0 and c * channel_bytes <= l2 // 4]
-    if channels * channel_bytes <= l2 // 2 or not sizes or rows.out == 1 or row_bytes > l2 // 8:
+    fits = channels * channel_bytes <= l2 // 2
+    if fits or not sizes or rows.out == 1 or row_bytes > l2 // 8 or open_columns.is_open:
         return channels, 0
     wanted = -(-2 * parts.target.cores // (size_hint(parts.images) * groups * blocks.parts))
     pieces = max(1, wanted, -(-rows.out * row_bytes // (l2 // 4)))
