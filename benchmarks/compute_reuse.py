@@ -34,7 +34,7 @@ _SIDE = 224
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """How rows are merged. `length`: elements of a piece; `bits`: projections."""
+    """Way of merging rows. `length`: elements of a piece; `bits`: projections."""
 
     length: int
     bits: int

@@ -166,8 +166,10 @@ class _TieFinder(TracedRun):
 
 
 def _usual(x: torch.Tensor) -> float:
-    """About the root mean square of the numbers of a tensor, without zeros, infinities and the huge numbers that masks are made of: three times
-    the lower quartile of their magnitudes, which it is for normal ones."""
+    """Return about the root mean square of the numbers of a tensor, without zeros, infinities and the huge numbers that masks are made of.
+
+    That is three times the lower quartile of their magnitudes, which it is for normal ones.
+    """
     magnitudes = x.detach().double().abs().flatten()
     magnitudes = magnitudes[magnitudes.isfinite() & (magnitudes > 0)]
     return 3 * magnitudes.kthvalue(-(-magnitudes.numel() // 4)).values.item() if magnitudes.numel() else 0.0
