@@ -69,7 +69,6 @@ def test_a_threshold_set_meanwhile_stays() -> None:
 _WATCHED = """
 import gc, torch
 import torch_hybrid_backend.backend
-from torch._dynamo.callback import callback_handler
 from torch_hybrid_backend.driver import session
 from torch_hybrid_backend.engines.eager import EagerEngine, EagerRegion
 
@@ -101,8 +100,7 @@ with torch.no_grad():
     assert torch.equal(torch.compile(lambda x: x.sin() + 1, backend=another)(x), x.sin() + 1)
     after_another = state()
     assert torch.equal(torch.compile(lambda x: x.cos() + 2, backend="hybrid")(x), x.cos() + 2)
-callbacks = len(callback_handler.start_callbacks) + len(callback_handler.end_callbacks)
-print({**seen, "before": before, "after another": after_another, "after ours": state(), "callbacks": callbacks})
+print({**seen, "before": before, "after another": after_another, "after ours": state()})
 """
 
 
@@ -120,7 +118,6 @@ def test_other_backends_are_left_alone(tmp_path: Path) -> None:
     as_before = seen.pop("before")
     on, (young, middle, oldest) = as_before
     assert on
-    assert seen.pop("callbacks") == 0
     assert seen.pop("ours")[0] is False
     call_on, (call_young, call_middle, call_oldest) = seen.pop("first call")
     assert (call_on, call_young, call_middle) == (True, young, middle)

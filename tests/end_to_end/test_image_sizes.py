@@ -105,3 +105,16 @@ def test_pooling_and_resampling() -> None:
 def test_reduced_precision(precision: str, tolerance: float) -> None:
     """Dot products read words of channels at every size."""
     compare(Segmenter(), SIZES, tolerance, precision=precision, precision_tolerance=1.0)
+
+
+def test_a_padded_size_that_is_cropped_again() -> None:
+    """Where a size already is a multiple, the padded one is called otherwise and is equal: the graph is as before."""
+    torch.compiler.reset()
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return functional.pad(x, (0, -x.shape[-1] % 4)).relu()[..., : x.shape[-1]]
+
+    compiled = torch.compile(function, backend="hybrid")
+    for size in (15, 17, 16, 20, 7):
+        x = torch.randn(3, size)
+        assert torch.equal(compiled(x), function(x))

@@ -21,7 +21,7 @@ from tests.interpreter.compiler import Interpreter
 from tests.operators.execution import Bench
 from tests.operators.selection import SELECTION, check
 from torch_hybrid_backend.codegen import kernel_cache
-from torch_hybrid_backend.codegen.engine import _compiler
+from torch_hybrid_backend.codegen.engine import shared_compiler
 from torch_hybrid_backend.codegen.kernel_cache import Artifact, compile_kernels
 from torch_hybrid_backend.codegen.kernel_key import kernel_key
 from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
@@ -136,7 +136,7 @@ def test_what_failed_within_a_day_is_one_line_in_the_plan(
     (line,) = [line for line in str(plan).splitlines() if "--forget-failures" in line]
     assert "no registers are left" in line
     assert "--forget-failures" not in str(plans[0])
-    _compiler(faulty_compiler, Config().compile_threads).close()
+    shared_compiler(faulty_compiler, Config().compile_threads).close()
 
 
 def test_artifacts_are_kept_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

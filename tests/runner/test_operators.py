@@ -208,7 +208,7 @@ def test_what_an_operator_refuses(runner: Runner, tmp_path: Path) -> None:
     """The error names it; a call that is right succeeds after it."""
 
     def function(self: Of, x: torch.Tensor) -> Any:
-        return functional.embedding_bag(x, self.table)
+        return functional.embedding_bag(x, self.table, mode="max")
 
     ids = torch.tensor([[1, 2], [3, 9]])
     report, loaded = exported(Of(function).eval(), (ids,), tmp_path)

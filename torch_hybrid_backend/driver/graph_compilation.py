@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -88,7 +89,7 @@ class GraphCompilation:
         self._writes_inputs = False
         self._priced: tuple[PricedCall, bool] | None = None  # with whether it is built off the call
         self._priced_training: PricedTraining | None = None
-        self._graphs: list[HybridGraph] = []
+        self._graphs: weakref.WeakSet[HybridGraph] = weakref.WeakSet()  # a plan that loses is freed
 
     def compiled(self, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile the graph; return what Dynamo calls in its place."""
@@ -152,7 +153,7 @@ class GraphCompilation:
 
     def _hybrid_graph(self, captured: CapturedGraph, ready: Ready, on_plan: OnPlan, in_background: bool) -> HybridGraph:
         def on_graph(graph: HybridGraph) -> None:
-            self._graphs.append(graph)
+            self._graphs.add(graph)
             self._listeners.on_graph(PlannedGraph(graph))
 
         return HybridGraph(
@@ -211,7 +212,7 @@ class GraphCompilation:
         """Work on a graph whose whole calls are priced: eager's calls leave free memory behind, of ResNet-50 61 MiB."""
         with ready.working():
             yield
-            for graph in self._graphs:
+            for graph in tuple(self._graphs):
                 graph.give_back_memory()
 
     def _whole(self, planned: Callable[..., Any]) -> Callable[..., Any]:

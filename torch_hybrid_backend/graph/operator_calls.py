@@ -14,6 +14,13 @@ from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.graph.schema import has_effects, is_item, only_draws
 from torch_hybrid_backend.torch_private import OpOverload
 
+# What plans know: the names in `csrc/src/dtype.cc`. Quantized tensors, and integers of a few bits, are not among them.
+_NAMES = (
+    "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex32 complex64 complex128 "
+    "float8_e5m2 float8_e4m3fn float8_e5m2fnuz float8_e4m3fnuz float8_e8m0fnu float4_e2m1fn_x2"
+)
+_DTYPES = frozenset(getattr(torch, name) for name in _NAMES.split() if hasattr(torch, name))
+
 
 def why_python(node: Node, *, draws: bool) -> str:
     """The reason why a plan needs Python to run an operator in eager; "" if the plan calls the operator itself.
@@ -27,9 +34,16 @@ def why_python(node: Node, *, draws: bool) -> str:
         return f"{node.target} is no operator of PyTorch's"
     if has_effects(node) and not (draws and only_draws(node)):
         return f"{node.target} does more than compute its value"
+    for each in node.all_input_nodes:
+        read = each.meta.get("val")
+        if isinstance(read, torch.Tensor) and (why := _why_unknown(each, read)):
+            return why
     schema, target = node.target._schema, node.target
     values: Any = (value,) if len(schema.returns) == 1 else value
     arguments = arguments_of(node)
+    unknown = next((each for each in arguments.values() if isinstance(each, torch.dtype) and each not in _DTYPES), None)
+    if unknown is not None:
+        return f"plans know no {unknown}"
     overload = "" if target._overloadname == "default" else target._overloadname
     results = tuple(() if isinstance(each, list | tuple) else None for each in values)
     try:
@@ -67,7 +81,8 @@ def _why_unknown(node: Node, value: Any) -> str:
         return ""
     if isinstance(value, int | torch.SymInt):
         return "" if is_computable(dim(value)) else f"{node.target} is a number that depends on data"
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or LazyBits.of(value):
+    is_plain = isinstance(value, torch.Tensor) and value.layout is torch.strided and value.dtype in _DTYPES
+    if not is_plain or LazyBits.of(value):
         return f"{node.target} has a value that is no plain tensor"
     spec = TensorSpec.of(value)
     if not spec.device.is_host or not spec.is_computable:

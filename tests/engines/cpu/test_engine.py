@@ -23,7 +23,7 @@ def test_it_compiles_for_this_processor() -> None:
     engine = TvmEngine(Config(compile_threads=1), services())
     assert (engine.name, engine.devices, engine.keeps_deadline) == ("tvm", {"cpu"}, True)
     assert engine.available() == Supported()
-    assert engine.version(CPU) == f"{compiler_version(compiler)} {TvmBackend().target.fingerprint}"
+    assert engine.version(CPU) == f"{compiler_version(compiler)} {TvmBackend().target.fingerprint} budget None"
     assert [name for name, _ in engine.describe()] == ["tvm", "target", "linker"]
 
 
