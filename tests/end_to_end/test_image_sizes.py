@@ -108,7 +108,7 @@ def test_reduced_precision(precision: str, tolerance: float) -> None:
 
 
 def test_a_padded_size_that_is_cropped_again() -> None:
-    """Where a size already is a multiple, the padded one is called otherwise and is equal: the graph is as before."""
+    """A size that already is a multiple is equal to the padded one, which is called otherwise."""
     torch.compiler.reset()
 
     def function(x: torch.Tensor) -> torch.Tensor:
