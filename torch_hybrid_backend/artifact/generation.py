@@ -162,13 +162,14 @@ class TextGenerator:
             given = torch.as_tensor(ids)
         except failures(TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise ArgumentError(f"ids is {described(ids)}; it must be a list or a tensor of token ids") from error
+        shape = tuple(given.shape)
         if given.dim() == 2 and len(given) == 1:
             given = given[0]
         if not given.numel():
             raise ArgumentError("the prompt has no tokens; give at least one, such as the token that begins a text")
         if given.dim() != 1 or given.is_floating_point() or given.dtype == torch.bool:
             raise ArgumentError(
-                f"ids is {str(given.dtype).removeprefix('torch.')} {tuple(given.shape)}; it must be the ids of one prompt, "
+                f"ids is {str(given.dtype).removeprefix('torch.')} {shape}; it must be the ids of one prompt, integers of the shape "
                 "(n,) or (1, n)"
             )
         prompt: list[int] = given.tolist()
