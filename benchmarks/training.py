@@ -254,9 +254,11 @@ def steps_of(
         "hybrid": functools.partial(compile_graph, config=config, on_plan=on_plan),
     }
 
+    as_written = case.loss
+
     def loss(forward: Forward, batch: Batch) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            return case.loss(forward, batch)
+            return as_written(forward, batch)
 
     case = dataclasses.replace(case, loss=loss)
     steps = {}
