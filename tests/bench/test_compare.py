@@ -32,7 +32,7 @@ def test_figures(tmp_path: Path) -> None:
 
 
 def test_a_model_whose_operations_cannot_be_counted(tmp_path: Path) -> None:
-    """It is timed all the same."""
+    """Times it all the same."""
     work = TokenWork(threads=1, folder=tmp_path, batch=4)
     facts = reference(work, SHORT, tmp_path / "log")
     assert facts.flops == 0
