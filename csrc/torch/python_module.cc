@@ -349,7 +349,8 @@ PyModuleDef* Definition() {
       {"unchanged", AsMethod(&Unchanged), METH_FASTCALL,
        "unchanged(snapshot, tensors) -> bool: whether each has the memory and version it had."},
       {"run", AsMethod(&Run), METH_FASTCALL,
-       "run(plan, binding, inputs[, arguments]) -> list of outputs, the status of a run that was not "
+       "run(plan, binding, inputs[, arguments]) -> list of outputs, the status of a run that was "
+       "not "
        "done, or NotImplemented where an input cannot be read. Once the run has taken its inputs, "
        "and `arguments` are given, both lists are emptied."},
       {"write_rows", AsMethod(&WriteRowsOf), METH_FASTCALL,
