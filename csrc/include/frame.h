@@ -8,21 +8,21 @@
 // While the caller captures the stream into a CUDA graph, a call has a frame of its own, which no
 // other call gets: the capture may be replayed, and write to its memory, at any time.
 //
-// Ownership: a frame owns its arenas, argument tables and the tensors alive in its call. FramePool
-// owns idle frames; a Lease owns a frame during a call and gives it back, emptied of tensors, when
-// it ends, also by an exception.
+// Ownership: a frame owns its arenas on devices, argument tables and the tensors alive in its call,
+// and borrows its arena on the host from all plans' (arena_pool.h). FramePool owns idle frames; a
+// Lease owns a frame during a call and gives it back, emptied of tensors and that arena, when it
+// ends, also by an exception.
 //
-// A pool keeps as many frames as calls have run at once of late: in the last two windows of
-// kCallsPerWindow calls or one second, whichever is over first. So threads that go on calling at
-// once find their frames, and those of a burst are freed by the calls after it. Where threads that
-// have called end, no pool keeps more frames than there are such threads left, or one.
+// A pool keeps as many frames as calls have run at once of late (calls_at_once.h). So threads that
+// go on calling at once find their frames, and those of a burst are freed by the calls after it.
+// Where threads that have called end, no pool keeps more frames than there are such threads left,
+// or one.
 //
 // Failure: making a frame throws std::bad_alloc; leasing an idle one and giving it back do not
 // throw.
 #ifndef TORCH_HYBRID_BACKEND_FRAME_H_
 #define TORCH_HYBRID_BACKEND_FRAME_H_
 
-#include <chrono>
 #include <cstddef>
 #include <memory>
 #include <mutex>
@@ -30,7 +30,8 @@
 #include <utility>
 #include <vector>
 
-#include "aligned_block.h"
+#include "arena_pool.h"
+#include "calls_at_once.h"
 #include "device.h"
 #include "kernel_abi.h"
 #include "tensor.h"
@@ -49,7 +50,8 @@ struct StepState {
 struct Frame {
   Streams streams;
   bool is_captured = false;           // made while the caller captures
-  AlignedBlock arena;                 // the host's
+  ArenaPool::Block arena;             // the host's, in a call
+  void* arena_begin = nullptr;        // where it was when `views` was told
   std::vector<Tensor> device_arenas;  // from PyTorch's allocator, for those streams
   std::vector<DLTensor> views;        // one for each value
   std::vector<TVMFFIAny> arguments;  // of all kernels, one after the other; they point into `views`
@@ -63,8 +65,6 @@ struct Frame {
 
 class FramePool {
  public:
-  static constexpr size_t kCallsPerWindow = 64;
-
   FramePool();
   FramePool(const FramePool&) = delete;
   FramePool& operator=(const FramePool&) = delete;
@@ -94,20 +94,12 @@ class FramePool {
   size_t idle() const;
 
  private:
-  using Clock = std::chrono::steady_clock;
-
   void Begin();
   void GiveBack(std::unique_ptr<Frame> frame) noexcept;
-  void End();
 
   mutable std::mutex mutex_;
   std::vector<std::unique_ptr<Frame>> idle_;  // the one given back last at the end
-  size_t running_ = 0;                        // calls
-  // Of calls that ran at once: the most in this window, and in the one before.
-  size_t most_ = 0;
-  size_t most_before_ = 0;
-  size_t calls_ = 0;  // that ended in this window
-  Clock::time_point window_end_ = Clock::now() + std::chrono::seconds(1);
+  CallsAtOnce calls_;
 };
 
 }  // namespace torch_hybrid_backend

@@ -32,6 +32,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -81,8 +82,11 @@ class Plan {
   const Layout& OutputLayout(size_t output) const { return values_[outputs_[output]].layout; }
   size_t depth() const { return depth_; }  // of plans within plans; 1 where no step runs one
 
-  // `key` is the plan's handle, by which callbacks find their Python side.
-  RunResult Run(int64_t key, const Binding& binding, const std::vector<Tensor>& inputs);
+  // `key` is the plan's handle, by which callbacks find their Python side. `bound` is called once
+  // the run has taken its inputs: each is freed behind the last step that reads it, where nobody
+  // else holds it then.
+  RunResult Run(int64_t key, const Binding& binding, const std::vector<Tensor>& inputs,
+                const std::function<void()>& bound = {});
 
   // A run within a step of another plan's run, with its constants. Nothing where a callback raised.
   std::optional<std::vector<Tensor>> RunInside(const RunContext& caller,
@@ -134,6 +138,8 @@ class Plan {
     return binding.IsStale() ? nullptr : FrameWith(binding, inputs);
   }
   std::unique_ptr<Frame> FrameWith(const Binding& binding, const std::vector<Tensor>& inputs);
+  void PlaceInArena(Frame& frame, const Arena& arena, void* begin) const;
+  void BorrowArena(Frame& frame) const;
   void BindInputs(Frame& frame, const std::vector<Tensor>& inputs) const;
   void BindConstants(Frame& frame, const Binding& binding) const;
   Tensor NewTensor(const Value& value) const;
@@ -158,6 +164,7 @@ class Plan {
   size_t inputs_ = 0;
   int64_t constants_ = 0;
   size_t depth_ = 1;
+  std::optional<ArenaPool::Need> host_arena_;
   FramePool frames_;
   std::shared_ptr<KeptBlocks> kept_;  // null where no fresh value is large
 };

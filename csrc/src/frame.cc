@@ -33,6 +33,7 @@ struct CallingThread {
     --process.threads;
     for (FramePool* const pool : process.pools)
       pool->KeepIdle(std::max(process.threads, size_t{1}));
+    ArenaPool::OfProcess().KeepIdle(std::max(process.threads, size_t{1}));
   }
 };
 
@@ -75,24 +76,14 @@ void FramePool::Begin() {
   thread_local const CallingThread thread;
   (void)thread;
   const std::lock_guard<std::mutex> lock(mutex_);
-  ++running_;
-}
-
-void FramePool::End() {
-  most_ = std::max(most_, running_);
-  --running_;
-  const Clock::time_point now = Clock::now();
-  if (++calls_ < kCallsPerWindow && now < window_end_) return;
-  most_before_ = most_;
-  most_ = running_;
-  calls_ = 0;
-  window_end_ = now + std::chrono::seconds(1);
+  calls_.Begin();
 }
 
 void FramePool::GiveBack(std::unique_ptr<Frame> frame) noexcept {
   for (auto& tensor : frame->tensors) tensor.reset();
+  frame->arena = ArenaPool::Block();
   const std::lock_guard<std::mutex> lock(mutex_);
-  End();
+  calls_.End();
   if (frame->is_captured) return;
   const Streams streams = frame->streams;
   try {
@@ -102,7 +93,7 @@ void FramePool::GiveBack(std::unique_ptr<Frame> frame) noexcept {
   }
   const auto is_alike = [&](const auto& other) { return other->streams == streams; };
   size_t alike = std::count_if(idle_.begin(), idle_.end(), is_alike);
-  for (; alike + running_ > std::max(most_, most_before_); --alike)
+  for (; alike + calls_.running() > calls_.most(); --alike)
     idle_.erase(std::find_if(idle_.begin(), idle_.end(), is_alike));
 }
 

@@ -92,7 +92,11 @@ void Plan::ReadArenas(const Json& arenas, PlanParts& parts) {
     const int64_t size_bytes = arena.AsList().at(1).AsInt();
     if (size_bytes < 0) Refuse("a plan's sizes cannot be negative");
     if (ArenaOf(device) != nullptr) Refuse("a plan has one arena on " + device.ToString());
-    if (!device.is_host) parts.StreamOf(device);
+    if (device.is_host) {
+      host_arena_.emplace(size_bytes);
+    } else {
+      parts.StreamOf(device);
+    }
     arenas_.push_back({device, size_bytes});
   }
 }

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <new>
 #include <stdexcept>
@@ -21,9 +22,9 @@ Streams CurrentStreams(const std::vector<Device>& devices) {
   return streams;
 }
 
-AlignedBlock HostArena(size_t size_bytes) {
+ArenaPool::Block HostArena(size_t size_bytes) {
   try {
-    return AlignedBlock(size_bytes);
+    return ArenaPool::Block(size_bytes);
   } catch (const std::bad_alloc&) {
     if (!KeptBlocks::FreeIdle())
       throw std::runtime_error("could not allocate a plan's arena of " +
@@ -50,29 +51,38 @@ std::unique_ptr<Frame> Plan::NewFrame(Streams streams) const {
                                     0});
   }
   for (const Arena& arena : arenas_) {
-    char* begin = nullptr;
-    if (arena.device.is_host) {
-      frame->arena = HostArena(arena.size_bytes);
-      begin = static_cast<char*>(frame->arena.data());
-    } else {
-      // On the caller's current stream, for which the frame is kept.
-      frame->device_arenas.push_back(
-          Empty(Layout{Dtype::kUint8, {arena.size_bytes}, {1}, arena.device}));
-      begin = static_cast<char*>(frame->device_arenas.back().data_ptr());
-      if (reinterpret_cast<uintptr_t>(begin) % kDeviceAlignment != 0)
-        Refuse("PyTorch's memory on " + arena.device.ToString() +
-               " is not aligned as kernels need it");
-    }
-    for (size_t v = 0; v < values_.size(); ++v) {
-      if (values_[v].kind == ValueKind::kArena && values_[v].layout.device == arena.device)
-        values_.SetData(*frame, v, begin + values_[v].payload);
-    }
+    if (arena.device.is_host) continue;
+    // On the caller's current stream, for which the frame is kept.
+    frame->device_arenas.push_back(
+        Empty(Layout{Dtype::kUint8, {arena.size_bytes}, {1}, arena.device}));
+    void* const begin = frame->device_arenas.back().data_ptr();
+    if (reinterpret_cast<uintptr_t>(begin) % kDeviceAlignment != 0)
+      Refuse("PyTorch's memory on " + arena.device.ToString() +
+             " is not aligned as kernels need it");
+    PlaceInArena(*frame, arena, begin);
   }
   frame->arguments.reserve(arguments_);
   frame->parameters.reserve(parameters_);
   frame->states.reserve(states_);
   for (const PlannedStep& step : steps_) step.step->Prepare(*frame);
   return frame;
+}
+
+void Plan::PlaceInArena(Frame& frame, const Arena& arena, void* begin) const {
+  for (size_t v = 0; v < values_.size(); ++v) {
+    if (values_[v].kind == ValueKind::kArena && values_[v].layout.device == arena.device)
+      values_.SetData(frame, v, static_cast<std::byte*>(begin) + values_[v].payload);
+  }
+}
+
+void Plan::BorrowArena(Frame& frame) const {
+  const Arena* const arena = ArenaOf(Device::Host());
+  if (arena == nullptr) return;
+  frame.arena = HostArena(arena->size_bytes);
+  // Mostly it is the block of the call before.
+  if (frame.arena.data() == frame.arena_begin && frame.arena_begin != nullptr) return;
+  frame.arena_begin = frame.arena.data();
+  PlaceInArena(frame, *arena, frame.arena_begin);
 }
 
 std::unique_ptr<Frame> Plan::FrameWith(const Binding& binding, const std::vector<Tensor>& inputs) {
@@ -87,15 +97,18 @@ std::unique_ptr<Frame> Plan::FrameWith(const Binding& binding, const std::vector
   std::unique_ptr<Frame> frame = captured ? nullptr : frames_.TakeIdle(streams);
   if (!frame) frame = NewFrame(std::move(streams));
   frame->is_captured = captured;
+  BorrowArena(*frame);
   BindConstants(*frame, binding);
   BindInputs(*frame, inputs);
   return frame;
 }
 
-RunResult Plan::Run(int64_t key, const Binding& binding, const std::vector<Tensor>& inputs) {
-  std::unique_ptr<Frame> bound = BoundFrame(binding, inputs);
-  if (!bound) return {{}, RunStatus::kStaleBinding};
-  const FramePool::Lease frame(frames_, std::move(bound));
+RunResult Plan::Run(int64_t key, const Binding& binding, const std::vector<Tensor>& inputs,
+                    const std::function<void()>& bound) {
+  std::unique_ptr<Frame> made = BoundFrame(binding, inputs);
+  if (!made) return {{}, RunStatus::kStaleBinding};
+  const FramePool::Lease frame(frames_, std::move(made));
+  if (bound) bound();
   const RunContext context{values_, *frame, key, binding};
   if (!InTeams([&](const PlannedStep& step) { return RunStep(context, step); }))
     return {{}, RunStatus::kCallbackRaised};

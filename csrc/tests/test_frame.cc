@@ -6,6 +6,7 @@
 #include "check.h"
 #include "frame.h"
 
+using torch_hybrid_backend::CallsAtOnce;
 using torch_hybrid_backend::Frame;
 using torch_hybrid_backend::FramePool;
 
@@ -32,7 +33,7 @@ void TestBurst() {
   size_t made = 0;
   Burst(pool, 16, made);
   Check(pool.idle() == 16, "frames of a burst are kept for another");
-  for (size_t i = 0; i < 2 * FramePool::kCallsPerWindow; ++i) Burst(pool, 1, made);
+  for (size_t i = 0; i < 2 * CallsAtOnce::kCallsPerWindow; ++i) Burst(pool, 1, made);
   Check(pool.idle() == 1, "calls one by one free what they have no use for");
   Check(made == 16, "and make none");
 }
@@ -40,9 +41,9 @@ void TestBurst() {
 void TestSteadyUse() {
   FramePool pool;
   size_t made = 0;
-  for (size_t i = 0; i < 10 * FramePool::kCallsPerWindow; ++i) {
+  for (size_t i = 0; i < 10 * CallsAtOnce::kCallsPerWindow; ++i) {
     Burst(pool, 1, made);
-    if (i % FramePool::kCallsPerWindow == 0) Burst(pool, 4, made);
+    if (i % CallsAtOnce::kCallsPerWindow == 0) Burst(pool, 4, made);
   }
   Check(made == 4, "calls that run at once now and then find their frames");
 }

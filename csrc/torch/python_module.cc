@@ -17,6 +17,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <new>
 #include <optional>
@@ -191,9 +192,28 @@ class InterpreterUnlocked {
   PyThreadState* state_;
 };
 
+// The references of a run's caller to its inputs, which it gives up.
+class GivenUp {
+ public:
+  GivenUp(PyObject* list, PyObject* arguments, std::vector<Tensor>& inputs)
+      : lists_{list, arguments}, inputs_(inputs) {}
+
+  // Without the interpreter's lock.
+  void operator()() const {
+    inputs_.clear();
+    const PyGILState_STATE state = PyGILState_Ensure();
+    for (PyObject* const list : lists_) PyList_SetSlice(list, 0, PyList_Size(list), nullptr);
+    PyGILState_Release(state);
+  }
+
+ private:
+  PyObject* lists_[2];
+  std::vector<Tensor>& inputs_;
+};
+
 PyObject* Run(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 3) {
-    PyErr_SetString(PyExc_TypeError, "run takes a plan, a binding and a list");
+  if (count != 3 && (count != 4 || !PyList_Check(arguments[3]))) {
+    PyErr_SetString(PyExc_TypeError, "run takes a plan, a binding and one list or two");
     return nullptr;
   }
   const int64_t plan = PyLong_AsLongLong(arguments[0]);
@@ -213,9 +233,11 @@ PyObject* Run(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     const std::shared_ptr<Plan> running = Plans().Get(plan);
     const std::shared_ptr<const Binding> bound = Bindings().Get(binding);
     std::optional<RunResult> result;
+    const std::function<void()> given_up =
+        count == 4 ? GivenUp(list, arguments[3], inputs) : std::function<void()>();
     {
       const InterpreterUnlocked unlocked;
-      result = running->Run(plan, *bound, inputs);
+      result = running->Run(plan, *bound, inputs, given_up);
     }
     if (result->status == RunStatus::kDone) return AsList(result->outputs);
     return PyLong_FromLongLong(static_cast<int64_t>(result->status));
@@ -327,8 +349,10 @@ PyModuleDef* Definition() {
       {"unchanged", AsMethod(&Unchanged), METH_FASTCALL,
        "unchanged(snapshot, tensors) -> bool: whether each has the memory and version it had."},
       {"run", AsMethod(&Run), METH_FASTCALL,
-       "run(plan, binding, inputs) -> list of outputs, the status of a run that was not done, or "
-       "NotImplemented where an input cannot be read."},
+       "run(plan, binding, inputs[, arguments]) -> list of outputs, the status of a run that was "
+       "not "
+       "done, or NotImplemented where an input cannot be read. Once the run has taken its inputs, "
+       "and `arguments` are given, both lists are emptied."},
       {"write_rows", AsMethod(&WriteRowsOf), METH_FASTCALL,
        "write_rows(tensors, numbers) -> None, or NotImplemented where nothing was written, as a "
        "tensor cannot be read; `numbers`: target, dimension, index and source of each write "

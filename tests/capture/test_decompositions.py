@@ -229,10 +229,17 @@ def test_weight_gradient_of_small_images_is_a_product(recorder, images, module, 
         (nn.Conv2d(4, 6, 3, dilation=2), False),
         (nn.Conv2d(4, 6, 1, padding=1), False),  # more padding than kernel: positions that no pixel reaches
         (nn.Conv2d(6, 4, 3, groups=2), False),
+        (nn.Conv2d(4, 6, 2, stride=2), False),  # the last column is in no window
+        (nn.Conv2d(4, 6, (3, 4), stride=(3, 4)), True),  # windows side by side
+        (nn.ConvTranspose2d(4, 6, 2, stride=2), True),
+        (nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1), True),
+        (nn.ConvTranspose2d(4, 6, 3, stride=(1, 2), padding=(0, 2), dilation=2, groups=2, bias=False), True),
+        (nn.ConvTranspose2d(4, 6, 3, dilation=2, output_padding=1), False),  # outputs that no pixel reaches
     ],
 )
 def test_image_gradients_are_convolutions(recorder, module, is_convolution):
-    """With stride 1 the image's gradient is a convolution by the weight turned around; the weight's keeps its operator."""
+    """With stride 1 the image's gradient is a convolution by the weight turned around, with windows side by side a transposed one; that of a
+    transposed convolution is a convolution. The weight's keeps its operator."""
     module = module.double()
     x = torch.randn(3, module.in_channels, 9, 8, dtype=torch.float64, requires_grad=True)
     wanted = [x, *module.parameters()]

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.fx
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.hoisted_inputs import CallInput, FoldedValue, HoistedInputs
-from torch_hybrid_backend.core.program import KernelCall, PackedConstant, Program
+from torch_hybrid_backend.core.program import KernelCall, OperatorCall, PackedConstant, Program, TensorArgument
 from torch_hybrid_backend.core.region import PartitionedGraph, Region, RegionInput, Segment
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.errors import HybridError
@@ -147,6 +148,39 @@ def test_only_what_escapes_leaves_the_arena(kernels: str) -> None:
     assert kinds.count(ValueKind.ARENA) == 3
     assert kinds.count(ValueKind.FRESH) == 2
     assert executor.layout.arena_bytes == 2 * FLAT.size_bytes
+
+
+def test_inputs_are_freed_behind_the_last_step_that_reads_them(kernels: str) -> None:
+    """Inputs end so in calls that may free them; parameters live on. What Python runs may have to be run again: then nothing is freed."""
+    freed: list[bool] = []
+
+    def look(y: torch.Tensor) -> torch.Tensor:
+        freed.append(storage.expired())
+        return y + 1
+
+    with torch.library._scoped_library("hybrid_tests", "FRAGMENT") as library:
+        library.define("look(Tensor y) -> Tensor")
+        library.impl("look", look, "CPU")
+        double = segment(lambda x, w: (2 * x + w,), {"x": SQUARE, "w": SQUARE}, {"y": SQUARE})
+        steps = (
+            KernelCall(kernels, "double", (0, 2), 1),
+            KernelCall(kernels, "add", (2, 1, 3), 1),
+            OperatorCall("hybrid_tests::look", (TensorArgument(3),), (4,), "look"),
+        )
+        program = Program((SQUARE,) * 5, (0, 1), (4,), (), steps)
+        graph = PartitionedGraph(("x", "w"), frozenset({"w"}), (double,), ("y",))
+        executor = build_executor(graph, [Compiled(program, list)])
+        for call, is_freed in ((executor.run_freeing, True), (executor, False)):
+            x, w = torch.randn(64, 64), torch.randn(64, 64)
+            expected, storage = 2 * x + w + 1, StorageWeakRef(x.untyped_storage())
+            inputs = [x, w]
+            del x
+            assert torch.equal(call(inputs)[0], expected)
+            assert len(inputs) == (0 if is_freed else 2)
+            assert freed.pop() == is_freed
+    with_python = build_executor(*linear_chain(kernels))
+    inputs = [torch.randn(64, 64), torch.randn(64, 64)]
+    torch.testing.assert_close(with_python.run_freeing(inputs), reference(*inputs))
 
 
 def test_results_outlive_later_calls(kernels: str) -> None:

@@ -77,6 +77,51 @@ def test_flags_are_looked_at_behind_their_program() -> None:
     assert layout.from_programs == (0, 1, 3)
 
 
+def _with_sums(may_move: bool) -> list[Piece]:
+    """Kernels from x to a, b and c, one after the other, and a segment of eager that sums a and b."""
+    kernels = tuple(KernelCall("a.so", "double", pair, 1) for pair in ((0, 1), (1, 2), (2, 3)))
+    program = Program(tuple(_row(1024) for _ in range(4)), (0,), (1, 2, 3), (), kernels)
+    sums = tuple(
+        OperatorCall("aten::amax", (TensorArgument(buffer), (0,), False), (buffer + 2,), "amax") for buffer in (0, 1)
+    )
+    scalar = TensorSpec((), "float32", (), CPU)
+    eager = Program((_row(1024), _row(1024), scalar, scalar), (0, 1), (2, 3), (), sums)
+    wide = (_row(1024),) * 3
+    return [
+        Piece(("x",), wide[:1], ("a", "b", "c"), wide, program, "kernels", "r0"),
+        Piece(("a", "b"), wide[:2], ("s", "t"), (scalar, scalar), eager, "eager", "r1", may_move),
+    ]
+
+
+def _names(layout: PlanLayout) -> list[str]:
+    return [planned.step.label for planned in layout.steps]
+
+
+def test_operators_that_free_memory_run_as_early_as_they_can() -> None:
+    """Each behind the last step that reads what it does; titles and origins go with the steps. Others stay where they are."""
+    inputs = frozenset({"x"})
+    before = lay_out(inputs, frozenset(), _with_sums(False), ["c", "s", "t"])
+    assert _names(before) == ["double", "double", "double", "aten::amax", "aten::amax"]
+    layout = lay_out(inputs, frozenset(), _with_sums(True), ["c", "s", "t"])
+    assert _names(layout) == ["double", "double", "aten::amax", "double", "aten::amax"]
+    assert [origin.region for (origin,) in layout.origins] == ["r0", "r0", "r1", "r0", "r1"]
+    assert [(t.first, t.title) for t in layout.titles] == [
+        *((0, "kernels"), (2, "eager"), (3, "kernels")),
+        (4, "eager"),
+    ]
+    # What the plan returns is freed by nobody.
+    returned = lay_out(inputs, frozenset(), _with_sums(True), ["a", "b", "c", "s", "t"])
+    assert _names(returned) == _names(before)
+
+
+def test_no_operator_passes_what_python_runs() -> None:
+    """A callback may depend on anything, and write to inputs."""
+    kernels, eager = _with_sums(True)
+    callback = Piece(("c",), (_row(1024),), ("d",), (_row(1024),), None, "python", "r2")
+    layout = lay_out(frozenset({"x"}), frozenset(), [kernels, callback, eager], ["d", "s", "t"])
+    assert _names(layout) == ["double", "double", "double", "Callback", "aten::amax", "aten::amax"]
+
+
 def test_each_device_has_an_arena_of_its_own() -> None:
     """Offsets on a GPU are multiples of 256, on the host of 64; a step runs on its program's device."""
     host = Program(

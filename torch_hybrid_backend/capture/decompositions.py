@@ -357,24 +357,32 @@ def _convolution_backward(
     gradient (N, O, h, w), x (N, I, H, W), weight (O, I / groups, kh, kw) -> (gradient of x, of weight, of bias), None where `mask` has False.
 
     - The image's is a convolution itself, of the gradient by the weight turned around, if the stride is 1. Libraries convert its operands to
-      their layouts and back in each call; here it is compiled, together with what surrounds it. With larger strides it stays whole.
+      their layouts and back in each call; here it is compiled, together with what surrounds it. With larger strides it stays whole, unless
+      windows lie side by side.
     - The weight's is one matrix product where there are few output positions, (O, N h w) @ (N h w, I kh kw). Libraries choose their loops for
       large images: with 2x2 positions oneDNN's took 3 times its own forward pass. The unfolded input is no larger than the gradient itself
       where N h w <= O. Of large images it stays whole.
+    - Of a transposed convolution the two change places: the image's is the convolution of the gradient, and the weight's that of a convolution
+      from `gradient` to `x`.
     """
     if (
-        transposed
-        or not _is_static(gradient, x, weight)
+        not _is_static(gradient, x, weight)
         or not gradient.numel()
         or (weight.dim(), x.dim()) != (4, 4)
         or x.device.type != "cpu"
         or (gradient.dtype, x.dtype, weight.dtype) not in {(torch.float32,) * 3, (torch.float64,) * 3}
+        or any(more >= step for more, step in zip(output_padding, stride, strict=False))
     ):
         return NotImplemented
     geometry = (stride, padding, dilation, transposed, output_padding, groups)
     s, p, d = ([value[0], value[-1]] for value in (stride, padding, dilation))
-    of_image = _image_gradient(gradient, x, weight, s, p, d, groups) if mask[0] else None
-    of_weight = _weight_gradient(gradient, x, weight, s, p, d, groups) if mask[1] else None
+    of_image = None
+    if mask[0] and transposed:
+        of_image = aten.convolution.default(gradient, weight, None, s, p, d, False, [0, 0], groups)
+    elif mask[0]:
+        of_image = _image_gradient(gradient, x, weight, s, p, d, groups)
+    small, large = (x, gradient) if transposed else (gradient, x)
+    of_weight = _weight_gradient(small, large, weight, s, p, d, groups) if mask[1] else None
     whole = [mask[0] and of_image is None, mask[1] and of_weight is None, False]
     if whole[:2] == [*mask[:2]]:
         return NotImplemented
@@ -396,6 +404,13 @@ def _image_gradient(
 ) -> torch.Tensor | None:
     """The gradient of a convolution's image as a convolution; None where no kernel computes it so."""
     kernel = weight.shape[2:]
+    if groups == 1 and [*kernel] == [*stride] and not any(padding) and {*dilation} == {1} and max(kernel) > 1:
+        beyond = [n - m * step for n, m, step in zip(x.shape[2:], gradient.shape[2:], stride, strict=True)]
+        if not any(beyond):  # windows side by side
+            spread: torch.Tensor = aten.convolution.default(
+                gradient, weight, None, stride, padding, dilation, True, [0, 0], 1
+            )
+            return spread
     around = [k - 1 - p for k, p in zip(kernel, padding, strict=True)]
     is_depthwise = groups == x.shape[1] == weight.shape[0]
     if {*stride, *dilation} != {1} or min(around) < 0 or (groups != 1 and not is_depthwise):

@@ -199,7 +199,7 @@ class GraphCompilation:
                 self._key,
                 self._config.measure_budget_s,
                 pricing,
-                ready.working,
+                functools.partial(self._pricing_whole, ready),
             )
         priced = self._priced_training
         # With a backward graph that cannot be run twice unnoticed there is never a second plan, and nothing is timed.

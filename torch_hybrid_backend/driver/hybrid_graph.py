@@ -121,6 +121,7 @@ class HybridGraph:
         self._checks = 0
         self._offloaded: OffloadedWeights | None = None
         self._is_inference = captured.kind == "inference"
+        self._frees_inputs = captured.kind == "backward"  # what was saved for it
         self._groups = groups_in(captured.graph_module)
         self._members = sorted(set().union(*self._groups))
         prepared = prepare(captured, name, config, self._compile_body, session.keeps_packed)
@@ -198,15 +199,21 @@ class HybridGraph:
             return self(inputs)
         run = state.run
         try:
+            if self._frees_inputs and isinstance(run, Executor):
+                return run.run_freeing(inputs)
             if not isinstance(run, PythonExecutor):
                 return run(inputs)
             with self._calling(is_ready=True):
                 return run.run(inputs, self._guarded)
         except RefusedValuesError:
+            if self._frees_inputs and not inputs:
+                raise
             return state.assignment.eager_executor()(inputs)  # PyTorch raises, for it knows what
         except HybridError as error:
             if self._config.strict or state.assignment.prepared.has_collectives or is_sticky(error):
                 raise
+            if self._frees_inputs and not inputs:
+                raise  # what was saved for this call is gone
             failed = error
         except failures(RuntimeError) as error:
             self._raise_named(error)

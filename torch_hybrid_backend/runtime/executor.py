@@ -42,6 +42,7 @@ from torch_hybrid_backend.runtime.constants import (
 from torch_hybrid_backend.runtime.native.description import PlanDescription
 from torch_hybrid_backend.runtime.native.ops import Binding, Callback, Guard, Plan, PlanTemplate
 from torch_hybrid_backend.runtime.offload import OffloadedWeights, offload
+from torch_hybrid_backend.runtime.operator_program import OperatorRegion
 from torch_hybrid_backend.runtime.plan_layout import (
     AtSizes,
     ConstantSlot,
@@ -90,6 +91,7 @@ def build_executor(
             getattr(compiled, "program", None),
             title,
             segment.region.name,
+            isinstance(compiled, OperatorRegion) and not segment.region.draws,
         )
         for segment, compiled, title in zip(graph.segments, segments, titles or [""] * len(segments), strict=True)
     ]
@@ -252,6 +254,11 @@ class Executor:
         self._constants_of_sizes = constants
         self._binder = constants.binder
         self._constants = constants.live
+        self._constant_positions = self._binder.positions()[0]
+        # What Python runs may fail in a call, and is then run again in another way; outputs that are inputs are taken after the call.
+        self._may_free = not any(isinstance(output, CallInput | FoldedValue) for output in outputs) and not any(
+            isinstance(planned.step, CallbackStep) for planned in graph.layout.steps
+        )
 
     @property
     def layout(self) -> PlanLayout:
@@ -273,6 +280,14 @@ class Executor:
             with torch.no_grad():  # eager segments must not record: autograd is the capturing stage's concern
                 return self._call(inputs)
         return self._call(inputs)
+
+    def run_freeing(self, inputs: list[Any]) -> list[Any]:
+        """Call that empties the list of its inputs once it runs: each is freed behind the last step that reads it, if nobody else holds it.
+
+        Nothing is freed before the call ends where the graph returns an input, or Python runs a part of it.
+        """
+        with torch.no_grad():
+            return self._call(inputs, inputs if self._may_free else None)
 
     def bind(self, inputs: Sequence[Any]) -> None:
         """Folds and packs the constants among a call's inputs now, not in that call. Raises as a call does."""
@@ -305,15 +320,18 @@ class Executor:
             if bisect_left(in_place, storage.data_ptr()) == bisect_left(in_place, storage.data_ptr() + storage.nbytes())
         ]
 
-    def _call(self, inputs: Sequence[Any]) -> list[Any]:
+    def _call(self, inputs: Sequence[Any], freed: list[Any] | None = None) -> list[Any]:
         bound = self._constants.get(inputs)
+        # Kernels read these where they lie, and only the caller may hold them.
+        kept = [inputs[position] for position in self._constant_positions] if freed is not None else ()
         for _ in range(_MAX_REBINDS):
-            outputs = self._plan.run(bound.binding(self._plan), self._plan_inputs(bound, inputs))
+            outputs = self._plan.run(bound.binding(self._plan), self._plan_inputs(bound, inputs), freed)
             if outputs is not None:
                 return (
                     outputs if self._returns_plan_outputs else [take(inputs, outputs, bound) for take in self._returns]
                 )
             bound = self._constants.refresh(inputs)
+        del kept
         raise HybridError(_KEEP_CHANGING)
 
     def saved(self, inputs: Sequence[Any]) -> SavedPlan:

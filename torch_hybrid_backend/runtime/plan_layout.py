@@ -26,7 +26,9 @@ from torch_hybrid_backend.core.program import (
     Check,
     Copy,
     DeviceLaunch,
+    KernelCall,
     LaunchGraph,
+    OperatorCall,
     PackedConstant,
     Program,
     RandomNumbers,
@@ -60,7 +62,7 @@ class StaticLayoutError(HybridError):
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A segment: `program` is None if it is a callback. Names are values of the graph. `title`: what profilers show. `region`: the
-    name of the region."""
+    name of the region. `may_move`: its operators may run before other pieces' steps that they do not depend on."""
 
     inputs: tuple[str, ...]
     input_specs: tuple[TensorSpec | None, ...]
@@ -69,6 +71,7 @@ class Piece:
     program: Program | None
     title: str = ""
     region: str = ""
+    may_move: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,13 +215,13 @@ class _Builder:
         self._plan_inputs: dict[str, int] = {}  # position among the plan's inputs
         self._input_values: dict[tuple[str, TensorSpec, ValueKind], int] = {}
         self._slots: list[ConstantSlot] = []
-        self._titles: list[TitledSteps] = []
+        self._titles: list[str] = []  # of each step
+        self._may_move: set[int] = set()  # positions of steps
         self._direct_slots: dict[tuple[str, TensorSpec], int] = {}
 
     def add(self, number: int, piece: Piece) -> None:
         output_specs = [_tensor(spec, name) for name, spec in zip(piece.outputs, piece.output_specs, strict=True)]
-        if piece.title:
-            self._titles.append(TitledSteps(len(self._steps), piece.title))
+        first = len(self._steps)
         if piece.program is None:
             reads = [
                 self._for_callback(name, _tensor(spec, name))
@@ -230,6 +233,10 @@ class _Builder:
         else:
             self._add_program(piece, piece.program, output_specs)
         self._end_of(piece)
+        added = range(first, len(self._steps))
+        self._titles += [piece.title] * len(added)
+        if piece.may_move:
+            self._may_move.update(k for k in added if isinstance(self._steps[k].step, OperatorCall))
 
     def _end_of(self, piece: Piece) -> None:
         """Steps that were added since are the piece's, and none of its program."""
@@ -309,6 +316,8 @@ class _Builder:
         used += (draft.offset for draft in self._drafts)
         used += (size for planned in self._steps for size in planned.step.sizes_used)
         unknown = tuple(symbols(used))
+        if not unknown:
+            self._move_operators({self._drafts[number].root for number in numbers})
         lives = self._lives()
         arenas = dict.fromkeys(lives, 0) if unknown else {each: self._place(each, lives[each]) for each in lives}
         values = tuple(PlanValue(_placed(draft), draft.payload, draft.spec, draft.offset) for draft in self._drafts)
@@ -324,18 +333,63 @@ class _Builder:
             slots=tuple(self._slots),
             outputs=tuple(numbers),
             arenas=arenas,
-            # What begins within a graph is shown from after it.
-            titles=tuple(
-                TitledSteps(
-                    positions[t.first] + (t.first > 0 and positions[t.first] == positions[t.first - 1]), t.title
-                )
-                for t in self._titles
-            ),
+            titles=self._titled(positions),
             functions=tuple(self._functions),
             origins=tuple(map(tuple, origins)),
             lives=lives,
             symbols=unknown,
         )
+
+    def _titled(self, positions: Sequence[int]) -> tuple[TitledSteps, ...]:
+        """The titles of steps that are at these positions: each where it begins."""
+        found: list[TitledSteps] = []
+        for step, title in enumerate(self._titles):
+            if title and (step == 0 or title != self._titles[step - 1]):
+                # What begins within a graph is shown from after it.
+                within = step > 0 and positions[step] == positions[step - 1]
+                found.append(TitledSteps(positions[step] + within, title))
+        return tuple(found)
+
+    def _move_operators(self, returned: AbstractSet[int]) -> None:
+        """Have operators that may move run as early as they can, where more memory is used by them for the last time than they make.
+
+        Segments are cut as large as they can be, so that eager's operators stand behind all kernels that do not need their results: the
+        gradients of a network's weights behind those of its images, which would all be in memory until then. `returned`: values that the
+        plan returns.
+        """
+        if not self._may_move:
+            return
+        touched = [self._touched(planned.step) for planned in self._steps]
+        last = {value: position for position, values in enumerate(touched) for value in values}
+        behind: list[list[int]] = [[] for _ in range(len(self._steps) + 1)]  # each step of now; the first: before all
+        latest: dict[int, int] = {}
+        least = 0
+        for position, (planned, values) in enumerate(zip(self._steps, touched, strict=True)):
+            place = position + 1
+            ending = {value for value in values - returned if last[value] == position}
+            if position in self._may_move and self._frees(planned.step, ending):
+                place = max(least, *(latest.get(value, 0) for value in values))
+            elif not isinstance(planned.step, KernelCall | OperatorCall | Copy | Check):
+                least = place  # what Python does may depend on anything
+            behind[place].append(position)
+            latest.update((value, max(place, latest.get(value, 0))) for value in values)
+        order = [position for positions in behind for position in positions]
+        self._steps = [self._steps[position] for position in order]
+        self._origins = [self._origins[position] for position in order]
+        self._titles = [self._titles[position] for position in order]
+
+    def _touched(self, step: Step) -> set[int]:
+        """Values that own the memory which a step reads or writes."""
+        numbers = (*step.memory, *(tensor.buffer for tensor in step.tensors), *step.returned)
+        return {self._drafts[number].root for number in numbers}
+
+    def _frees(self, step: Step, ending: AbstractSet[int]) -> bool:
+        """True if the values that end with a step have more bytes than those that it makes."""
+        made = set(step.returned)
+        owned = (ValueKind.FRESH, ValueKind.RETURNED, None)
+        freed = (value for value in ending - made if self._drafts[value].kind in owned)
+        freed_bytes, made_bytes = (sum(self._drafts[v].spec.size_bytes for v in each) for each in (freed, made))
+        return freed_bytes > made_bytes
 
     def _lives(self) -> dict[Device, tuple[Life, ...]]:
         """The values that are in the arena of each device, and when."""

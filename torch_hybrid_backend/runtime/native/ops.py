@@ -459,15 +459,20 @@ class Plan:
         _callbacks[handle] = tuple(callbacks)
         weakref.finalize(self, _free_plan, self._ops, handle).atexit = False
 
-    def run(self, binding: Binding, inputs: list[torch.Tensor]) -> list[torch.Tensor] | None:
+    def run(
+        self, binding: Binding, inputs: list[torch.Tensor], arguments: list[Any] | None = None
+    ) -> list[torch.Tensor] | None:
         """The outputs, or None where the binding is stale: bind again and run again.
 
+        arguments: the list that `inputs` were taken from. Both lists are emptied once the run has taken its inputs, each of which is freed
+        behind the last step that reads it, if nobody else holds it then; not where the run is profiled.
         Raises HybridError for inputs that do not fit and for a kernel that fails, by its name, RefusedValuesError for values that PyTorch
         refuses; what a callback raised is raised as it was.
         """
         profiled = _profiler_enabled()  # it shows the dispatcher's call
         try:
-            results = NotImplemented if profiled else self._run_directly(self.handle, binding.handle, inputs)
+            given = (inputs,) if arguments is None else (inputs, arguments)
+            results = NotImplemented if profiled else self._run_directly(self.handle, binding.handle, *given)
             if type(results) is list:
                 return results
             if results is NotImplemented:

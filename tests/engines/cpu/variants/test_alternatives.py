@@ -9,15 +9,18 @@ import torch
 
 from tests.codegen.regions_for_tests import region_of
 from tests.engines.cpu.kernels_for_tests import every_kind
+from tests.engines.cpu.schedule_runner import HOST, run_kernel
 from torch_hybrid_backend.codegen.assemble import assemble
 from torch_hybrid_backend.codegen.variants import Variant
 from torch_hybrid_backend.engines.cpu.backend import TvmBackend
 from torch_hybrid_backend.engines.cpu.kernels import CpuConvKernel
 from torch_hybrid_backend.engines.cpu.operands.packing import pack_winograd_weight
+from torch_hybrid_backend.engines.cpu.schedules import schedule_of
 from torch_hybrid_backend.engines.cpu.target import Target
 from torch_hybrid_backend.engines.cpu.variants.alternatives import alternatives
 from torch_hybrid_backend.engines.cpu.weights import Winograd
-from torch_hybrid_backend.loops.kernels import Kernel
+from torch_hybrid_backend.loops.kernels import Kernel, MapKernel
+from torch_hybrid_backend.loops.layout import Blocked
 
 _AVX512 = Target("x86-64-v4", "x", ("avx512f",), 16, 2, 48 << 10, 1 << 20)
 _CHOICES = [f"choice {n}" for n in range(1, 8)]
@@ -76,6 +79,41 @@ def test_winograd_of_weights_that_change() -> None:
         assert [read.buffer for read in transform.reads] == [kernel.weight.buffer]
         assert [write.buffer for write in transform.writes] == [convolution.weight.buffer]
         assert not convolution.weight.buffer.constant
+
+
+@pytest.mark.parametrize(("side", "is_blocked"), [(64, True), (56, False)])
+@pytest.mark.parametrize("is_constant", [False, True])
+def test_winograd_with_channels_in_one_cache_set(side: int, is_blocked: bool, is_constant: bool) -> None:
+    """Its row-major results are written in blocks, and a kernel copies them to where they belong."""
+    x, w = torch.randn(1, 64, side, side), torch.randn(64, 64, 3, 3)
+    kernel, found = of_convolution(x, w, is_constant=is_constant)
+    for variant in found[:2]:
+        *_, convolution, copy = (*variant.kernels, None)[: len(variant.kernels) + (not is_blocked)]
+        assert isinstance(convolution, CpuConvKernel)
+        (written,) = convolution.writes
+        assert isinstance(written.layout, Blocked) == is_blocked
+        if is_blocked:
+            assert isinstance(copy, MapKernel)
+            assert copy.reads == (written,)
+            assert copy.writes == kernel.writes
+
+
+@pytest.mark.parametrize("m", [2, 4])
+def test_winograd_through_blocks_computes_the_convolution(m: int) -> None:
+    """Two kernels, one after the other, against float64."""
+    x, w = torch.randn(2, 32, 32, 32), torch.randn(64, 32, 3, 3)
+    found = of_convolution(x, w)[1]
+    (variant,) = [each for each in found if each.name == f"winograd {m}"]
+    convolution, copy = variant.kernels
+    (packed,) = variant.packed
+    given = {a.buffer: packed.pack(w) if a.buffer is packed.buffer else x for a in convolution.reads}
+    for kernel in (convolution, copy):
+        schedule = schedule_of(kernel)
+        assert schedule is not None
+        results = run_kernel(kernel, schedule, given, dataclasses.replace(HOST, cores=2))
+        given = {a.buffer: result for a, result in zip(kernel.writes, results, strict=True)}
+    expected = torch.nn.functional.conv2d(x.double(), w.double(), padding=1)
+    torch.testing.assert_close(results[0].double(), expected, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize(

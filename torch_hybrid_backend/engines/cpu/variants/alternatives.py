@@ -31,8 +31,10 @@ from torch_hybrid_backend.engines.cpu.variants.amx import tile_convolutions, til
 from torch_hybrid_backend.engines.cpu.variants.attention import low_precision_attention
 from torch_hybrid_backend.engines.cpu.variants.onednn import onednn_convolution, onednn_linear
 from torch_hybrid_backend.engines.cpu.weights import InPlace, Panels, Quantized, Taps, Weight, Winograd
+from torch_hybrid_backend.loops.index import index_of
 from torch_hybrid_backend.loops.ir import Buffer, compute_dtype
-from torch_hybrid_backend.loops.kernels import AttentionKernel, Kernel
+from torch_hybrid_backend.loops.kernels import Argument, AttentionKernel, Kernel, MapKernel, Store, kernel_sizes
+from torch_hybrid_backend.loops.layout import Blocked, Strided
 from torch_hybrid_backend.loops.quantized import NARROW
 from torch_hybrid_backend.sizes.size import Dim, known_int
 
@@ -99,16 +101,42 @@ def winograd(kernel: CpuConvKernel[Panels | Taps], packed: Packed | None, target
             continue
         shape = packed_winograd_shape((outputs, inputs, 3, 3), m, target.lanes, groups)
         buffer = Buffer(shape, "float32", "transformed", constant=packed is not None)
-        other = with_weight(kernel, Winograd(buffer=buffer, width=weight.width, outputs=m))
+        other, copies = _through_blocks(with_weight(kernel, Winograd(buffer=buffer, width=weight.width, outputs=m)))
         is_preferred = m == best and gain > _CERTAIN_GAIN
         name = f"winograd {m}"
         if packed is None:
-            kernels = winograd_weight_kernel(weight.buffer, buffer, m), other
+            kernels = winograd_weight_kernel(weight.buffer, buffer, m), other, *copies
             found.append(Variant(name, kernels, (), False, is_preferred, 1 / gain))
         else:
             pack = partial(pack_winograd_weight, m=m, lanes=target.lanes, groups=groups)
-            found.append(Variant(name, (other,), (packed.repacked(buffer, pack),), False, is_preferred, 1 / gain))
+            kernels = other, *copies
+            found.append(Variant(name, kernels, (packed.repacked(buffer, pack),), False, is_preferred, 1 / gain))
     return found
+
+
+def _through_blocks(kernel: CpuConvKernel[Winograd]) -> tuple[CpuConvKernel[Winograd], tuple[MapKernel, ...]]:
+    """The kernel with results in blocks of channels in place of row-major ones whose channels share a cache set, and kernels that copy these
+    to where they belong.
+
+    A tile is written pixel by pixel, and a pixel's channels are then in as many lines of one set: 32 channels of 128 x 128 take three times as
+    long as in blocks. Sums over a large image are what training saves for its backward graph.
+    """
+    point = tuple(map(index_of, kernel.domain))
+    block = Blocked(kernel.weight.width)
+    copies, writes, stores = [], list(kernel.writes), list(kernel.stores)
+    for k, argument in enumerate(kernel.writes):
+        out, layout = argument.buffer, argument.layout
+        at = [n for n, store in enumerate(stores) if store.buffer is out and store.index == point]
+        if not isinstance(layout, Strided) or len(at) != 1 or len(layout.strides) != 4 or kernel_sizes(kernel):
+            continue
+        if layout.strides[3] != 1 or known_int(layout.strides[1]) * 4 % _PAGE_BYTES:
+            continue
+        blocked = Buffer(out.shape, out.dtype, "blocked")
+        writes[k] = Argument(blocked, block)
+        stores[at[0]] = dataclasses.replace(stores[at[0]], buffer=blocked)
+        copy = Store(out, point, blocked.at(point))
+        copies.append(MapKernel((writes[k],), (argument,), kernel.domain, stores=(copy,)))
+    return dataclasses.replace(kernel, writes=tuple(writes), stores=tuple(stores)), tuple(copies)
 
 
 def widened(
@@ -148,4 +176,6 @@ def onednn(
 
 # The estimates of `winograd_gains` are right within a quarter for most layers (docs/performance.md).
 _CONCEIVABLE_GAIN, _CERTAIN_GAIN = 0.8, 1.15
+# Addresses so far apart are in one set of a first-level cache.
+_PAGE_BYTES = 4096
 _RANKS = 8  # beyond the eighth best by estimate nothing has won
