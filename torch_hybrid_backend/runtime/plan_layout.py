@@ -368,7 +368,7 @@ class _Builder:
             place = position + 1
             ending = {value for value in values - returned if last[value] == position}
             if position in self._may_move and self._frees(planned.step, ending):
-                place = max(least, *(latest.get(value, 0) for value in values))
+                place = max([least, *(latest.get(value, 0) for value in values)])
             elif not isinstance(planned.step, KernelCall | OperatorCall | Copy | Check):
                 least = place  # what Python does may depend on anything
             behind[place].append(position)
