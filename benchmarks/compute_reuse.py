@@ -136,6 +136,7 @@ def _of_model(title: str, model: nn.Module, reuses: Sequence[Reuse], most: int) 
     model.eval()
     images = photographs()
     for _, conv, x in layers(model, images, most):
+        torch.compiler.reset()  # every layer compiles the same code
         compiled = torch.compile(conv, backend="hybrid", dynamic=False)
         exact = conv(x)
         compiled(x)

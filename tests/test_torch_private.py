@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import ctypes
 import inspect
 import logging
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,43 @@ def compilations_seen() -> list[object]:
     torch.compiler.reset()  # which forgets others' callbacks
     torch.compile(lambda x: x + 1, backend=mine)(torch.zeros(2))
     return seen
+
+
+def compiling_contexts() -> list[object]:
+    """Notes of a context that is entered for compilations of this package: for a backend of this package and for another."""
+    told: list[object] = []
+
+    @contextlib.contextmanager
+    def entered() -> Iterator[None]:
+        told.append("begin")
+        yield
+        told.append("end")
+
+    def mine(gm: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        told.append("trace")
+        return gm.forward
+
+    private.while_compiling_for("tests", entered)
+    for backend in (mine, "eager"):
+        torch.compiler.reset()
+        torch.compile(lambda x: x + 1, backend=backend)(torch.zeros(2))
+    return told
+
+
+def choices_of_convolutions() -> list[str]:
+    """Libraries that tracing chose for one convolution, within the context and behind it."""
+    chosen: list[str] = []
+
+    def noted(choose: Any, *args: Any, **settings: Any) -> Any:
+        chosen.append(str(choose(*args, **settings)))
+        return choose(*args, **settings)
+
+    with private.FakeTensorMode():
+        x, weight = torch.empty(1, 3, 8, 8), torch.empty(4, 3, 3, 3)
+        with private.conv_backend_chooser(noted):
+            torch.conv2d(x, weight)
+        torch.conv2d(x[:, :, :7], weight)
+    return chosen
 
 
 def scores_indexed() -> torch.Tensor:
@@ -439,6 +477,8 @@ CANARIES: dict[str, Callable[[], object]] = {
     "mkldnn_layout": lambda: torch.zeros(2, 2).to_mkldnn().layout is private.mkldnn_layout,
     "negative_view": lambda: private.negative_view(torch.ones(2)).is_neg(),
     "own_store": lambda: in_a_job(own_store_is_apart),
+    "while_compiling_for": lambda: compiling_contexts() == ["begin", "trace", "end"],
+    "conv_backend_chooser": lambda: len(choices_of_convolutions()) == 1,
     "around_compilations": lambda: compilations_seen() == [True, False, "end"],
     "below_autograd": key_below_autograd,
     "is_compiling_for": lambda: not private.is_compiling_for("tests") and True in compilations_seen(),

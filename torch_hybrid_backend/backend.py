@@ -26,6 +26,7 @@ import torch.fx
 
 from torch_hybrid_backend.arguments import check_model, described, is_compiled, uncompiled
 from torch_hybrid_backend.builds.background import InBackground, wait_for_builds
+from torch_hybrid_backend.capture.fixes.convolution_layouts import trace_convolutions_of_all_sizes
 from torch_hybrid_backend.capture.fixes.recurrent_layers import trace_recurrent_layers
 from torch_hybrid_backend.capture.graph_breaks import telling_graph_breaks
 from torch_hybrid_backend.capture.model_name import model_name
@@ -61,6 +62,7 @@ from torch_hybrid_backend.torch_private import (
 log = logging.getLogger(__name__)
 register()
 trace_recurrent_layers(__package__)
+trace_convolutions_of_all_sizes(__package__)
 begin_with_first_trace(__package__)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import importlib
 import logging
 import sys
@@ -176,6 +177,7 @@ __all__ = [
     "compiled_autograd",
     "compiler_bisector",
     "conjugate_view",
+    "conv_backend_chooser",
     "core_aten_decompositions",
     "count_torch_dispatch_modes",
     "count_torch_function_modes",
@@ -231,6 +233,7 @@ __all__ = [
     "use_lazy_graph_module",
     "vmap_kernels",
     "vmap_over_scores",
+    "while_compiling_for",
     "without_autocast",
     "without_modes",
     "without_python_dispatcher",
@@ -273,6 +276,33 @@ def around_compilations(begin: Callable[[], None], end: Callable[[], None]) -> N
 
     callback_handler.clear = clear_others  # type: ignore[method-assign]
     register()
+
+
+def while_compiling_for(package: str, context: Callable[[], contextlib.AbstractContextManager[object]]) -> None:
+    """Have Dynamo enter a context while it compiles for a backend of a package, from now on, also after `torch.compiler.reset`."""
+    entered: list[contextlib.ExitStack] = []  # one for each compilation that is under way
+
+    def begin() -> None:
+        entered.append(contextlib.ExitStack())
+        if is_compiling_for(package):
+            entered[-1].enter_context(context())
+
+    def end() -> None:
+        if entered:
+            entered.pop().close()
+
+    around_compilations(begin, end)
+
+
+@contextlib.contextmanager
+def conv_backend_chooser(chosen: Callable[..., Any]) -> Iterator[None]:
+    """Have traces choose the library of a convolution by `chosen(choose, input, weight, **settings)`, where `choose` is what chose before."""
+    choose = torch._C._select_conv_backend
+    torch._C._select_conv_backend = functools.partial(chosen, choose)
+    try:
+        yield
+    finally:
+        torch._C._select_conv_backend = choose
 
 
 def is_compiling_for(package: str) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.work_for_tests import SHORT, SmallWork
+from tests.bench.work_for_tests import SHORT, SmallWork, TokenWork
 from torch_hybrid_backend.bench.compare import compare, reference
 from torch_hybrid_backend.bench.peers import by_name
 
@@ -29,3 +29,12 @@ def test_figures(tmp_path: Path) -> None:
     # Compiling takes more than a call. Eager's first call is rounded to milliseconds, of which it may take less than half of one.
     assert hybrid["first_call_s"] * 1e3 > hybrid["median_ms"]
     assert said == ["eager: preparing", "hybrid: preparing", "timing, round 1 of 2", "timing, round 2 of 2"]
+
+
+def test_a_model_whose_operations_cannot_be_counted(tmp_path: Path) -> None:
+    """Times it all the same."""
+    work = TokenWork(threads=1, folder=tmp_path, batch=4)
+    facts = reference(work, SHORT, tmp_path / "log")
+    assert facts.flops == 0
+    (eager,) = compare(work, facts, [by_name()["eager"]], SHORT, tmp_path / "log", lambda _: None)
+    assert eager["max_error"] == 0.0

@@ -69,3 +69,24 @@ def measured(peer: str, folder: Path, precision: str = FLOAT32, *, training: boo
     facts = reference(work, SHORT, folder / "log")
     [result] = compare(work, facts, [by_name()[peer]], SHORT, folder / "log", lambda _: None)
     return result
+
+
+class _Token(nn.Module):
+    """Passes a view of a parameter to a module, which PyTorch's counter of operations does not take where gradients are off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.ones(1, 128))
+        self.layer = nn.Linear(128, 16)
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return self.layer(x) * scale + self.layer(self.token.expand(x.shape[0], -1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenWork(SmallWork):
+    """`_Token`."""
+
+    def build(self) -> tuple[nn.Module, Inputs]:
+        torch.manual_seed(0)
+        return _Token().eval(), rows()

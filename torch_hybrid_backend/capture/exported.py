@@ -10,7 +10,6 @@ place, and collectives.
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ import torch.fx
 from torch.fx import Node
 
 from torch_hybrid_backend.capture.aot import correct, trace
+from torch_hybrid_backend.capture.fixes.convolution_layouts import convolutions_of_all_sizes
 from torch_hybrid_backend.capture.fixes.input_updates import Given, Write, written_rows
 from torch_hybrid_backend.capture.fixes.output_aliases import AliasedResult, StridedView
 from torch_hybrid_backend.core.captured import CapturedGraph
@@ -77,32 +77,14 @@ class SizesTraced:
     def __init__(self, environment: Any) -> None:
         self._environment = environment
         self._before = len(environment.guards) if environment is not None else 0
-        self._ranges = dict(environment.var_to_range) if environment is not None else {}
-        self._axioms = dict(environment.axioms) if environment is not None else {}
-
-    def forget_layouts_of_convolutions(self) -> None:
-        """Give symbols their ranges back where nothing narrowed them but the choice of a convolution's backend, which PyTorch asks for its
-        memory format: the graph keeps the one that it was traced with, at all sizes."""
-        if self._new_guards() and all(map(_is_of_convolution, self._new_guards())):
-            self._environment.var_to_range.update(self._ranges)
-            self._environment.axioms = dict(self._axioms)
-            del self._environment.guards[self._before :]
-            self._environment._update_version_counter()  # what it has computed of them is computed again
 
     @property
     def assumed(self) -> list[str]:
         """Guards that are more than a range of one symbol, as text."""
-        guards = [guard for guard in self._new_guards() if not _is_of_convolution(guard)]
+        guards = self._environment.guards[self._before :] if self._environment is not None else []
         return [
             str(guard.expr) for guard in guards if not (guard.expr.is_Relational and len(guard.expr.free_symbols) == 1)
         ]
-
-    def _new_guards(self) -> list[Any]:
-        return list(self._environment.guards[self._before :]) if self._environment is not None else []
-
-
-def _is_of_convolution(guard: Any) -> bool:
-    return re.search(r"fake_impls\.py:\d+ in conv\b", str(guard.sloc)) is not None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,14 +118,13 @@ def capture_exported(exported: torch.export.ExportedProgram, keep_ops: frozenset
     made: list[ExportedGraph] = []
 
     def inference(graph_module: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Any:
-        sizes.forget_layouts_of_convolutions()
         made.append(_exported_graph(graph_module, tensors, arguments, sizes))
         return lambda inputs: inputs  # never called
 
     sizes = SizesTraced(fake_mode.shape_env)
     examples = [fake_mode.from_tensor(tensor, static_shapes=True) for _, tensor in tensors]
     examples += [node.meta["val"] for node in placeholders[len(tensors) :]]
-    with torch.no_grad(), tracing(TracingContext(fake_mode)):
+    with torch.no_grad(), convolutions_of_all_sizes(), tracing(TracingContext(fake_mode)):
         trace(module, examples, keep_ops, fw_compiler=inference, bw_compiler=inference, inference_compiler=inference)
     return made[0]
 

@@ -58,6 +58,7 @@ from torch_hybrid_backend.capture.exported import (
     ViewOf,
     capture_exported,
 )
+from torch_hybrid_backend.capture.fixes.convolution_layouts import convolutions_of_all_sizes
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.engine import LinkedLibrary
 from torch_hybrid_backend.core.hoisted_inputs import CallInput
@@ -384,7 +385,7 @@ def exported_program(
 ) -> torch.export.ExportedProgram:
     """`torch.export.export` of a module. Raises NotExportableError for what it cannot trace."""
     positional, keywords = _apart(model, tuple(args), dict(kwargs or {}))
-    with torch.no_grad():
+    with torch.no_grad(), convolutions_of_all_sizes():
         try:
             return torch.export.export(model, positional, keywords, dynamic_shapes=dynamic_shapes, strict=False)
         except failures(Exception) as error:  # torch.export raises many kinds of errors for what it cannot trace

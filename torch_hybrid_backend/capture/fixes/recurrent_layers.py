@@ -17,31 +17,23 @@ import torch
 from torch_hybrid_backend.torch_private import (
     DispatchKey,
     OpOverload,
-    around_compilations,
     below_autograd,
     dynamo_config,
-    is_compiling_for,
     meta_table,
+    while_compiling_for,
 )
 
 aten = torch.ops.aten
 _OPERATORS: tuple[OpOverload, ...] = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
-_ALLOWED: list[bool] = []  # Dynamo's setting, once for each compilation that is under way
 
 
 def trace_recurrent_layers(package: str) -> None:
     """Have Dynamo trace recurrent layers, from now on, where it compiles without gradients for a backend of a package."""
 
-    def begin() -> None:
-        _ALLOWED.append(dynamo_config.allow_rnn)
-        if is_compiling_for(package) and not torch.is_grad_enabled():
-            dynamo_config.allow_rnn = True
+    def allowed() -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext() if torch.is_grad_enabled() else dynamo_config.patch(allow_rnn=True)
 
-    def end() -> None:
-        if _ALLOWED:
-            dynamo_config.allow_rnn = _ALLOWED.pop()
-
-    around_compilations(begin, end)
+    while_compiling_for(package, allowed)
 
 
 @contextlib.contextmanager
