@@ -305,8 +305,9 @@ class DecodingAttention(TiledAttention):
         return self.builder.seq(before, tile.accumulate(weights, once, way))
 
     def _groups(self) -> list[tuple[int, int]]:
-        """(first, count) of the value vectors that are summed together: four at a time."""
-        return [(v, min(4, self.value_vectors - v)) for v in range(0, self.value_vectors, 4)]
+        """(first, count) of the value vectors that are summed together: four at a time, or two where four have no registers."""
+        most = 4 if self.tallest * 4 < self.target.isa.registers - 4 else 2
+        return [(v, min(most, self.value_vectors - v)) for v in range(0, self.value_vectors, most)]
 
     def _over_keys(self, panel: Index, body: Callable[[Dim], Stmt]) -> Stmt | None:
         return self.by_panel(panel, body)
