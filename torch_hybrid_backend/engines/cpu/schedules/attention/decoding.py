@@ -91,7 +91,7 @@ class DecodingAttention(TiledAttention):
         maxima, sums = (b.workspace(of_tasks, self.dtype, name) for name in ("maxima", "sums"))
 
         def places(batch: Index, head: Index, part: Index, first: Index) -> tuple[Index, Index]:
-            """Of what a row tile has found: its `outs`, and the two others."""
+            """Places of what a row tile has found: in `outs`, and in the two others."""
             at = ((batch * self.heads + head) * self.key_parts + part) * of_task + first
             return at * width, at
 
