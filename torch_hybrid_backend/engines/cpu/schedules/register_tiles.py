@@ -344,7 +344,7 @@ class RegisterTile:
         self,
         extent: Dim,
         step: Callable[[Index, int], Stmt | None],
-        ahead: Callable[[Index], Stmt] | None = None,
+        ahead: Callable[[Index], Stmt | None] | None = None,
         several: Callable[[Index], Stmt] | None = None,
     ) -> Stmt:
         """`step(k, way)` for k in 0 .. extent-1, and the copies summed; `ahead` and `several` as for `steps`."""
@@ -365,7 +365,7 @@ class RegisterTile:
         self,
         extent: Dim,
         step: Callable[[Index, int], Stmt | None],
-        ahead: Callable[[Index], Stmt] | None = None,
+        ahead: Callable[[Index], Stmt | None] | None = None,
         several: Callable[[Index], Stmt] | None = None,
     ) -> Stmt:
         """`step(k, way)` for k in 0 .. extent-1; `ahead(i)`, prefetches say, before the i-th `unrolled` of them. `several(k)`: `lanes` steps

@@ -25,6 +25,7 @@ from functools import partial
 from torch_hybrid_backend.engines.cpu.dot_products import DotProduct
 from torch_hybrid_backend.engines.cpu.kernels import CpuMatMulKernel
 from torch_hybrid_backend.engines.cpu.schedules.axes import Chunk, chunks, offsets_of, step
+from torch_hybrid_backend.engines.cpu.schedules.matmul.operand_prefetch import Operands
 from torch_hybrid_backend.engines.cpu.schedules.register_tiles import (
     IN_FLIGHT,
     LaneFn,
@@ -110,6 +111,7 @@ class MatMul:
         whole = self.n.extent // width if isinstance(self.n.extent, Size) else self.panels - 1
         self.last = self.n.extent - whole * width
         self.long_epilogue = has_long_epilogue(kernel.stores)
+        self.operands = Operands(printer, kernel.stores, kernel.domain)
         # Steps that lie together in A are loaded a vector at a time.
         loads_vectors = target.isa.loads_apart and self.lanes > 1 and self.together == 1
         self.by_element = loads_vectors and self._lies_along_k()
@@ -223,6 +225,13 @@ class MatMul:
             self._tile(batch, first, rows, as_index(self.panels - 1), self.last, ahead),
         )
 
+    def _ahead(
+        self, start: tuple[Index, Index, Index], rows: int, columns: Dim, turn: Index, turns: int
+    ) -> Stmt | None:
+        """Ask for a share of what the stores of a tile of `rows` rows and `columns` columns from `start` on read besides its sums."""
+        lines = 1 if isinstance(columns, Size) else -(-columns // self.columns)
+        return self.operands.ahead(start, rows, lines, self.columns, turn, turns)
+
     def _a(self, batch: Index, row: Index, k: Index) -> TirExpr:
         return self.printer.expr(self.kernel.a, {self.b: batch, self.m: row, self.kernel.k: k})
 
@@ -317,12 +326,20 @@ class PackedMatMul(MatMul):
             return tile.in_vectors(values, lambda s, scalars: scalars_step(k + s, scalars, s % ways))
 
         begin, prefetch = self._prefetching(tile, batch, panel, ahead)
+        start = (batch, first, panel * self.width)
+
+        def before(turn: Index) -> Stmt | None:
+            operands = self._ahead(start, rows, columns, turn, size_hint(k_extent // tile.unrolled(k_extent)))
+            if prefetch is None or operands is None:
+                return operands if prefetch is None else prefetch(turn)
+            return b.seq(prefetch(turn), operands)
+
         compute = b.seq(
             begin,
             tile.declare(),
             tile.clear(),
             self._start(tile, batch, panel),
-            tile.reduce(k_extent, step, prefetch, several),
+            tile.reduce(k_extent, step, before, several),
         )
         return b.seq(compute, self._write(tile, batch, first, panel * self.width, columns))
 

@@ -158,14 +158,15 @@ class _CopiedPanels(MatMul):
         if not (turn.is_last and self.parts == 1):
             restored = tile.restore(self.sums, place)
             before = restored if turn.is_last else b.when(b.index(turn.start) > 0, restored)
-        products = b.seq(tile.declare(), tile.clear(), before, self._products(tile, batch, first, ahead))
+        start = (batch, first, panel * self.width)
+        products = b.seq(tile.declare(), tile.clear(), before, self._products(tile, start, ahead))
         if not turn.is_last:
             return b.seq(products, tile.spill(self.sums, place))
         return b.seq(products, self._write(tile, batch, first, panel * self.width, columns))
 
-    def _products(self, tile: RegisterTile, batch: Index, first: Index, ahead: Ahead) -> Stmt:
+    def _products(self, tile: RegisterTile, start: tuple[Index, Index, Index], ahead: Ahead) -> Stmt:
         """The tile's loop over its part of k, and its share of copying the next panel."""
-        b, turn = self.builder, self.turn
+        b, turn, (batch, first, _) = self.builder, self.turn, start
 
         def step(k: Index, way: int) -> Stmt | None:
             scalars = [lambda _, row=row: self._a(batch, first + row, turn.start + k) for row in range(tile.rows)]
@@ -184,7 +185,8 @@ class _CopiedPanels(MatMul):
                 copies += [bind, self._fetch(row, share), self._copy(row, turn.next_start, turn.next_place)]
             # The last tiles have nothing to copy where shares do not come out even.
             copying = b.when(b.index(copied) <= turn.next_last, b.seq(*copies))
-            return b.seq(copying, tile.steps(size, lambda k, way: step(at * size + k, way)))
+            operands = self._ahead(start, tile.rows, self.width, at, chunks) if turn.is_last else None
+            return b.seq(copying, operands, tile.steps(size, lambda k, way: step(at * size + k, way)))
 
         left, done = turn.size - chunks * size, chunks * size
         rest = tile.steps(left, lambda k, way: step(k + done, way)) if left else None

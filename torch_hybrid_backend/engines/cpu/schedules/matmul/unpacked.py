@@ -9,7 +9,7 @@ tiles, read along k as they lie, and it is A that is packed, once for each call.
    group. Meanwhile the next rows are prefetched, a share by every tile.
 3. A tile is half a vector of W's rows by a panel (8 x 3 accumulators with AVX-512: 11 loads for 24 multiply-adds). k is cut so that its rows
    fit half the first-level cache; between the parts of k sums wait in memory.
-4. Finished squares are transposed back, and the epilogue runs on vectors along n.
+4. Finished squares are transposed back, and the epilogue runs on vectors along n. What it reads besides is asked for by the tiles before it.
 Where the columns are not whole vectors, the last block overlaps the one before (what both compute is equal).
 Source: Goto & van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008, which packs both operands.
 """
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from torch_hybrid_backend.engines.cpu.kernels import CpuMatMulKernel
 from torch_hybrid_backend.engines.cpu.schedules.axes import offsets_of, step
 from torch_hybrid_backend.engines.cpu.schedules.matmul import few_rows, panel_copy
+from torch_hybrid_backend.engines.cpu.schedules.matmul.operand_prefetch import Operands
 from torch_hybrid_backend.engines.cpu.schedules.register_tiles import RegisterTile, by_part, partials
 from torch_hybrid_backend.engines.cpu.schedules.transposition import transposed
 from torch_hybrid_backend.engines.cpu.target import LINE_BYTES, Target
@@ -101,6 +102,7 @@ class _UnpackedMatMul:
         self.per_group = -(-self.panels.parts // self.groups)
         self.blocks = -(-self.columns // self.lanes)
         self.tasks = min(target.cores, self.blocks)
+        self.operands = Operands(printer, kernel.stores, kernel.domain)
         self.panel_size = self.panels.size * self.lanes * self.depth.size
         self.packed = self._array(self.per_group * self.panel_size, "packed")
         kept = 1 if self.depth.parts == 1 else -(-self.blocks // self.tasks) * self.per_group
@@ -274,7 +276,7 @@ class _UnpackedMatMul:
         halves = self.lanes // self.height
 
         def tile(half: Index) -> Stmt:
-            return self._tile(block, position, half, vectors, part, place)
+            return self._tile(block, position, half, vector, vectors, part, place)
 
         tiles = b.loop(halves, tile, name="half")
         if not part.is_last:
@@ -282,8 +284,10 @@ class _UnpackedMatMul:
         ends = [self._finish(block, vector + v, place + v * self.lanes, vectors * self.lanes) for v in range(vectors)]
         return b.seq(tiles, *ends)
 
-    def _tile(self, block: _Block, position: Index, half: Index, vectors: int, part: _Part, place: Index) -> Stmt:
-        """A register tile: half a block of W by one panel."""
+    def _tile(
+        self, block: _Block, position: Index, half: Index, vector: Index, vectors: int, part: _Part, place: Index
+    ) -> Stmt:
+        """A register tile: half a block of W by one panel, of `vectors` vectors of rows from number `vector` on."""
         b, lanes, row = self.builder, self.lanes, half * self.height
         ways = RegisterTile.ways_for(self.height * vectors, part.size)
         tile = RegisterTile(b, self.printer, self.height, vectors, lanes, self.dtype, ways)
@@ -307,13 +311,17 @@ class _UnpackedMatMul:
         own = tir.minimum(b.index(number * share), tir.const(lanes - share, "int32"))
         bind = b.bind(fetched, block.ahead + own * tir.const(stride, "int32"))
 
+        asked = vectors * self.height  # rows: the other half of the block asks for the others
+        start = (as_index(0), vector * lanes + half * asked, block.first)
+
         def line(c: Index) -> Stmt:
             ahead = [b.prefetch(self.weight, fetched + b.index(c * _LINE + i * stride)) for i in range(share)]
+            operands = self.operands.ahead(start, asked, 1, lanes, c, part.size // _LINE) if part.is_last else None
 
             def some(i: Index) -> Stmt:
                 return b.seq(*[step_at(c * _LINE + i * _UNROLL + u, u % ways) for u in range(_UNROLL)])
 
-            return b.seq(*ahead, b.loop(_LINE // _UNROLL, some, name="k"))
+            return b.seq(*ahead, operands, b.loop(_LINE // _UNROLL, some, name="k"))
 
         whole = part.size // _LINE
         rest = [step_at(as_index(whole * _LINE + u), u % ways) for u in range(part.size - whole * _LINE)]
