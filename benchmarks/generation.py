@@ -1,12 +1,16 @@
-"""Tokens a second of a Llama: transformers' `generate` in eager and compiled, `compile_generation`, and llama.cpp, beside what memory delivers.
+"""Tokens a second of a Llama: transformers' `generate` in eager and compiled, `compile_generation`, files, and llama.cpp, beside what memory
+delivers.
 
     python -m benchmarks.generation
     python -m benchmarks.generation --sides "generate int4" "loop int4" "llama.cpp int4" --budget-s 5
+    python -m benchmarks.generation --layers 24 --hidden 1024                   0.3 billion parameters
+    python -m benchmarks.generation --layers 22 --hidden 2048 --key-heads 4     TinyLlama's shape, 1.1 billion
 
 The model has random weights and 0.12 billion parameters (12 layers of 768), a static cache, a prompt of 64 tokens and 64 new ones, chosen
 greedily. Each side runs in a process of its own. `ms`: of one new token, the prompt's time taken off; `plan`: of the compiled call
 within it; `ceiling`: the time in which memory delivers the weights that a token reads, at the read bandwidth that the same process measures.
-"generate": `model.forward` is compiled; "loop": `compile_generation`. Run it on an otherwise idle machine.
+"generate": `model.forward` is compiled; "loop": `compile_generation`; "file": `export_generation`, and the file that it made opened again. Run
+it on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ _BYTES = {"float32": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5 + 2 / GROUP}
 Generate = Callable[[int], list[int]]
 
 
-def _model(layers: int, hidden: int) -> Any:
+def _model(layers: int, hidden: int, key_heads: int | None = None) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -49,7 +53,7 @@ def _model(layers: int, hidden: int) -> Any:
         intermediate_size=(hidden * 8 // 3 + 255) // 256 * 256,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=heads // 3 if heads % 3 == 0 else heads // 4,
+        num_key_value_heads=key_heads or (heads // 3 if heads % 3 == 0 else heads // 4),
         vocab_size=32000,
         eos_token_id=None,
         pad_token_id=0,
@@ -87,6 +91,16 @@ def _loop(model: Any, prompt: torch.Tensor, bits: str) -> Generate:
     return lambda tokens: list(decoder.generate(prompt, tokens))
 
 
+def _file(model: Any, prompt: torch.Tensor, bits: str) -> Generate:
+    from torch_hybrid_backend import export_generation, load
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "decoder.hybrid"
+        export_generation(model, path, max_length=_PROMPT + _TOKENS, options=_options(bits))
+        shipped = load(path)
+    return lambda tokens: list(shipped.generate(prompt, tokens))
+
+
 def _llama_cpp(model: Any, prompt: torch.Tensor, bits: str) -> Generate:
     kind = {"int8": "Q8_0", "int4": "Q4_0"}[bits]
     step = llamacpp.LlamaCpp(model, kind, _PROMPT + _TOKENS, prompt[:, :-1])
@@ -102,10 +116,10 @@ def _llama_cpp(model: Any, prompt: torch.Tensor, bits: str) -> Generate:
     return lambda count: list(tokens(count))
 
 
-_WAYS = {"generate": _generate, "loop": _loop, "llama.cpp": _llama_cpp}
+_WAYS = {"generate": _generate, "loop": _loop, "file": _file, "llama.cpp": _llama_cpp}
 SIDES = (
     "generate eager",
-    *(f"{way} {bits}" for bits in _PRECISIONS for way in ("generate", "loop")),
+    *(f"{way} {bits}" for bits in _PRECISIONS for way in ("generate", "loop", "file")),
     "llama.cpp int8",
     "llama.cpp int4",
 )
@@ -129,7 +143,7 @@ def run_side(side: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
     add_peers_folder()
     way, _, bits = side.rpartition(" ")
-    model = _model(arguments.layers, arguments.hidden)
+    model = _model(arguments.layers, arguments.hidden, arguments.key_heads)
     linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
     prompt = torch.randint(0, 32000, (1, _PROMPT), generator=torch.Generator().manual_seed(1))
     in_plan: list[float] = []
@@ -167,8 +181,9 @@ def _in_its_process(side: str, arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "side.json"
         command = [sys.executable, "-m", "benchmarks.generation", "--only", side, "--out", str(result)]
-        for name in ("layers", "hidden", "budget_s"):
-            command += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
+        for name in ("layers", "hidden", "key_heads", "budget_s"):
+            given = getattr(arguments, name)
+            command += [] if given is None else [f"--{name.replace('_', '-')}", str(given)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode == 0:
             found: dict[str, Any] = json.loads(result.read_text())
@@ -194,6 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=768, help="a multiple of 192 or 256")
+    parser.add_argument("--key-heads", type=int, help="heads of keys; default: a third or a quarter of the heads")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
     parser.add_argument("--budget-s", type=float, default=10.0, help="seconds of timing for each side")
     parser.add_argument("--only", choices=SIDES, help=argparse.SUPPRESS)
@@ -207,7 +223,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows.append(_in_its_process(side, arguments))
         print(_shown(rows[-1]), flush=True)
     machine.write_record(
-        arguments.out, layers=arguments.layers, hidden=arguments.hidden, prompt=_PROMPT, tokens=_TOKENS, results=rows
+        arguments.out,
+        layers=arguments.layers,
+        hidden=arguments.hidden,
+        key_heads=arguments.key_heads,
+        prompt=_PROMPT,
+        tokens=_TOKENS,
+        results=rows,
     )
     return 0
 

@@ -40,8 +40,8 @@ class AttentionParts:
         self.value_update = cache_update(kernel.v, kernel.v_vars[2]) if self.group == 1 else None
         self.packed_keys: Expr = kernel.k if self.key_update is None else self.key_update.cache
         self.packed_values: Expr = kernel.v if self.value_update is None else self.value_update.cache
-        # Heads of queries whose queries are rows of one task: they read the same keys and values.
-        self.shared, self.queries_of_head = self._shared_heads(), self.queries
+        # Heads of queries whose queries are rows of one task, for they read the same keys and values; parts of the keys with a task each.
+        (self.shared, self.key_parts), self.queries_of_head = self._sharing(), self.queries
         if self.shared > 1:
             self.heads, self.queries = self.heads // self.shared, self.queries * self.shared
         self.width = known_int(kernel.domain[3].extent)
@@ -56,7 +56,7 @@ class AttentionParts:
         self.tail = self.keys - self.whole_panels * self.panel  # keys of the panel that is not whole
         self.block_panels = self._panels_of_block()
         self.blocks = ceil_div(self.panels, self.block_panels)
-        self.is_online = self.blocks != 1
+        self.is_online = self.blocks != 1 or self.key_parts != 1
         # More than the keys: rows a power of two apart would compete for the same lines of the cache.
         self.stride = self.block_panels * self.panel + self._behind_row()
         self.value_vectors = -(-self.width // self.lanes)
@@ -74,19 +74,24 @@ class AttentionParts:
         self.maximum, self.sum = (builder.local(self.tallest, self.dtype, name) for name in ("max", "sum"))
         self._operand = Buffer((), self.dtype, "operand")
 
-    def _shared_heads(self) -> int:
-        """Neighbouring heads of few queries that read the same keys and values, as many as leave every core a task."""
+    def _sharing(self) -> tuple[int, int]:
+        """The number of neighbouring heads of a task, as many as leave every core a task, and of parts of the keys."""
+        batch, heads = size_hint(self.batch), self.heads
+        fitting = (n for n in self._heads_together() if batch * size_hint(heads // n) >= self.target.cores)
+        return max(fitting, default=1), 1
+
+    def _heads_together(self) -> list[int]:
+        """Numbers of neighbouring heads that may be rows of one task: their queries are few, and they read the same keys and values."""
         kernel = self.kernel
         heads, queries = self.heads, self.queries
         if kernel.causal or not isinstance(heads, int) or not isinstance(queries, int) or queries > FEW_QUERIES:
-            return 1
+            return [1]
         alike = math.gcd(_heads_alike(kernel.k, kernel.k_vars[1]), _heads_alike(kernel.v, kernel.v_vars[1]))
         # More rows than few pay for packed keys, where packing is fast.
         operands = (self.packed_keys, self.packed_values)
         if not all(isinstance(e, Load) and e.buffer.dtype == "float32" for e in operands):
             alike = math.gcd(alike, FEW_QUERIES // queries)
-        fitting = (n for n in range(1, alike + 1) if alike % n == 0 and heads % n == 0)
-        return max((n for n in fitting if size_hint(self.batch) * (heads // n) >= self.target.cores), default=1)
+        return [n for n in range(1, alike + 1) if alike % n == 0 and heads % n == 0]
 
     def place(self, head: Index, row: Index) -> tuple[Index, Index]:
         """The head and the query of a row of a task of `head`."""

@@ -127,6 +127,11 @@ class TiledAttention(AttentionParts):
         return self.along(self.depth, scaled)
 
     def _row_tile(self, batch: Index, head: Index, first: Index, rows: int) -> Stmt:
+        write = self.builder.loop(rows, lambda r: self._write_row(batch, head, first, rows, r), name="r")
+        return self.builder.seq(self._sums_of_rows(batch, head, first, rows), write)
+
+    def _sums_of_rows(self, batch: Index, head: Index, first: Index, rows: int) -> Stmt:
+        """out[group][row], `sum` and `maximum` of a tile's rows."""
         b = self.builder
 
         def start(r: Index) -> Stmt:
@@ -147,12 +152,11 @@ class TiledAttention(AttentionParts):
         width = self.value_vectors * self.lanes
         held = self._held(rows) * width
         clear = self.fill(self.out, as_index(0), held, tir.const(0, self.dtype)) if self.is_online else None
-        return b.seq(
-            b.loop(rows, start, name="r"),
-            clear,
-            b.loop(self.blocks, block, name="block"),
-            b.loop(rows, lambda r: self._write_row(batch, head, first, rows, r), name="r"),
-        )
+        return b.seq(b.loop(rows, start, name="r"), clear, self._each_block(block))
+
+    def _each_block(self, block: Callable[[Index], Stmt]) -> Stmt:
+        """`block(number)` for the blocks of keys that some row of the tile sees."""
+        return self.builder.loop(self.blocks, block, name="block")
 
     def _each_panel(self, block: Index, first: Index, rows: int, body: Callable[[Index, Index], Stmt | None]) -> Stmt:
         """`body(panel, its first column in the scores)` for the panels of a block that some row of the tile sees."""
