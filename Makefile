@@ -62,9 +62,9 @@ test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.built $(VENV)/torchao
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
-# For some models and one test (timm: for benchmarks.unseen), in a folder apart: beside a torch that its wheel was not built for, transformers could not be imported any more.
+# For some models and one test, in a folder apart: beside a torch that its wheel was not built for, transformers could not be imported any more.
 $(VENV)/torchvision: | $(VENV)/.installed
-	$(PIP) install -q --no-deps --target $@.new torchvision==0.28.0 pillow==13.0.0 $(shell grep -ix "timm==.*" constraints.txt)
+	$(PIP) install -q --no-deps --target $@.new torchvision==0.28.0 pillow==13.0.0
 	mv $@.new $@
 
 # For its test alone, in a folder apart: where it is installed as usual, every process that imports transformers imports it, with its warnings.

@@ -1,11 +1,13 @@
-"""Image models of timm, which needs torchvision: `make .venv/torchvision` installs both."""
+"""Image models of timm: `make .venv/ecosystem .venv/torchvision` installs it apart, with torchvision."""
 
 from __future__ import annotations
 
+import importlib
 import random
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,14 +20,10 @@ from torch_hybrid_backend.bench.worker import Work
 
 def _timm() -> Any:
     import_torchvision()
-    import timm
-
-    return timm
-
-
-def _model(name: str) -> Any:
-    torch.manual_seed(0)
-    return _timm().create_model(name, pretrained=False).eval()
+    apart = str(Path(sys.prefix) / "ecosystem")
+    if apart not in sys.path:
+        sys.path.append(apart)
+    return importlib.import_module("timm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +37,8 @@ class TimmWork(Work):
         return f"{self.model}-{self.batch}"
 
     def build(self) -> tuple[nn.Module, Inputs]:
-        model = _model(self.model)
+        torch.manual_seed(0)
+        model = _timm().create_model(self.model, pretrained=False).eval()
         shape = model.pretrained_cfg["input_size"]
         return model, Inputs((torch.randn(self.batch or 1, *shape, generator=torch.Generator().manual_seed(0)),))
 

@@ -1,12 +1,13 @@
 """Networks that nobody chose: image models of timm, drawn by a seed, on several peers side by side.
 
-    make .venv/torchvision .venv/peers
+    make .venv/ecosystem .venv/torchvision .venv/peers
     python -m benchmarks.unseen --count 60 --batch 1,4
     python -m benchmarks.unseen --models poolformer_s12,vit_small_plus_patch16_dinov3 --peers eager,hybrid,openvino
 
 timm's names are shuffled by the seed. Networks are taken in that order, each with the input size of its configuration and random weights; those
 with more than `--parameters` million parameters, or with images larger than `--pixels`, are passed over. Rows are written after every
-network, and a run with the same `--out` goes on where it stopped. `ahead`: the fastest peer's time over hybrid's; above 1 hybrid is ahead.
+network, and a run with the same settings and `--out` goes on where it stopped. `ahead`: the fastest peer's time over hybrid's; above 1 hybrid is
+ahead.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def told(row: dict[str, Any], peers: Sequence[str]) -> str:
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.unseen", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--count", type=int, default=60)
+    parser.add_argument("--count", type=int, default=60, help="networks; default: 60")
     parser.add_argument("--seed", type=int, default=53)
     parser.add_argument("--models", default="", help="names in place of a draw, comma separated")
     parser.add_argument("--batch", default="1,4")
@@ -83,9 +84,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / machine.slug() / "unseen.json")
     arguments = parser.parse_args()
     peers = arguments.peers.split(",")
+    if unknown := sorted(set(peers) - set(by_name())):
+        parser.error(f"unknown peers: {', '.join(unknown)}; legal: {', '.join(by_name())}")
     names = arguments.models.split(",") if arguments.models else []
     record = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"rows": []}
-    record |= {"machine": machine.describe(), "seed": arguments.seed}
+    settings = {key: getattr(arguments, key) for key in ("seed", "peers", "threads", "seconds", "parameters", "pixels")}
+    if record["rows"] and record["settings"] != settings:
+        parser.error(
+            f"{arguments.out} was measured with other settings: {record['settings']}; name another file by --out"
+        )
+    record |= {"machine": machine.describe(), "settings": settings}
+    record["rows"] = [row for row in record["rows"] if "gap" not in row]
     known = {(row["model"], row["batch"]) for row in record["rows"]}
     effort = peers_compared.Effort(seconds=arguments.seconds, rounds=4)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)

@@ -97,20 +97,22 @@ def compiling_contexts() -> list[object]:
     return told
 
 
-def choices_of_convolutions() -> list[str]:
-    """Libraries that tracing chose for one convolution, within the context and behind it."""
-    chosen: list[str] = []
+def choices_of_convolutions() -> int:
+    """The number of times that a chooser of convolutions' libraries was asked for one that was traced."""
+    asked: list[object] = []
 
     def noted(choose: Any, *args: Any, **settings: Any) -> Any:
-        chosen.append(str(choose(*args, **settings)))
+        asked.append(args)
         return choose(*args, **settings)
 
-    with private.FakeTensorMode():
-        x, weight = torch.empty(1, 3, 8, 8), torch.empty(4, 3, 3, 3)
-        with private.conv_backend_chooser(noted):
-            torch.conv2d(x, weight)
-        torch.conv2d(x[:, :, :7], weight)
-    return chosen
+    before = torch._C._select_conv_backend
+    private.choose_conv_backends_by(noted)
+    try:
+        with private.FakeTensorMode():
+            torch.conv2d(torch.empty(1, 3, 8, 8), torch.empty(4, 3, 3, 3))
+    finally:
+        torch._C._select_conv_backend = before
+    return len(asked)
 
 
 def scores_indexed() -> torch.Tensor:
@@ -478,7 +480,7 @@ CANARIES: dict[str, Callable[[], object]] = {
     "negative_view": lambda: private.negative_view(torch.ones(2)).is_neg(),
     "own_store": lambda: in_a_job(own_store_is_apart),
     "while_compiling_for": lambda: compiling_contexts() == ["begin", "trace", "end"],
-    "conv_backend_chooser": lambda: len(choices_of_convolutions()) == 1,
+    "choose_conv_backends_by": lambda: choices_of_convolutions() == 1,
     "around_compilations": lambda: compilations_seen() == [True, False, "end"],
     "below_autograd": key_below_autograd,
     "is_compiling_for": lambda: not private.is_compiling_for("tests") and True in compilations_seen(),

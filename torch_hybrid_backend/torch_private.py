@@ -171,13 +171,13 @@ __all__ = [
     "aot_autograd",
     "around_compilations",
     "below_autograd",
+    "choose_conv_backends_by",
     "clear_fx_tracing_flag",
     "compile_aotinductor",
     "compile_lock",
     "compiled_autograd",
     "compiler_bisector",
     "conjugate_view",
-    "conv_backend_chooser",
     "core_aten_decompositions",
     "count_torch_dispatch_modes",
     "count_torch_function_modes",
@@ -294,15 +294,10 @@ def while_compiling_for(package: str, context: Callable[[], contextlib.AbstractC
     around_compilations(begin, end)
 
 
-@contextlib.contextmanager
-def conv_backend_chooser(chosen: Callable[..., Any]) -> Iterator[None]:
-    """Have traces choose the library of a convolution by `chosen(choose, input, weight, **settings)`, where `choose` is what chose before."""
-    choose = torch._C._select_conv_backend
-    torch._C._select_conv_backend = functools.partial(chosen, choose)
-    try:
-        yield
-    finally:
-        torch._C._select_conv_backend = choose
+def choose_conv_backends_by(chosen: Callable[..., Any]) -> None:
+    """Have traces choose the library of a convolution by `chosen(choose, input, weight, **settings)`, from now on, where `choose` is what chose
+    before."""
+    torch._C._select_conv_backend = functools.partial(chosen, torch._C._select_conv_backend)
 
 
 def is_compiling_for(package: str) -> bool:

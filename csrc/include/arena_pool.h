@@ -10,7 +10,8 @@
 // never destroyed. Idle blocks larger than any plan needs, and those beyond the calls that ran at
 // once of late, are freed.
 //
-// Failure: taking a block throws std::bad_alloc; nothing else throws. Threads may call at once.
+// Failure: taking a block and holding a Need throw std::bad_alloc; nothing else throws. Threads may
+// call at once, also around a fork.
 #ifndef TORCH_HYBRID_BACKEND_ARENA_POOL_H_
 #define TORCH_HYBRID_BACKEND_ARENA_POOL_H_
 
@@ -32,7 +33,7 @@ class ArenaPool {
   // A plan of an arena of so many bytes exists.
   class Need {
    public:
-    explicit Need(size_t size_bytes = 0);
+    explicit Need(size_t size_bytes);
     Need(const Need&) = delete;
     Need& operator=(const Need&) = delete;
     ~Need();

@@ -1,5 +1,7 @@
 #include "arena_pool.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <iterator>
 #include <new>
@@ -8,7 +10,13 @@
 namespace torch_hybrid_backend {
 
 ArenaPool& ArenaPool::OfProcess() {
-  static ArenaPool* const pool = new ArenaPool;
+  static ArenaPool* const pool = [] {
+    static ArenaPool* const made = new ArenaPool;
+    // A child of a fork is the one thread that forked: nobody else would unlock its copy.
+    pthread_atfork([] { made->mutex_.lock(); }, [] { made->mutex_.unlock(); },
+                   [] { made->mutex_.unlock(); });
+    return made;
+  }();
   return *pool;
 }
 

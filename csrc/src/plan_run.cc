@@ -26,7 +26,10 @@ ArenaPool::Block HostArena(size_t size_bytes) {
   try {
     return ArenaPool::Block(size_bytes);
   } catch (const std::bad_alloc&) {
-    if (!KeptBlocks::FreeIdle())
+    ArenaPool& pool = ArenaPool::OfProcess();
+    const bool had_idle = pool.idle() > 0;
+    pool.KeepIdle(0);
+    if (!KeptBlocks::FreeIdle() && !had_idle)
       throw std::runtime_error("could not allocate a plan's arena of " +
                                std::to_string(size_bytes) + " bytes");
   }

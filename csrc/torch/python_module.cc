@@ -350,9 +350,8 @@ PyModuleDef* Definition() {
        "unchanged(snapshot, tensors) -> bool: whether each has the memory and version it had."},
       {"run", AsMethod(&Run), METH_FASTCALL,
        "run(plan, binding, inputs[, arguments]) -> list of outputs, the status of a run that was "
-       "not "
-       "done, or NotImplemented where an input cannot be read. Once the run has taken its inputs, "
-       "and `arguments` are given, both lists are emptied."},
+       "not done, or NotImplemented where an input cannot be read. Where `arguments` are given, "
+       "both lists are emptied once the run has taken its inputs."},
       {"write_rows", AsMethod(&WriteRowsOf), METH_FASTCALL,
        "write_rows(tensors, numbers) -> None, or NotImplemented where nothing was written, as a "
        "tensor cannot be read; `numbers`: target, dimension, index and source of each write "

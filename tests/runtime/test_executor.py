@@ -151,30 +151,40 @@ def test_only_what_escapes_leaves_the_arena(kernels: str) -> None:
 
 
 def test_inputs_are_freed_behind_the_last_step_that_reads_them(kernels: str) -> None:
-    """Inputs end so in calls that may free them; parameters live on. What Python runs may have to be run again: then nothing is freed."""
+    """Inputs end so in calls that may free them; parameters live on. What another library or Python runs may have to be run again: then nothing is
+    freed."""
     freed: list[bool] = []
 
     def look(y: torch.Tensor) -> torch.Tensor:
         freed.append(storage.expired())
         return y + 1
 
-    with torch.library._scoped_library("hybrid_tests", "FRAGMENT") as library:
+    with (
+        torch.library._scoped_library("hybrid_tests", "FRAGMENT") as library,
+        torch.library._scoped_library("aten", "IMPL") as of_aten,
+    ):
         library.define("look(Tensor y) -> Tensor")
         library.impl("look", look, "CPU")
+        of_aten.impl("sinc", look, "CPU")
         double = segment(lambda x, w: (2 * x + w,), {"x": SQUARE, "w": SQUARE}, {"y": SQUARE})
-        steps = (
-            KernelCall(kernels, "double", (0, 2), 1),
-            KernelCall(kernels, "add", (2, 1, 3), 1),
-            OperatorCall("hybrid_tests::look", (TensorArgument(3),), (4,), "look"),
-        )
-        program = Program((SQUARE,) * 5, (0, 1), (4,), (), steps)
         graph = PartitionedGraph(("x", "w"), frozenset({"w"}), (double,), ("y",))
-        executor = build_executor(graph, [Compiled(program, list)])
-        for call, is_freed in ((executor.run_freeing, True), (executor, False)):
+        for operator, frees, is_freed in (
+            ("aten::sinc", True, True),
+            ("aten::sinc", False, False),
+            ("hybrid_tests::look", True, False),
+        ):
+            steps = (
+                KernelCall(kernels, "double", (0, 2), 1),
+                KernelCall(kernels, "add", (2, 1, 3), 1),
+                OperatorCall(operator, (TensorArgument(3),), (4,), "look"),
+            )
+            program = Program((SQUARE,) * 5, (0, 1), (4,), (), steps)
+            executor = build_executor(graph, [Compiled(program, list)])
             x, w = torch.randn(64, 64), torch.randn(64, 64)
             expected, storage = 2 * x + w + 1, StorageWeakRef(x.untyped_storage())
             inputs = [x, w]
             del x
+            call = executor.run_freeing if frees else executor
             assert torch.equal(call(inputs)[0], expected)
             assert len(inputs) == (0 if is_freed else 2)
             assert freed.pop() == is_freed

@@ -371,7 +371,7 @@ def _convolution_backward(
         or (weight.dim(), x.dim()) != (4, 4)
         or x.device.type != "cpu"
         or (gradient.dtype, x.dtype, weight.dtype) not in {(torch.float32,) * 3, (torch.float64,) * 3}
-        or any(more >= step for more, step in zip(output_padding, stride, strict=False))
+        or any(more >= step for more in output_padding for step in stride)
     ):
         return NotImplemented
     geometry = (stride, padding, dilation, transposed, output_padding, groups)

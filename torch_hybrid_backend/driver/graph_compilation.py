@@ -182,7 +182,7 @@ class GraphCompilation:
             self._config.measure_budget_s,
             pricing,
             on_plan,
-            functools.partial(self._pricing_whole, ready),
+            functools.partial(self._pricing_calls, ready),
         )
         self._priced = call, in_background
         self._listeners.on_graph(WholeGraph(call, self._in_eager))
@@ -199,7 +199,7 @@ class GraphCompilation:
                 self._key,
                 self._config.measure_budget_s,
                 pricing,
-                functools.partial(self._pricing_whole, ready),
+                functools.partial(self._pricing_calls, ready),
             )
         priced = self._priced_training
         # With a backward graph that cannot be run twice unnoticed there is never a second plan, and nothing is timed.
@@ -208,8 +208,8 @@ class GraphCompilation:
         return priced.taking(on_plan)
 
     @contextlib.contextmanager
-    def _pricing_whole(self, ready: Ready) -> Iterator[None]:
-        """Work on a graph whose whole calls are priced: eager's calls leave free memory behind, of ResNet-50 61 MiB."""
+    def _pricing_calls(self, ready: Ready) -> Iterator[None]:
+        """Work on a graph whose whole calls, or steps of training, are priced: eager's calls leave free memory behind, of ResNet-50 61 MiB."""
         with ready.working():
             yield
             for graph in tuple(self._graphs):

@@ -206,8 +206,6 @@ class HybridGraph:
             with self._calling(is_ready=True):
                 return run.run(inputs, self._guarded)
         except RefusedValuesError:
-            if self._frees_inputs and not inputs:
-                raise
             return state.assignment.eager_executor()(inputs)  # PyTorch raises, for it knows what
         except HybridError as error:
             if self._config.strict or state.assignment.prepared.has_collectives or is_sticky(error):

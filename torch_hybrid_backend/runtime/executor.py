@@ -26,7 +26,7 @@ from torch_hybrid_backend.core.hoisted_inputs import CallInput, FoldedValue, Hoi
 from torch_hybrid_backend.core.lazy_bits import copied
 from torch_hybrid_backend.core.limits import ADDRESS_ALIGNMENT
 from torch_hybrid_backend.core.program import Callback as CallbackStep
-from torch_hybrid_backend.core.program import LaunchGraph, Packing
+from torch_hybrid_backend.core.program import Copy, KernelCall, LaunchGraph, OperatorCall, Packing, Step
 from torch_hybrid_backend.core.region import PartitionedGraph
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.errors import HybridError
@@ -228,6 +228,11 @@ def cuda_graphs(layout: PlanLayout) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(launch.symbol for launch in graph.launches if 0 not in launch.grid) for graph in graphs)
 
 
+def _runs_once(step: Step) -> bool:
+    """True if eager would not run a graph again because of this step: kernels and ATen's operators fail for want of memory alone."""
+    return isinstance(step, KernelCall | Copy) or (isinstance(step, OperatorCall) and step.name.startswith("aten::"))
+
+
 class Executor:
     """Runs one graph at known sizes. Threads may call it at once.
 
@@ -255,9 +260,9 @@ class Executor:
         self._binder = constants.binder
         self._constants = constants.live
         self._constant_positions = self._binder.positions()[0]
-        # What Python runs may fail in a call, and is then run again in another way; outputs that are inputs are taken after the call.
-        self._may_free = not any(isinstance(output, CallInput | FoldedValue) for output in outputs) and not any(
-            isinstance(planned.step, CallbackStep) for planned in graph.layout.steps
+        # Where a step may refuse a call for its values the graph is run again, from its inputs; outputs that are inputs are taken after the call.
+        self._may_free = not any(isinstance(output, CallInput | FoldedValue) for output in outputs) and all(
+            _runs_once(planned.step) for planned in graph.layout.steps
         )
 
     @property
@@ -284,7 +289,8 @@ class Executor:
     def run_freeing(self, inputs: list[Any]) -> list[Any]:
         """Call that empties the list of its inputs once it runs: each is freed behind the last step that reads it, if nobody else holds it.
 
-        Nothing is freed before the call ends where the graph returns an input, or Python runs a part of it.
+        Nothing is freed before the call ends where the graph returns an input, where Python or another library's operator runs a part of it, or
+        where values are checked.
         """
         with torch.no_grad():
             return self._call(inputs, inputs if self._may_free else None)

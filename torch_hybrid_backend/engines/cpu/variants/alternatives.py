@@ -121,15 +121,17 @@ def _through_blocks(kernel: CpuConvKernel[Winograd]) -> tuple[CpuConvKernel[Wino
     A tile is written pixel by pixel, and a pixel's channels are then in as many lines of one set: 32 channels of 128 x 128 take three times as
     long as in blocks. Sums over a large image are what training saves for its backward graph.
     """
+    if kernel_sizes(kernel):
+        return kernel, ()
     point = tuple(map(index_of, kernel.domain))
     block = Blocked(kernel.weight.width)
     copies, writes, stores = [], list(kernel.writes), list(kernel.stores)
     for k, argument in enumerate(kernel.writes):
         out, layout = argument.buffer, argument.layout
         at = [n for n, store in enumerate(stores) if store.buffer is out and store.index == point]
-        if not isinstance(layout, Strided) or len(at) != 1 or len(layout.strides) != 4 or kernel_sizes(kernel):
+        if not isinstance(layout, Strided) or len(at) != 1 or len(layout.strides) != 4:
             continue
-        if layout.strides[3] != 1 or known_int(layout.strides[1]) * 4 % _PAGE_BYTES:
+        if layout.strides[3] != 1 or out.dtype != "float32" or known_int(layout.strides[1]) % _PAGE:
             continue
         blocked = Buffer(out.shape, out.dtype, "blocked")
         writes[k] = Argument(blocked, block)
@@ -176,6 +178,6 @@ def onednn(
 
 # The estimates of `winograd_gains` are right within a quarter for most layers (docs/performance.md).
 _CONCEIVABLE_GAIN, _CERTAIN_GAIN = 0.8, 1.15
-# Addresses so far apart are in one set of a first-level cache.
-_PAGE_BYTES = 4096
+# Elements of float32 so far apart are in one set of a first-level cache.
+_PAGE = 1024
 _RANKS = 8  # beyond the eighth best by estimate nothing has won

@@ -191,6 +191,7 @@ def test_what_is_not_finite_reaches_all_parts(value: float) -> None:
     target = dataclasses.replace(HOST, cores=4)
     for operand in (1, 2):
         kernel, inputs = make((2, 1, 1, 1100, 32, 32))
+        assert _decoding(kernel, 4).key_parts > 1
         list(inputs.values())[operand][0, 0, 900, 3] = value
         (got,) = run_kernel(kernel, rules.emit, inputs, target)
         want = 2 * torch.nn.functional.scaled_dot_product_attention(*inputs.values())

@@ -121,7 +121,8 @@ class DecodingAttention(TiledAttention):
             batch, head = position
 
             def tile(first: Index, count: int) -> Stmt:
-                found = [places(batch, head, as_index(part), first) for part in range(self.key_parts)]
+                def found(part: Index) -> tuple[Index, Index]:
+                    return places(batch, head, part, first)
 
                 def row(r: Index) -> Stmt:
                     return b.seq(
@@ -131,7 +132,7 @@ class DecodingAttention(TiledAttention):
 
                 return b.loop(count, row, name="r")
 
-            return b.seq(*map(b.alloc, (self.out, self.sum)), each_tile(tile))
+            return b.seq(*map(b.alloc, (self.out, self.maximum, self.sum)), each_tile(tile))
 
         is_small = isinstance(of_tasks, int) and of_tasks * width <= _SERIAL
         return b.seq(
@@ -141,16 +142,25 @@ class DecodingAttention(TiledAttention):
         )
 
     def _put_together(
-        self, outs: TirBuffer, maxima: TirBuffer, sums: TirBuffer, found: list[tuple[Index, Index]], rows: int, r: Index
+        self,
+        outs: TirBuffer,
+        maxima: TirBuffer,
+        sums: TirBuffer,
+        found: Callable[[Index], tuple[Index, Index]],
+        rows: int,
+        r: Index,
     ) -> Stmt:
-        """out[group][r] and sum[r], of the parts at the places `found`, each brought to the maximum of all."""
+        """out[group][r] and sum[r], of the parts, each at the places `found(part)` and brought to the maximum of all."""
         b, dtype = self.builder, self.dtype
-        maximum, shift = b.variable("maximum", dtype), b.variable("shift", dtype)
-        tops = [b.load(maxima, at + r) for _, at in found]
-        largest = tops[0]
-        for top in tops[1:]:
-            largest = tir.maximum(largest, top)
+        maximum, shift = b.load(self.maximum, r), b.variable("shift", dtype)
         zero, lowest = tir.const(0, dtype), tir.const(-math.inf, dtype)
+
+        def larger(part: Index) -> Stmt:
+            return b.store(self.maximum, r, tir.maximum(maximum, b.load(maxima, found(part)[1] + r)))
+
+        def part_of_sums(part: Index) -> Stmt:
+            start, at = found(part)
+            return self._exp(b.load(maxima, at + r) - shift, partial(add, start, at))
 
         def add(start: Index, at: Index, factor: TirExpr) -> Stmt:
             def group(first: int, vectors: int) -> Stmt:
@@ -168,12 +178,13 @@ class DecodingAttention(TiledAttention):
             return self.fill(self.out, start, vectors * self.lanes, zero)
 
         return b.seq(
-            b.bind(maximum, largest),
+            b.store(self.maximum, r, lowest),
+            b.loop(self.key_parts, larger, name="part"),
             # Parts of which every key is masked: subtract zero, so that their factors are zero and not NaN.
             b.bind(shift, tir.select(tir.equal(maximum, lowest), zero, maximum)),
             b.store(self.sum, r, zero),
             *[clear(*each) for each in self._groups()],
-            *[self._exp(top - shift, partial(add, start, at)) for top, (start, at) in zip(tops, found, strict=True)],
+            b.loop(self.key_parts, part_of_sums, name="part"),
         )
 
     # Visible keys.
