@@ -6,8 +6,8 @@
 
 timm's names are shuffled by the seed. Networks are taken in that order, each with the input size of its configuration and random weights; those
 with more than `--parameters` million parameters, or with images larger than `--pixels`, are passed over. Rows are written after every
-network, and a run with the same settings and `--out` goes on where it stopped. `ahead`: the fastest peer's time over hybrid's; above 1 hybrid is
-ahead.
+network, and a run with the same settings and `--out` goes on where it stopped. `ahead`: the fastest peer's time over hybrid's; above 1 hybrid
+is ahead.
 """
 
 from __future__ import annotations

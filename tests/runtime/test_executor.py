@@ -151,8 +151,8 @@ def test_only_what_escapes_leaves_the_arena(kernels: str) -> None:
 
 
 def test_inputs_are_freed_behind_the_last_step_that_reads_them(kernels: str) -> None:
-    """Inputs end so in calls that may free them; parameters live on. What another library or Python runs may have to be run again: then nothing is
-    freed."""
+    """Inputs end so in calls that may free them; parameters live on. What another library or Python runs may have to be run again: then
+    nothing is freed."""
     freed: list[bool] = []
 
     def look(y: torch.Tensor) -> torch.Tensor:

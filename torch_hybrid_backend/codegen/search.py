@@ -213,8 +213,8 @@ def search(
     operator that refuses such tensors says nothing of the others. RefusedValuesError is raised, and so is an error that leaves the device
     unusable.
 
-    Each run packs its weights, and has an arena of its own on a device. Runs take turns, round by round, except in two cases, in which each run is freed
-    before the next is made: the arenas together are large, or the first round spends the budget.
+    Each run packs its weights, and has an arena of its own on a device. Runs take turns, round by round, except in two cases, in which each run
+    is freed before the next is made: the arenas together are large, or the first round spends the budget.
     """
     sets: list[list[CompiledVariant]] = []
     for number in range(max((len(option.compiled) for option in options if option.is_open), default=0)):

@@ -260,7 +260,7 @@ class Executor:
         self._binder = constants.binder
         self._constants = constants.live
         self._constant_positions = self._binder.positions()[0]
-        # Where a step may refuse a call for its values the graph is run again, from its inputs; outputs that are inputs are taken after the call.
+        # Where a step may refuse a call for its values the graph is run again, from its inputs. Outputs that are inputs are taken last.
         self._may_free = not any(isinstance(output, CallInput | FoldedValue) for output in outputs) and all(
             _runs_once(planned.step) for planned in graph.layout.steps
         )

@@ -370,9 +370,8 @@ class _Builder:
             if position in self._may_move and self._frees(planned.step, ending):
                 place = max([least, *(latest.get(value, 0) for value in values)])
             elif not isinstance(planned.step, KernelCall | OperatorCall | Copy):
-                least = (
-                    place  # what Python does may depend on anything, and no operator may get values that are refused
-                )
+                # What Python does may depend on anything, and no operator may get values that are refused.
+                least = place
             behind[place].append(position)
             latest.update((value, max(place, latest.get(value, 0))) for value in values)
         order = [position for positions in behind for position in positions]

@@ -20,8 +20,8 @@ _of_all_sizes: ContextVar[bool] = ContextVar("convolutions of all sizes", defaul
 
 
 def trace_convolutions_of_all_sizes(package: str) -> None:
-    """Have traces choose libraries by the sizes of the call that is traced, and assume nothing of others: from now on, where Dynamo compiles for
-    a backend of a package, and within `convolutions_of_all_sizes`."""
+    """Have traces choose libraries by the sizes of the call that is traced, and assume nothing of others: from now on, where Dynamo compiles
+    for a backend of a package, and within `convolutions_of_all_sizes`."""
 
     def chosen(choose: Any, x: torch.Tensor, weight: torch.Tensor, **settings: Any) -> Any:
         is_known = all(isinstance(size, int) for size in (*x.shape, *x.stride()))
