@@ -97,6 +97,13 @@ def compiling_contexts() -> list[object]:
     return told
 
 
+def hooks_seen() -> list[bool]:
+    """Answers without hooks on saved tensors, and with them."""
+    before = private.has_saved_tensors_hooks()
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+        return [before, private.has_saved_tensors_hooks()]
+
+
 def choices_of_convolutions() -> int:
     """The number of times that a chooser of convolutions' libraries was asked for one that was traced."""
     asked: list[object] = []
@@ -479,6 +486,7 @@ CANARIES: dict[str, Callable[[], object]] = {
     "mkldnn_layout": lambda: torch.zeros(2, 2).to_mkldnn().layout is private.mkldnn_layout,
     "negative_view": lambda: private.negative_view(torch.ones(2)).is_neg(),
     "own_store": lambda: in_a_job(own_store_is_apart),
+    "has_saved_tensors_hooks": lambda: hooks_seen() == [False, True],
     "while_compiling_for": lambda: compiling_contexts() == ["begin", "trace", "end"],
     "choose_conv_backends_by": lambda: choices_of_convolutions() == 1,
     "around_compilations": lambda: compilations_seen() == [True, False, "end"],

@@ -195,6 +195,7 @@ __all__ = [
     "graph_breaks_logger",
     "graph_from_pickle",
     "graph_to_pickle",
+    "has_saved_tensors_hooks",
     "hint_of",
     "inductor_config",
     "inductor_options",
@@ -335,6 +336,11 @@ def graph_breaks_logger() -> logging.Logger:
 
     logger: logging.Logger = getArtifactLogger("torch._dynamo.symbolic_convert", "graph_breaks")
     return logger
+
+
+def has_saved_tensors_hooks() -> bool:
+    """True where `torch.autograd.graph.saved_tensors_hooks` are set on this thread."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def hint_of(size: torch.SymInt) -> int:

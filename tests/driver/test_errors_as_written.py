@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.fx
+from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from torch_hybrid_backend.driver.errors_as_written import as_written, raising_as_written
 from torch_hybrid_backend.errors import HybridError
@@ -78,3 +80,33 @@ def test_as_written_records_gradients() -> None:
     (loss,) = as_written(_graph(_loss, x, TARGET))(x, TARGET)
     loss.backward()
     assert x.grad is not None
+
+
+def test_hooks_on_saved_tensors_see_one_call() -> None:
+    """What a hook raises comes out of the call, which is not made again."""
+    packed: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor)
+        raise KeyError("mine")
+
+    torch.compiler.reset()
+    layer = torch.compile(nn.Sequential(nn.Linear(8, 8), nn.GELU()), backend="hybrid")
+    x = torch.randn(4, 8, requires_grad=True)
+    layer(x)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), pytest.raises(KeyError, match="mine"):
+        layer(x)
+    assert len(packed) == 1
+
+
+def test_checkpoint_around_a_compiled_module() -> None:
+    """A checkpoint ends its second forward by an error that it raises in a hook: gradients are eager's, in every step."""
+    torch.compiler.reset()
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+    layer = torch.compile(model, backend="hybrid")
+    for _ in range(4):
+        x = torch.randn(8, 16, requires_grad=True)
+        checkpoint(layer, x, use_reentrant=False).square().sum().backward()
+        found, x.grad = x.grad, None
+        checkpoint(model, x, use_reentrant=False).square().sum().backward()
+        torch.testing.assert_close(found, x.grad)

@@ -3,6 +3,8 @@
 AOTAutograd's operators are not the user's: `cross_entropy` has become a gather, which raises RuntimeError where `cross_entropy` raises
 IndexError. So a call that raises is made once more in eager, with Dynamo's graph. Its error is the one that reaches the user, with a note
 of the line that it comes from. Nothing was written to the inputs before: AOTAutograd's wrapper does that after the graph has run.
+
+Where hooks on saved tensors are set the error is raised as it is: they may have raised it, and would see the second call.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import torch.fx
 
 from torch_hybrid_backend.errors import HybridError, failures, is_out_of_memory, is_sticky
 from torch_hybrid_backend.graph.source import source_line
-from torch_hybrid_backend.torch_private import tree_leaves
+from torch_hybrid_backend.torch_private import has_saved_tensors_hooks, tree_leaves
 
 
 def raising_as_written(planned: Callable[..., Any], graph_module: torch.fx.GraphModule) -> Callable[..., Any]:
@@ -26,6 +28,10 @@ def raising_as_written(planned: Callable[..., Any], graph_module: torch.fx.Graph
             return planned(*inputs)
         except failures(Exception) as error:  # PyTorch's operators raise many classes
             if isinstance(error, HybridError) or is_out_of_memory(error) or is_sticky(error):
+                raise
+            if (
+                has_saved_tensors_hooks()
+            ):  # such as a checkpoint's, which ends a call by an error, and would see a second one
                 raise
             raised = error
         try:
