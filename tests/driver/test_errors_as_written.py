@@ -83,7 +83,7 @@ def test_as_written_records_gradients() -> None:
 
 
 def test_hooks_on_saved_tensors_see_one_call() -> None:
-    """What a hook raises comes out of the call, which is not made again."""
+    """Errors of a hook come out of the call, which is not made again."""
     packed: list[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
