@@ -140,7 +140,7 @@ def test_indices_outside_raise() -> None:
 def test_tables_are_live() -> None:
     """A table that changes is quantized anew."""
     model = Language(tied=True).eval()
-    options = {"precision": "int4-weights", "activation_bits": 32, "precision_tolerance": 1.0}
+    options = {"precision": "int4-weights", "activation_bits": 32, "precision_tolerance": 1.0, "placement": "estimate"}
     compiled = torch.compile(model, backend="hybrid", options=options)
     ids = torch.tensor([[5, 999, 0]])
     for _ in range(2):
