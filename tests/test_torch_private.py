@@ -122,6 +122,40 @@ def choices_of_convolutions() -> int:
     return len(asked)
 
 
+def guards_built() -> set[str]:
+    """Accessors, and kinds of guards, of a function that calls a layer."""
+    from torch._dynamo import guards as dynamo_guards
+
+    found: set[str] = set()
+
+    def visit(node: Any) -> None:
+        found.update(type(guard).__name__ for guard in node.get_leaf_guards())
+        assert all(hasattr(node, name) for name in ("is_guarded_value_immutable", "has_object_aliasing_guard"))
+        for accessor, child in zip(node.get_accessors(), node.get_child_managers(), strict=True):
+            found.add(accessor.repr())
+            assert child.get_source()
+            assert child.get_type_of_guarded_value()
+            visit(child)
+
+    def noted(built: Any, local_variables: Any, namespace: Any) -> None:
+        assert {"layer", "x"} <= set(local_variables)
+        assert namespace["torch"] is torch
+        visit(built.root)
+        whole = built.root.clone_manager(lambda node: True)
+        whole.add_lambda_guard(lambda variables: variables["layer"] is local_variables["layer"], ["a layer"], None)
+        assert built.root.check(local_variables)
+        assert whole.check(local_variables)
+        assert not whole.check(dict(local_variables, layer=torch.nn.ReLU()))
+
+    before = dynamo_guards.guard_manager_testing_hook_fn
+    private.after_guards_are_built(noted)
+    try:
+        torch.compile(lambda layer, x: torch.relu(layer(x)), backend="eager")(torch.nn.Linear(2, 2), torch.ones(1, 2))
+    finally:
+        dynamo_guards.guard_manager_testing_hook_fn = before
+    return found
+
+
 def scores_indexed() -> torch.Tensor:
     """Scores (1, 1, 1, 2) of zeros plus elements of a tensor at the keys' positions."""
     table, places = torch.tensor([3.0, 5.0]), [torch.arange(n) for n in (1, 1, 1, 2)]
@@ -489,6 +523,13 @@ CANARIES: dict[str, Callable[[], object]] = {
     "has_saved_tensors_hooks": lambda: hooks_seen() == [False, True],
     "while_compiling_for": lambda: compiling_contexts() == ["begin", "trace", "end"],
     "choose_conv_backends_by": lambda: choices_of_convolutions() == 1,
+    "after_guards_are_built": lambda: (
+        guards_built()
+        >= {
+            *("GetGenericDictGuardAccessor", "DictGetItemGuardAccessor('weight')", "GlobalsGuardAccessor"),
+            *("FrameLocalsGuardAccessor(key='layer', framelocals_idx=0)", "TYPE_MATCH", "TENSOR_MATCH"),
+        }
+    ),
     "around_compilations": lambda: compilations_seen() == [True, False, "end"],
     "below_autograd": key_below_autograd,
     "is_compiling_for": lambda: not private.is_compiling_for("tests") and True in compilations_seen(),

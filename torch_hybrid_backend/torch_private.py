@@ -18,7 +18,7 @@ import functools
 import importlib
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -168,6 +168,7 @@ __all__ = [
     "TracingContext",
     "TreeSpec",
     "ValueRanges",
+    "after_guards_are_built",
     "aot_autograd",
     "around_compilations",
     "below_autograd",
@@ -293,6 +294,21 @@ def while_compiling_for(package: str, context: Callable[[], contextlib.AbstractC
             entered.pop().close()
 
     around_compilations(begin, end)
+
+
+def after_guards_are_built(changed: Callable[[Any, Mapping[str, Any], Mapping[str, Any]], None]) -> None:
+    """Have Dynamo call `changed(guards, local variables, global variables)` when it has built a frame's guards and found that they hold, from
+    now on. `guards.root` is what will be evaluated in each call."""
+    from torch._dynamo import guards
+
+    before = guards.guard_manager_testing_hook_fn
+
+    def built(wrapper: Any, local_variables: Any, builder: Any) -> None:
+        if before is not None:
+            before(wrapper, local_variables, builder)
+        changed(wrapper, local_variables, builder.scope["G"])
+
+    guards.guard_manager_testing_hook_fn = built
 
 
 def choose_conv_backends_by(chosen: Callable[..., Any]) -> None:

@@ -26,6 +26,7 @@
 #include <vector>
 
 #include "handle_tables.h"
+#include "module_watch.h"
 #include "processor.h"
 #include "row_writes.h"
 #include "tensor_states.h"
@@ -35,6 +36,7 @@ namespace torch_hybrid_backend {
 namespace {
 
 constexpr const char* kSnapshot = "torch_hybrid_backend.snapshot";
+constexpr const char* kModuleWatch = "torch_hybrid_backend.module_watch";
 
 // Set once, by Learn; read with the interpreter's lock held, as it is set.
 struct {
@@ -138,6 +140,64 @@ PyObject* Unchanged(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (StateOfItem(list, entry.position, entry.counted) != entry.state) Py_RETURN_FALSE;
   }
   Py_RETURN_TRUE;
+}
+
+void FreeModuleWatch(PyObject* capsule) {
+  delete static_cast<ModuleWatch*>(PyCapsule_GetPointer(capsule, kModuleWatch));
+}
+
+// One of the steps before which there are `before` others.
+std::optional<ModuleWatch::Step> StepOf(PyObject* item, Py_ssize_t before) {
+  ModuleWatch::Step step{};
+  int is_module = 0;
+  if (PyArg_ParseTuple(item, "nOnp:watch_module", &step.parent, &step.key, &step.position,
+                       &is_module) == 0) {
+    return std::nullopt;
+  }
+  if (before != 0 && (step.parent < 0 || step.parent >= before)) {
+    PyErr_SetString(PyExc_ValueError, "a step begins at one before it");
+    return std::nullopt;
+  }
+  if (step.key == Py_None) step.key = nullptr;
+  step.is_module = is_module != 0;
+  return step;
+}
+
+PyObject* WatchModule(PyObject*, PyObject* arguments) {
+  PyObject* module = nullptr;
+  PyObject* items = nullptr;
+  Py_ssize_t tag_offset = 0;
+  if (PyArg_ParseTuple(arguments, "nOO!:watch_module", &tag_offset, &module, &PyTuple_Type,
+                       &items) == 0) {
+    return nullptr;
+  }
+  try {
+    std::vector<ModuleWatch::Step> steps;
+    for (Py_ssize_t i = 0; i < PyTuple_Size(items); ++i) {
+      const std::optional<ModuleWatch::Step> step = StepOf(PyTuple_GetItem(items, i), i);
+      if (!step) return nullptr;
+      steps.push_back(*step);
+    }
+    std::unique_ptr<const ModuleWatch> watch = ModuleWatch::Take(module, steps, tag_offset);
+    if (watch == nullptr) return Py_NewRef(Py_None);
+    PyObject* const capsule =
+        PyCapsule_New(const_cast<ModuleWatch*>(watch.get()), kModuleWatch, &FreeModuleWatch);
+    if (capsule != nullptr) watch.release();
+    return capsule;
+  } catch (const std::bad_alloc&) {
+    return PyErr_NoMemory();
+  }
+}
+
+PyObject* ModuleUnchanged(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 2) {
+    PyErr_SetString(PyExc_TypeError, "module_unchanged takes a watch and a module");
+    return nullptr;
+  }
+  const auto* const watch =
+      static_cast<const ModuleWatch*>(PyCapsule_GetPointer(arguments[0], kModuleWatch));
+  if (watch == nullptr) return nullptr;
+  return PyBool_FromLong(watch->IsUnchanged(arguments[1]));
 }
 
 // PyTorch's THPVariable_Wrap: a new reference to the Python object of a C++ tensor. Null where this
@@ -348,6 +408,12 @@ PyModuleDef* Definition() {
        "snapshot(tensors, positions, counted) -> object or None where a state cannot be read."},
       {"unchanged", AsMethod(&Unchanged), METH_FASTCALL,
        "unchanged(snapshot, tensors) -> bool: whether each has the memory and version it had."},
+      {"watch_module", &WatchModule, METH_VARARGS,
+       "watch_module(tag_offset, module, steps) -> object, or None where the module is not as the "
+       "steps say. A step: (parent, key or None, position, is a module), as in module_watch.h."},
+      {"module_unchanged", AsMethod(&ModuleUnchanged), METH_FASTCALL,
+       "module_unchanged(watch, module) -> bool: whether it is the watched module and nothing that "
+       "the steps pass has changed."},
       {"run", AsMethod(&Run), METH_FASTCALL,
        "run(plan, binding, inputs[, arguments]) -> list of outputs, the status of a run that was "
        "not done, or NotImplemented where an input cannot be read. Where `arguments` are given, "

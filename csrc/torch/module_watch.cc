@@ -1,0 +1,93 @@
+#include "module_watch.h"
+
+#include <cstddef>
+#include <cstring>
+
+namespace torch_hybrid_backend {
+namespace {
+
+// Entries lie far apart, and a call of the model has put other data into the caches.
+constexpr size_t kAhead = 12;
+constexpr size_t kBeforeObject = 3 * sizeof(void*);  // where Python 3.11 keeps what finds a dictionary
+
+// Reads nothing, so that the address may be of memory that is gone.
+void Prefetch(const void* address) { __builtin_prefetch(address); }
+
+// The dictionary of an object's attributes, which the object holds. Null where it has none.
+PyObject* AttributesOf(PyObject* object) {
+  PyObject* const dictionary = PyObject_GenericGetDict(object, nullptr);
+  if (dictionary == nullptr) {
+    PyErr_Clear();
+    return nullptr;
+  }
+  Py_DecRef(dictionary);
+  return dictionary;
+}
+
+PyObject* ValueAt(PyObject* dictionary, Py_ssize_t position) {
+  PyObject* value = nullptr;
+  Py_ssize_t place = 0;
+  for (Py_ssize_t i = 0; i <= position; ++i) {
+    if (PyDict_Next(dictionary, &place, nullptr, &value) == 0) return nullptr;
+  }
+  return value;
+}
+
+}  // namespace
+
+uint64_t ModuleWatch::TagOf(PyObject* dictionary) const {
+  uint64_t tag = 0;
+  std::memcpy(&tag, reinterpret_cast<const std::byte*>(dictionary) + tag_offset_, sizeof tag);
+  return tag;
+}
+
+std::unique_ptr<const ModuleWatch> ModuleWatch::Take(PyObject* module,
+                                                     const std::vector<Step>& steps,
+                                                     Py_ssize_t tag_offset) {
+  std::unique_ptr<ModuleWatch> watch(new ModuleWatch(tag_offset));
+  watch->entries_.reserve(steps.size());
+  for (size_t i = 0; i < steps.size(); ++i) {
+    const Step& step = steps[i];
+    PyObject* object = module;
+    if (i != 0) {
+      PyObject* const parent = watch->entries_[static_cast<size_t>(step.parent)].dictionary;
+      object = step.key == nullptr ? ValueAt(parent, step.position)
+                                   : PyDict_GetItemWithError(parent, step.key);
+      if (object == nullptr) {
+        PyErr_Clear();
+        return nullptr;
+      }
+    }
+    PyObject* const dictionary = step.is_module ? AttributesOf(object) : object;
+    // A subclass may keep what it holds elsewhere.
+    if (dictionary == nullptr || PyDict_CheckExact(dictionary) == 0) return nullptr;
+    watch->entries_.push_back({step.is_module ? object : nullptr,
+                               step.is_module ? Py_TYPE(object) : nullptr, dictionary,
+                               watch->TagOf(dictionary)});
+  }
+  return watch;
+}
+
+bool ModuleWatch::IsUnchanged(PyObject* module) const {
+  if (entries_.empty() || entries_.front().module != module) return false;
+  const size_t count = entries_.size();
+  for (size_t i = 0; i < count; ++i) {
+    if (i + kAhead < count) {
+      const Entry& later = entries_[i + kAhead];
+      Prefetch(later.dictionary);
+      if (later.module != nullptr) {
+        Prefetch(later.module);
+        Prefetch(reinterpret_cast<const std::byte*>(later.module) - kBeforeObject);
+      }
+    }
+    const Entry& entry = entries_[i];
+    if (entry.module != nullptr &&
+        (Py_TYPE(entry.module) != entry.type || AttributesOf(entry.module) != entry.dictionary)) {
+      return false;
+    }
+    if (TagOf(entry.dictionary) != entry.tag) return false;
+  }
+  return true;
+}
+
+}  // namespace torch_hybrid_backend

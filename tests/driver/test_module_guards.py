@@ -1,0 +1,429 @@
+"""Guards on modules (driver/module_guards.py): whatever changes, compiled code answers, and is compiled anew, as with Dynamo's guards alone."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torch_hybrid_backend.backend  # noqa: F401  (which registers what is tested)
+from tests.compiling import fresh_dynamo  # noqa: F401
+from torch_hybrid_backend.driver import module_guards
+from torch_hybrid_backend.driver.module_guards import ModuleGuards
+
+
+class Settings:
+    """An object that is no module, held by one."""
+
+    def __init__(self) -> None:
+        self.scale = 2.0
+
+
+class Layer(nn.Module):
+    shift = 0.5  # of the class
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("offset", torch.ones(4))
+        self.factor = 3.0
+        self.powers = [1, 2]
+        self.sizes: dict[str, Any] = {"a": 1.0, "nested": {"b": 2.0}}
+        self.numbered = {0: 1.0}
+        self.pair = (1.0, 2.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.linear(x)) * self.factor + self.offset + self.shift
+        x = x * len(self.powers) + self.powers[0] + self.pair[1]
+        return x * self.sizes["a"] + self.sizes["nested"]["b"] * self.numbered[0]
+
+
+class Doubled(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 2
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Layer()
+        self.rest = nn.Sequential(nn.ReLU(), nn.Dropout(0.0), Layer())
+        self.settings = Settings()
+        self.act: Any = torch.tanh
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.rest(self.first(x)) * self.settings.scale)
+
+
+def set_data(model: Network) -> None:
+    model.first.linear.weight.data = torch.zeros(4, 4)
+
+
+def set_class_attribute(model: Network) -> None:
+    Layer.shift = Layer.shift + 1
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "nothing": lambda m: None,
+    "train": lambda m: m.train(),
+    "train one module": lambda m: m.rest[2].norm.train(),
+    "attribute": lambda m: setattr(m.first, "factor", 4.0),
+    "attribute of another type": lambda m: setattr(m.first, "factor", 4),
+    "attribute and back": lambda m: vars(m.first).update(factor=4.0) or vars(m.first).update(factor=float("3")),
+    "unread attribute": lambda m: setattr(m.first, "unread", 1),
+    "class attribute": set_class_attribute,
+    "attribute over a class's": lambda m: setattr(m.first, "shift", 7.0),
+    "list": lambda m: m.first.powers.append(3),
+    "item of a list": lambda m: m.first.powers.__setitem__(0, 5),
+    "dictionary": lambda m: m.first.sizes.__setitem__("a", 5.0),
+    "nested dictionary": lambda m: m.rest[2].sizes["nested"].__setitem__("b", 5.0),
+    "numbered dictionary": lambda m: m.first.numbered.__setitem__(0, 5.0),
+    "another dictionary": lambda m: setattr(m.first, "sizes", {"a": 3.0, "nested": {"b": 1.0}}),
+    "tuple": lambda m: setattr(m.first, "pair", (1.0, 9.0)),
+    "object": lambda m: setattr(m.settings, "scale", 5.0),
+    "another object": lambda m: setattr(m, "settings", Settings()),
+    "function": lambda m: setattr(m, "act", torch.sigmoid),
+    "module": lambda m: setattr(m, "first", Layer().eval()),
+    "module of another class": lambda m: m.rest.__setitem__(0, nn.Sigmoid()),
+    "module in a dictionary": lambda m: m._modules.__setitem__("first", Layer().eval()),
+    "dictionary of modules": lambda m: vars(m).__setitem__("_modules", dict(m._modules, first=Layer().eval())),
+    "class of a module": lambda m: setattr(m.first, "__class__", Doubled),
+    "dictionary of a module": lambda m: setattr(m.first, "__dict__", dict(vars(m.first), factor=9.0)),
+    "more modules": lambda m: m.rest.append(nn.Sigmoid()),
+    "fewer modules": lambda m: m.rest.__delitem__(0),
+    "parameter": lambda m: setattr(m.first.linear, "weight", nn.Parameter(torch.zeros(4, 4))),
+    "no parameter": lambda m: setattr(m.first.linear, "bias", None),
+    "parameter in place": lambda m: m.first.linear.weight.zero_(),
+    "data of a parameter": set_data,
+    "buffer": lambda m: setattr(m.rest[2], "offset", torch.full((4,), 3.0)),
+    "buffer of another dtype": lambda m: setattr(m.rest[2], "offset", torch.ones(4, dtype=torch.float64)),
+    "loaded": lambda m: m.load_state_dict({key: value * 2 for key, value in m.state_dict().items()}),
+    "forward of an instance": lambda m: setattr(m.first, "forward", lambda x: x + 1),
+    "hook": lambda m: m.first.register_forward_hook(lambda module, args, output: output + 1),
+}
+
+
+def run(change: Callable[[Network], object], shortened: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ...]:
+    """Answers before and after a change, how often the model was compiled, and whether its guards were shortened."""
+    compilations: list[Any] = []
+    shortened_guards: list[Any] = []
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        compilations.append(gm)
+        return gm.forward
+
+    def shorten(built: Any, *variables: Any) -> None:
+        before = built.root
+        if shortened:
+            original(built, *variables)
+        if built.root is not before:
+            shortened_guards.append(built)
+
+    original = module_guards._shorten
+    monkeypatch.setattr(module_guards, "_shorten", shorten)
+    monkeypatch.setattr(module_guards, "is_compiling_for", lambda package: True)
+    monkeypatch.setattr(Layer, "shift", 0.5)
+    torch.manual_seed(0)
+    model = Network().eval()
+    compiled = torch.compile(model, backend=backend)
+    answers = []
+    torch.compiler.reset()
+    with torch.no_grad():
+        x = torch.randn(3, 4)
+        for _ in range(3):
+            answers.append(compiled(x))
+        change(model)
+        torch.manual_seed(1)
+        for _ in range(3):
+            answers.append(compiled(x))
+    monkeypatch.undo()
+    return answers, len(compilations), bool(shortened_guards)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_change_has_the_effect_it_has_with_dynamos_guards(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, compilations, _ = run(CHANGES[change], False, monkeypatch)
+    answers, ours, shortened = run(CHANGES[change], True, monkeypatch)
+    assert shortened
+    assert ours == compilations
+    for answer, other in zip(answers, expected, strict=True):
+        torch.testing.assert_close(answer, other)
+
+
+class Recorder:
+    """Counts compilations, and keeps the guards that were shortened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.compilations = 0
+        self.guards: list[ModuleGuards] = []
+        original = ModuleGuards.evaluated
+
+        def evaluated(guards: ModuleGuards, variables: Any) -> bool:
+            if guards not in self.guards:
+                self.guards.append(guards)
+            self.evaluations += 1
+            return original(guards, variables)
+
+        self.evaluations = 0
+        monkeypatch.setattr(ModuleGuards, "evaluated", evaluated)
+        monkeypatch.setattr(module_guards, "is_compiling_for", lambda package: True)
+
+    def __call__(self, gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        self.compilations += 1
+        return gm.forward
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    return Recorder(monkeypatch)
+
+
+def test_unchanged_module_needs_none_of_dynamos_guards(recorder: Recorder) -> None:
+    model = Network().eval()
+    compiled = torch.compile(model, backend=recorder)
+    with torch.no_grad():
+        x = torch.randn(3, 4)
+        for _ in range(10):
+            compiled(x)
+        assert recorder.evaluations == 1  # where they were built
+        model.first.factor = float("3")  # another object of the same value: the guards hold
+        for _ in range(10):
+            compiled(x)
+    assert recorder.evaluations == 2
+    assert recorder.compilations == 1
+
+
+def test_inputs_keep_their_guards(recorder: Recorder) -> None:
+    model = Network().eval()
+    compiled = torch.compile(model, backend=recorder, dynamic=False)
+    with torch.no_grad():
+        for rows in (3, 5, 3, 5):
+            x = torch.randn(rows, 4)
+            torch.testing.assert_close(compiled(x), model(x))
+    assert recorder.compilations == 2
+
+
+def test_sizes_known_at_run_time_keep_their_guards(recorder: Recorder) -> None:
+    model = Network().eval()
+    compiled = torch.compile(model, backend=recorder, dynamic=True)
+    with torch.no_grad():
+        for rows in (3, 5, 1, 7):
+            x = torch.randn(rows, 4)
+            torch.testing.assert_close(compiled(x), model(x))
+    assert recorder.compilations == 2  # one row is a case of its own
+
+
+def test_layers_that_share_one_compilation_are_watched_each(recorder: Recorder) -> None:
+    layers = [Layer().eval() for _ in range(6)]
+    compiled = [torch.compile(layer, backend=recorder) for layer in layers]
+    x = torch.randn(3, 4)
+    with torch.no_grad():
+        for _ in range(3):
+            for layer, call in zip(layers, compiled, strict=True):
+                torch.testing.assert_close(call(x), layer(x))
+        assert recorder.compilations == 1
+        assert recorder.evaluations == len(layers)
+        layers[4].factor = 8.0
+        for layer, call in zip(layers, compiled, strict=True):
+            torch.testing.assert_close(call(x), layer(x))
+    assert recorder.compilations == 2
+
+
+class Counting(nn.Module):
+    """Counts its calls, in an attribute that the trace does not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.last: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = x.shape[0]
+        return self.inner(x)
+
+
+def test_module_that_changes_in_every_call_is_left_to_dynamo(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module_guards, "_RENEWALS", 4)
+    model = Counting().eval()
+    compiled = torch.compile(model, backend=recorder)
+    with torch.no_grad():
+        x = torch.randn(3, 4)
+        for _ in range(40):
+            torch.testing.assert_close(compiled(x), model(x))
+    assert recorder.compilations == 1
+    (guards,) = recorder.guards
+    assert guards._renewals <= 4 + 40 // module_guards._CALLS_PER_RENEWAL + 1
+
+
+MODEL = Network()
+
+
+def test_global_model(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "MODEL", Network().eval())
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return MODEL(x) + 1
+
+    compiled = torch.compile(function, backend=recorder)
+    with torch.no_grad():
+        x = torch.randn(3, 4)
+        for _ in range(4):
+            torch.testing.assert_close(compiled(x), function(x))
+        assert recorder.evaluations == 1
+        MODEL.first.factor = 7.0
+        torch.testing.assert_close(compiled(x), function(x))
+        monkeypatch.setitem(globals(), "MODEL", Network().eval())
+        torch.testing.assert_close(compiled(x), function(x))
+    assert recorder.compilations == 2
+
+
+def test_closures_model(recorder: Recorder) -> None:
+    model = Network().eval()
+
+    @torch.compile(backend=recorder)
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return model(x) + 1
+
+    with torch.no_grad():
+        x = torch.randn(3, 4)
+        for _ in range(4):
+            torch.testing.assert_close(function(x), model(x) + 1)
+        assert recorder.evaluations == 1
+        model.rest[2].factor = 7.0
+        torch.testing.assert_close(function(x), model(x) + 1)
+    assert recorder.compilations == 2
+
+
+def test_two_modules_of_one_frame(recorder: Recorder) -> None:
+    @torch.compile(backend=recorder)
+    def function(first: Network, second: Network, x: torch.Tensor) -> torch.Tensor:
+        return second(first(x))
+
+    models = [Network().eval() for _ in range(2)]
+    with torch.no_grad():
+        x = torch.randn(3, 4)
+        for _ in range(3):
+            torch.testing.assert_close(function(*models, x), models[1](models[0](x)))
+        for model in models:
+            model.first.factor += 1
+            torch.testing.assert_close(function(*models, x), models[1](models[0](x)))
+    assert recorder.compilations == 3
+
+
+def test_training_steps(recorder: Recorder) -> None:
+    """The optimiser writes to parameters in place; evaluation between epochs is a graph of its own."""
+    torch.manual_seed(0)
+    models = [Network() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    calls = [models[0], torch.compile(models[1], backend=recorder)]
+    optimisers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    for _ in range(3):
+        for model in models:
+            model.train()
+        for _ in range(3):
+            x = torch.randn(5, 4)
+            for call, optimiser in zip(calls, optimisers, strict=True):
+                optimiser.zero_grad()
+                call(x).square().sum().backward()
+                optimiser.step()
+        for model in models:
+            model.eval()
+        with torch.no_grad():
+            torch.testing.assert_close(calls[0](x), calls[1](x))
+    assert recorder.compilations == 2
+
+
+def test_model_is_freed(recorder: Recorder) -> None:
+    model = Network().eval()
+    model.rest[2].above = [model]  # a cycle
+    weight = weakref.ref(model.rest[2].linear.weight)
+    torch.compile(model, backend=recorder)(torch.randn(3, 4))
+    assert recorder.guards
+    del model
+    gc.collect()
+    assert weight() is None
+
+
+def test_module_at_the_address_of_a_freed_one(recorder: Recorder) -> None:
+    x = torch.randn(3, 4)
+    with torch.no_grad():
+        for number in range(20):
+            model = Layer().eval()
+            model.factor = float(number % 3)
+            torch.testing.assert_close(torch.compile(model, backend=recorder)(x), model(x))
+            del model
+            gc.collect()
+
+
+def test_threads_that_change_and_call(recorder: Recorder) -> None:
+    """The answer is that of one of the states, and at last of the last."""
+    model = nn.Sequential(*[Layer() for _ in range(3)]).eval()
+    compiled = torch.compile(model, backend=recorder)
+    x = torch.randn(3, 4)
+    answers = {}
+    with torch.no_grad():
+        for factor in (3.0, 4.0):
+            model[1].factor = factor
+            answers[factor] = compiled(x)
+    stop = threading.Event()
+
+    def change() -> None:
+        while not stop.wait(1e-4):
+            model[1].factor = 7.0 - model[1].factor
+
+    changing = threading.Thread(target=change)
+    changing.start()
+    with torch.no_grad():
+        for _ in range(200):
+            answer = compiled(x)
+            assert any(torch.allclose(answer, other) for other in answers.values())
+    stop.set()
+    changing.join()
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), answers[model[1].factor])
+
+
+def test_failed_guard_is_named(recorder: Recorder, caplog: pytest.LogCaptureFixture) -> None:
+    torch._logging.set_logs(recompiles=True)
+    model = Network().eval()
+    compiled = torch.compile(model, backend=recorder)
+    x = torch.randn(3, 4)
+    with torch.no_grad():
+        compiled(x)
+        model.first.factor = 4.0
+        with caplog.at_level("DEBUG"):
+            compiled(x)
+    torch._logging.set_logs()
+    assert "factor" in caplog.text
+
+
+def test_users_filter_of_guards_still_counts(recorder: Recorder) -> None:
+    skip = torch.compiler.skip_guard_on_all_nn_modules_unsafe
+    model = Network().eval()
+    compiled = torch.compile(model, backend=recorder, options={"guard_filter_fn": skip})
+    x = torch.randn(3, 4)
+    with torch.no_grad():
+        before = compiled(x)
+        model.first.factor = 100.0
+        torch.testing.assert_close(compiled(x), before)
+    assert recorder.compilations == 1
+
+
+def test_other_backends_keep_their_guards() -> None:
+    compiled = torch.compile(Network().eval(), backend="eager")
+    built: list[Any] = []
+    original = module_guards._shorten
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module_guards, "_shorten", lambda *given: built.append(original(*given)))
+        with torch.no_grad():
+            compiled(torch.randn(3, 4))
+    assert not built

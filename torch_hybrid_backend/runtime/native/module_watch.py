@@ -1,0 +1,101 @@
+"""Watches of modules: whether a module, its attributes, its submodules and theirs are as they were.
+
+Leaves: `watches()`, with `take` and `unchanged`, and `Step`.
+
+Python numbers the states of dictionaries (PEP 509), and C++ compares these numbers (`csrc/torch/module_watch.h`). Where the number lies in a
+dictionary is found by changing one, and tried on a module before it is believed. A Python that has no such numbers, or does not count each
+change of a module, has no watches.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from torch_hybrid_backend.runtime.native.module import native_module
+
+log = logging.getLogger(__name__)
+
+# A dictionary on the way: (parent, key or None, position, is a module), as in module_watch.h. The first is that of the module itself.
+Step = tuple[int, str | None, int, bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Watches:
+    """The C++ functions.
+
+    take(module, steps): a watch of the module as it is now, or None where it is not as the steps say.
+    unchanged(watch, module): True if the module is the one that was taken, and nothing that the steps pass has changed.
+    """
+
+    take: Callable[[object, tuple[Step, ...]], object | None]
+    unchanged: Callable[[object, object], bool]
+
+
+@functools.cache
+def watches() -> Watches | None:
+    """The functions, or None where this Python's dictionaries do not tell of changes."""
+    native = native_module()
+    offset = None if native is None else _tag_offset()
+    if native is not None and offset is not None:
+        found = Watches(functools.partial(native.watch_module, offset), native.module_unchanged)
+        if _sees_changes(found):
+            return found
+    log.info("modules are guarded by Dynamo alone: this Python does not number the states of dictionaries")
+    return None
+
+
+def _tag_offset() -> int | None:
+    """Bytes from a dictionary's start to the number of its state; None where it has none."""
+    word = ctypes.sizeof(ctypes.c_uint64)
+    held = {"a": 1}
+    words = (ctypes.c_uint64 * (dict.__basicsize__ // word)).from_address(id(held))
+    before = list(words)
+    held["a"] = 2  # the value alone: how many there are, and where they lie, stays
+    changed = [index for index, value in enumerate(words) if value != before[index]]
+    return changed[0] * word if len(changed) == 1 else None
+
+
+class _Probe(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+        self.inner: nn.Module = nn.ReLU()
+
+    def count(self) -> None:
+        self.number += 1  # by an instruction that Python specialises after some calls
+
+
+def _sees_changes(found: Watches) -> bool:
+    """True if each way to change a module is seen, and none to read one."""
+    probe: Any = _Probe()
+    steps: tuple[Step, ...] = ((0, None, 0, True), (0, "_modules", 0, False), (1, None, 0, True))
+
+    def is_seen(change: Callable[[], object]) -> bool:
+        watch = found.take(probe, steps)
+        if watch is None or not found.unchanged(watch, probe):
+            return False
+        change()
+        return not found.unchanged(watch, probe)
+
+    changes: list[Callable[[], object]] = [
+        *[probe.count] * 40,
+        lambda: setattr(probe, "number", 5),
+        lambda: object.__setattr__(probe, "number", 6),
+        lambda: vars(probe).update(number=7),
+        lambda: vars(probe).pop("number"),
+        lambda: probe.train(False),
+        lambda: setattr(probe.inner, "inplace", True),
+        lambda: setattr(probe, "inner", nn.ReLU()),
+        lambda: vars(probe).__setitem__("_modules", dict(probe._modules)),
+        lambda: setattr(probe, "__dict__", dict(vars(probe))),
+        lambda: setattr(probe.inner, "__class__", nn.ReLU6),
+    ]
+    reads: list[Callable[[], object]] = [lambda: probe.inner, lambda: list(probe.modules()), lambda: probe.training]
+    return all(map(is_seen, changes)) and not any(map(is_seen, reads))
