@@ -144,8 +144,10 @@ def _local_of(accessor: Any) -> str | None:
 
 @dataclass(slots=True)
 class _Root:
-    """A module that a frame finds under a name, among its local variables or in `namespace`. `watches`: of modules that were found there, by id, as
-    one compilation may serve many."""
+    """A module that a frame finds under a name, among its local variables or in `namespace`.
+
+    watches: of the modules that were found there, by id; one compilation may serve many.
+    """
 
     name: str
     namespace: Mapping[str, Any] | None
