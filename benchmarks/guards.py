@@ -1,4 +1,4 @@
-"""What guards on modules cost a call: docs/guards.md.
+"""Times of a call with Dynamo's guards on modules, with this backend's, and with none: docs/guards.md.
 
 python -m benchmarks.guards --models mobilenet_v2,mobilenet_v3_large,shufflenet_v2,densenet121,bert_base
 """
