@@ -1,5 +1,6 @@
 #include "module_watch.h"
 
+#include <algorithm>
 #include <cstddef>
 #include <cstring>
 
@@ -58,12 +59,16 @@ std::unique_ptr<const ModuleWatch> ModuleWatch::Take(PyObject* module,
         return nullptr;
       }
     }
-    PyObject* const dictionary = step.is_module ? AttributesOf(object) : object;
+    if (step.kind == Kind::kTensor) {
+      watch->tensors_.push_back(object);
+      continue;
+    }
+    const bool is_module = step.kind == Kind::kModule;
+    PyObject* const dictionary = is_module ? AttributesOf(object) : object;
     // A subclass may keep what it holds elsewhere.
     if (dictionary == nullptr || PyDict_CheckExact(dictionary) == 0) return nullptr;
-    watch->entries_.push_back({step.is_module ? object : nullptr,
-                               step.is_module ? Py_TYPE(object) : nullptr, dictionary,
-                               watch->TagOf(dictionary)});
+    watch->entries_.push_back({is_module ? object : nullptr, is_module ? Py_TYPE(object) : nullptr,
+                               dictionary, watch->TagOf(dictionary)});
   }
   return watch;
 }
@@ -88,6 +93,10 @@ bool ModuleWatch::IsUnchanged(PyObject* module) const {
     if (TagOf(entry.dictionary) != entry.tag) return false;
   }
   return true;
+}
+
+bool ModuleWatch::Holds(PyObject* object) const {
+  return std::find(tensors_.begin(), tensors_.end(), object) != tensors_.end();
 }
 
 }  // namespace torch_hybrid_backend

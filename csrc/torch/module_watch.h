@@ -26,22 +26,27 @@ namespace torch_hybrid_backend {
 
 class ModuleWatch {
  public:
-  // A dictionary on the way: that of a module's attributes, or a plain one. `parent`: the step whose
-  // dictionary holds the module or dictionary. `key`: under which; null where `position` says which
-  // of its values, in their order.
+  enum class Kind : int { kDictionary = 0, kModule = 1, kTensor = 2 };
+
+  // A dictionary on the way, a module, whose attributes are one, or a tensor. `parent`: the step
+  // whose dictionary holds it. `key`: under which; null where `position` says which of its values,
+  // in their order.
   struct Step {
     Py_ssize_t parent;
     PyObject* key;
     Py_ssize_t position;
-    bool is_module;
+    Kind kind;
   };
 
-  // Takes the numbers as they are. Step 0 is the module's own dictionary.
+  // Takes the numbers as they are. Step 0 is the module itself; tensors come last.
   static std::unique_ptr<const ModuleWatch> Take(PyObject* module, const std::vector<Step>& steps,
                                                  Py_ssize_t tag_offset);
 
   // True if `module` is the one that was taken, and nothing on the way has changed.
   bool IsUnchanged(PyObject* module) const;
+
+  // True if `object` is one of the tensors, as long as nothing has changed.
+  bool Holds(PyObject* object) const;
 
  private:
   struct Entry {
@@ -56,7 +61,8 @@ class ModuleWatch {
   uint64_t TagOf(PyObject* dictionary) const;
 
   Py_ssize_t tag_offset_;  // bytes from a dictionary's start
-  std::vector<Entry> entries_;
+  std::vector<Entry> entries_;  // of the steps but tensors, which come last
+  std::vector<PyObject*> tensors_;
 };
 
 }  // namespace torch_hybrid_backend

@@ -149,17 +149,21 @@ void FreeModuleWatch(PyObject* capsule) {
 // One of the steps before which there are `before` others.
 std::optional<ModuleWatch::Step> StepOf(PyObject* item, Py_ssize_t before) {
   ModuleWatch::Step step{};
-  int is_module = 0;
-  if (PyArg_ParseTuple(item, "nOnp:watch_module", &step.parent, &step.key, &step.position,
-                       &is_module) == 0) {
+  int kind = 0;
+  if (PyArg_ParseTuple(item, "nOni:watch_module", &step.parent, &step.key, &step.position, &kind) ==
+      0) {
     return std::nullopt;
   }
   if (before != 0 && (step.parent < 0 || step.parent >= before)) {
     PyErr_SetString(PyExc_ValueError, "a step begins at one before it");
     return std::nullopt;
   }
+  if (kind < 0 || kind > static_cast<int>(ModuleWatch::Kind::kTensor)) {
+    PyErr_SetString(PyExc_ValueError, "a step is of kind 0, 1 or 2");
+    return std::nullopt;
+  }
   if (step.key == Py_None) step.key = nullptr;
-  step.is_module = is_module != 0;
+  step.kind = static_cast<ModuleWatch::Kind>(kind);
   return step;
 }
 
@@ -173,9 +177,18 @@ PyObject* WatchModule(PyObject*, PyObject* arguments) {
   }
   try {
     std::vector<ModuleWatch::Step> steps;
+    Py_ssize_t dictionaries = 0;  // tensors have none that another step could begin at
     for (Py_ssize_t i = 0; i < PyTuple_Size(items); ++i) {
-      const std::optional<ModuleWatch::Step> step = StepOf(PyTuple_GetItem(items, i), i);
+      const std::optional<ModuleWatch::Step> step =
+          StepOf(PyTuple_GetItem(items, i), dictionaries);
       if (!step) return nullptr;
+      if (step->kind != ModuleWatch::Kind::kTensor) {
+        if (dictionaries != i) {
+          PyErr_SetString(PyExc_ValueError, "tensors come last");
+          return nullptr;
+        }
+        ++dictionaries;
+      }
       steps.push_back(*step);
     }
     std::unique_ptr<const ModuleWatch> watch = ModuleWatch::Take(module, steps, tag_offset);
@@ -198,6 +211,17 @@ PyObject* ModuleUnchanged(PyObject*, PyObject* const* arguments, Py_ssize_t coun
       static_cast<const ModuleWatch*>(PyCapsule_GetPointer(arguments[0], kModuleWatch));
   if (watch == nullptr) return nullptr;
   return PyBool_FromLong(watch->IsUnchanged(arguments[1]));
+}
+
+PyObject* HoldsTensor(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 2) {
+    PyErr_SetString(PyExc_TypeError, "holds_tensor takes a watch and an object");
+    return nullptr;
+  }
+  const auto* const watch =
+      static_cast<const ModuleWatch*>(PyCapsule_GetPointer(arguments[0], kModuleWatch));
+  if (watch == nullptr) return nullptr;
+  return PyBool_FromLong(watch->Holds(arguments[1]));
 }
 
 // PyTorch's THPVariable_Wrap: a new reference to the Python object of a C++ tensor. Null where this
@@ -410,10 +434,13 @@ PyModuleDef* Definition() {
        "unchanged(snapshot, tensors) -> bool: whether each has the memory and version it had."},
       {"watch_module", &WatchModule, METH_VARARGS,
        "watch_module(tag_offset, module, steps) -> object, or None where the module is not as the "
-       "steps say. A step: (parent, key or None, position, is a module), as in module_watch.h."},
+       "steps say. A step: (parent, key or None, position, kind), as in module_watch.h."},
       {"module_unchanged", AsMethod(&ModuleUnchanged), METH_FASTCALL,
        "module_unchanged(watch, module) -> bool: whether it is the watched module and nothing that "
        "the steps pass has changed."},
+      {"holds_tensor", AsMethod(&HoldsTensor), METH_FASTCALL,
+       "holds_tensor(watch, object) -> bool: whether it is one of the tensors, of a module that is "
+       "unchanged."},
       {"run", AsMethod(&Run), METH_FASTCALL,
        "run(plan, binding, inputs[, arguments]) -> list of outputs, the status of a run that was "
        "not done, or NotImplemented where an input cannot be read. Where `arguments` are given, "

@@ -427,3 +427,75 @@ def test_other_backends_keep_their_guards() -> None:
         with torch.no_grad():
             compiled(torch.randn(3, 4))
     assert not built
+
+
+class Aliased(nn.Module):
+    """Its buffers must be no inputs, and no other tensors, in a compilation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.ones(3, 4))
+        self.register_buffer("scale", torch.full((3, 4), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shift = self.shift if self.training or self.shift is not None else None
+        return x * self.scale + shift + self.shift
+
+
+def calls_of_aliased(
+    backend: Any, sets: Callable[[Any], object], frames: Callable[[Aliased], Callable[..., torch.Tensor]]
+) -> tuple[list[torch.Tensor], list[Any]]:
+    torch.compiler.reset()
+    model = Aliased().eval()
+    compiled, written = torch.compile(frames(model), backend=backend), frames(model)
+    answers, expected = [], []
+    with torch.no_grad():
+        x = torch.arange(12.0).reshape(3, 4)
+        for _ in range(3):
+            answers.append(compiled(x))
+            expected.append(written(x))
+        sets(model)
+        for value in (x, model.shift, model.scale, x, model.shift.clone()):
+            answers.append(compiled(value))
+            expected.append(written(value))
+    for answer, right in zip(answers, expected, strict=True):
+        torch.testing.assert_close(answer, right)
+    return answers, expected
+
+
+@pytest.mark.parametrize(
+    "sets", [lambda m: None, lambda m: setattr(m, "shift", m.scale), lambda m: m._buffers.update(scale=m.shift)]
+)
+def test_tensors_that_are_others(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, sets: Callable[[Any], object]
+) -> None:
+    calls_of_aliased(recorder, sets, lambda model: model)
+    assert len(recorder.guards) > 0
+    ours = recorder.compilations
+    monkeypatch.setattr(module_guards, "_shorten", lambda *given: None)
+    recorder.compilations = 0
+    calls_of_aliased(recorder, sets, lambda model: model)
+    assert recorder.compilations == ours
+
+
+def test_tensors_of_two_modules_that_are_others(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compilations() -> int:
+        torch.compiler.reset()
+        recorder.compilations = 0
+        models = [Aliased().eval() for _ in range(4)]
+        models[3].shift = models[0].shift
+
+        @torch.compile(backend=recorder)
+        def function(first: Any, second: Any, x: torch.Tensor) -> Any:
+            return second(first(x))
+
+        with torch.no_grad():
+            x = torch.ones(3, 4)
+            for i, j in ((0, 1), (2, 3), (0, 3), (2, 1), (0, 1), (0, 3), (1, 1)):
+                torch.testing.assert_close(function(models[i], models[j], x), models[j](models[i](x)))
+        return recorder.compilations
+
+    ours = compilations()
+    assert recorder.guards
+    monkeypatch.setattr(module_guards, "_shorten", lambda *given: None)
+    assert compilations() == ours

@@ -16,14 +16,14 @@ from __future__ import annotations
 import ast
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from torch_hybrid_backend.errors import failures
-from torch_hybrid_backend.runtime.native.module_watch import Step, Watches, watches
+from torch_hybrid_backend.runtime.native.module_watch import DICTIONARY, MODULE, TENSOR, Step, Watches, watches
 from torch_hybrid_backend.torch_private import after_guards_are_built, is_compiling_for
 
 log = logging.getLogger(__name__)
@@ -37,14 +37,20 @@ _OF_CONSTANTS = _OF_MODULES | {
     # reads data pointers and versions of parameters in each call.
     *("TENSOR_MATCH", "DIMENSION_DYNAMIC_MARKING_GUARD"),
 }
+_IS_NO_OTHER = "NO_TENSOR_ALIASING"  # than any tensor with this guard
 # Watches are renewed so often, and once in so many calls besides. Modules that change in every call are left to Dynamo.
 _RENEWALS, _CALLS_PER_RENEWAL = 64, 16
 
 
 @dataclass(slots=True)
 class _Walk:
-    """The dictionaries below a module that guards look into. `follow`, `stay`: sources of the guards that follow from these, and of others."""
+    """The dictionaries below a module that guards look into.
 
+    follow, stay: sources of the guards that follow from these, and of others.
+    tensors: those that must be no other tensor that is guarded so; None where such guards stay.
+    """
+
+    tensors: list[Step] | None
     steps: list[Step] = field(default_factory=list)
     follow: set[str] = field(default_factory=set)
     stay: set[str] = field(default_factory=set)
@@ -53,7 +59,7 @@ class _Walk:
         """True if all guards on the module and below it follow. `node`: the module's, in Dynamo's tree of guards."""
         if type(module) is not node.get_type_of_guarded_value():
             return self._noted(node, False)
-        here = self._step(parent, key, position, True)
+        here = self._step(parent, key, position, MODULE)
         follow = _has_only(node, _OF_MODULES)
         for accessor, child in _children(node):
             if _reads_attributes(accessor) and type(vars(module)) is dict:
@@ -85,11 +91,14 @@ class _Walk:
         if isinstance(value, nn.Module):
             return self.module(node, value, parent, key, position)
         if type(value) is dict:
-            return self._dictionary(node, value, self._step(parent, key, position, False))
+            return self._dictionary(node, value, self._step(parent, key, position, DICTIONARY))
+        if self.tensors is not None and _is_no_other(node):
+            self.tensors.append((parent, key, position, TENSOR))
+            return self._noted(node, _is_constant(node, {*_OF_CONSTANTS, _IS_NO_OTHER}))
         return self._noted(node, _is_constant(node))
 
-    def _step(self, parent: int, key: str | None, position: int, is_module: bool) -> int:
-        self.steps.append((parent, key, position, is_module))
+    def _step(self, parent: int, key: str | None, position: int, kind: int) -> int:
+        self.steps.append((parent, key, position, kind))
         return len(self.steps) - 1
 
     def _noted(self, node: Any, follows: bool) -> bool:
@@ -101,16 +110,20 @@ def _children(node: Any) -> Iterator[tuple[Any, Any]]:
     return zip(node.get_accessors(), node.get_child_managers(), strict=True)
 
 
-def _has_only(node: Any, guards: frozenset[str]) -> bool:
+def _has_only(node: Any, guards: Set[str]) -> bool:
     return all(type(guard).__name__ in guards for guard in node.get_leaf_guards())
 
 
-def _is_constant(node: Any) -> bool:
-    """True for a tensor, a number, a string or a tuple of these, without guards that depend on other things."""
+def _is_no_other(node: Any) -> bool:
+    return any(type(guard).__name__ == _IS_NO_OTHER for guard in node.get_leaf_guards())
+
+
+def _is_constant(node: Any, guards: Set[str] = _OF_CONSTANTS) -> bool:
+    """True for a tensor, a number, a string or a tuple of these, with none but these guards."""
     return (
         node.is_guarded_value_immutable()
         and not node.has_object_aliasing_guard()
-        and _has_only(node, _OF_CONSTANTS)
+        and _has_only(node, guards)
         and all(
             type(accessor).__name__ == "TupleGetItemGuardAccessor" and _is_constant(child)
             for accessor, child in _children(node)
@@ -159,12 +172,16 @@ class _Root:
 
 
 class ModuleGuards:
-    """A guard that stands for those on modules. `guards`: Dynamo's of the frame, all of them. `roots`: the modules."""
+    """A guard that stands for those on modules.
 
-    def __init__(self, guards: Any, roots: list[_Root], watching: Watches) -> None:
+    guards: Dynamo's of the frame, all of them. roots: the modules. others: local variables that must not be one of the modules' tensors.
+    """
+
+    def __init__(self, guards: Any, roots: list[_Root], others: list[str], watching: Watches) -> None:
         self._guards = guards
         self._roots = roots
-        self._take, self._unchanged = watching.take, watching.unchanged
+        self._others = others
+        self._take, self._unchanged, self._holds = watching.take, watching.unchanged, watching.holds
         self._renewals = self._calls = 0
 
     def __call__(self, local_variables: Mapping[str, Any]) -> bool:
@@ -175,6 +192,9 @@ class ModuleGuards:
             watch = root.watches.get(id(module))
             if watch is None or not self._unchanged(watch, module):
                 return self.evaluated(local_variables)
+            for name in self._others:
+                if self._holds(watch, local_variables[name]):
+                    return self.evaluated(local_variables)
         return True
 
     def evaluated(self, local_variables: Mapping[str, Any]) -> bool:
@@ -210,24 +230,59 @@ def _variables(
             yield name, None, local_variables.get(name or ""), node
 
 
+def _others(node: Any, follow: Set[str]) -> Iterator[str | None]:
+    """Yield names of local variables that must be no other tensor; None for what is no local variable. `follow`: what is not asked any more."""
+    for accessor, child in _every_child(node):
+        if child.get_source() not in follow:
+            if _is_no_other(child):
+                yield None if accessor is None else _local_of(accessor)
+            yield from _others(child, follow)
+
+
+def _every_child(node: Any) -> Iterator[tuple[Any, Any]]:
+    if hasattr(node, "get_key_value_managers"):
+        pairs = node.get_key_value_managers().values()
+        return ((None, child) for pair in pairs for child in pair if child is not None)
+    return _children(node)
+
+
+def _found(
+    built: Any, local_variables: Mapping[str, Any], namespace: Mapping[str, Any], tensors_too: bool
+) -> tuple[list[_Root], list[str | None], set[str]]:
+    """(modules, names of tensors that must be none of the modules' own, sources of guards that follow).
+
+    tensors_too: the guards that tensors are no others may follow.
+    """
+    roots: list[_Root] = []
+    follow: set[str] = set()
+    stay: set[str] = set()
+    holding = 0
+    for name, of_globals, value, node in _variables(built.root, local_variables, namespace):
+        if name is not None and isinstance(value, nn.Module):
+            walk = _Walk([] if tensors_too else None)
+            walk.module(node, value)
+            if walk.follow - walk.stay:
+                roots.append(_Root(name, of_globals, (*walk.steps, *(walk.tensors or ()))))
+                holding += bool(walk.tensors)
+            follow |= walk.follow
+            stay |= walk.stay
+    follow -= stay
+    # Tensors of two modules were compared with each other, but not those of every two that the frame may meet.
+    others: list[str | None] = [None] if holding > 1 else []
+    if holding == 1:
+        others = list(_others(built.root, follow))
+    return roots, others, follow
+
+
 def _shorten(built: Any, local_variables: Mapping[str, Any], namespace: Mapping[str, Any]) -> None:
     """Put a `ModuleGuards` in place of the guards that it stands for."""
     watching = watches()
     if watching is None:
         return
-    roots: list[_Root] = []
-    follow: set[str] = set()
-    stay: set[str] = set()
-    for name, of_globals, value, node in _variables(built.root, local_variables, namespace):
-        if name is not None and isinstance(value, nn.Module):
-            walk = _Walk()
-            walk.module(node, value)
-            if walk.follow - walk.stay:
-                roots.append(_Root(name, of_globals, tuple(walk.steps)))
-            follow |= walk.follow
-            stay |= walk.stay
-    follow -= stay
-    module_guards = ModuleGuards(built.root, roots, watching)
+    roots, others, follow = _found(built, local_variables, namespace, tensors_too=True)
+    if None in others:
+        roots, others, follow = _found(built, local_variables, namespace, tensors_too=False)
+    module_guards = ModuleGuards(built.root, roots, [name for name in others if name is not None], watching)
     if not roots or not module_guards.evaluated(local_variables):
         return
     shorter = built.root.clone_manager(lambda node: node.get_source() not in follow)

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from torch_hybrid_backend.runtime.native.module import native_module
-from torch_hybrid_backend.runtime.native.module_watch import Step, Watches, watches
+from torch_hybrid_backend.runtime.native.module_watch import DICTIONARY, MODULE, TENSOR, Step, Watches, watches
 
 # (the model), its modules, the first of these, that one's parameters.
 STEPS: tuple[Step, ...] = (
-    (0, None, 0, True),
-    (0, "_modules", 0, False),
-    (1, None, 0, True),
-    (2, "_parameters", 0, False),
+    (0, None, 0, MODULE),
+    (0, "_modules", 0, DICTIONARY),
+    (1, None, 0, MODULE),
+    (2, "_parameters", 0, DICTIONARY),
 )
 
 
@@ -97,13 +97,13 @@ def test_layer_that_was_replaced_is_not_read(found: Watches) -> None:
 @pytest.mark.parametrize(
     "steps",
     [
-        ((0, None, 0, True), (0, "nothing", 0, False)),
-        ((0, None, 0, True), (0, "_modules", 0, False), (1, None, 7, True)),
-        ((0, None, 0, True), (0, "training", 0, False)),
-        ((0, None, 0, True), (0, "training", 0, True)),
+        ((0, None, 0, MODULE), (0, "nothing", 0, DICTIONARY)),
+        ((0, None, 0, MODULE), (0, "_modules", 0, DICTIONARY), (1, None, 7, MODULE)),
+        ((0, None, 0, MODULE), (0, "training", 0, DICTIONARY)),
+        ((0, None, 0, MODULE), (0, "training", 0, MODULE)),
         (
-            (0, None, 0, True),
-            (0, "_forward_hooks", 0, False),
+            (0, None, 0, MODULE),
+            (0, "_forward_hooks", 0, DICTIONARY),
         ),  # an OrderedDict: another class may keep its items elsewhere
     ],
 )
@@ -115,10 +115,25 @@ def test_wrong_steps_are_refused() -> None:
     native = native_module()
     assert native is not None
     with pytest.raises(ValueError, match="begins at one before it"):
-        native.watch_module(24, model(), ((0, None, 0, True), (1, "_modules", 0, False)))
+        native.watch_module(24, model(), ((0, None, 0, MODULE), (1, "_modules", 0, DICTIONARY)))
     with pytest.raises(TypeError):
         native.watch_module(24, model(), ((0, None),))
+    with pytest.raises(ValueError, match="tensors come last"):
+        native.watch_module(
+            24, model(), ((0, None, 0, MODULE), (0, "training", 0, TENSOR), (0, "_modules", 0, DICTIONARY))
+        )
+    with pytest.raises(ValueError, match="of kind 0, 1 or 2"):
+        native.watch_module(24, model(), ((0, None, 0, 3),))
     with pytest.raises(ValueError, match="Capsule"):
         native.module_unchanged(object(), model())
     with pytest.raises(TypeError, match="a watch and a module"):
         native.module_unchanged(object())
+
+
+def test_tensors_are_known_again(found: Watches) -> None:
+    module = model()
+    watch = found.take(module, (*STEPS, (3, "weight", 0, TENSOR), (3, None, 1, TENSOR)))
+    assert found.holds(watch, module[0].weight)
+    assert found.holds(watch, module[0].bias)
+    assert not found.holds(watch, module[0].weight.detach())
+    assert not found.holds(watch, None)

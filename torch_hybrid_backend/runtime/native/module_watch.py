@@ -22,8 +22,9 @@ from torch_hybrid_backend.runtime.native.module import native_module
 
 log = logging.getLogger(__name__)
 
-# A dictionary on the way: (parent, key or None, position, is a module), as in module_watch.h. The first is that of the module itself.
-Step = tuple[int, str | None, int, bool]
+DICTIONARY, MODULE, TENSOR = range(3)
+# (parent, key or None, position, kind), as in module_watch.h. The first is the module itself, tensors come last.
+Step = tuple[int, str | None, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +33,12 @@ class Watches:
 
     take(module, steps): a watch of the module as it is now, or None where it is not as the steps say.
     unchanged(watch, module): True if the module is the one that was taken, and nothing that the steps pass has changed.
+    holds(watch, tensor): True if it is one of the tensors that the steps lead to. The module must be unchanged.
     """
 
     take: Callable[[object, tuple[Step, ...]], object | None]
     unchanged: Callable[[object, object], bool]
+    holds: Callable[[object, object], bool]
 
 
 @functools.cache
@@ -44,7 +47,7 @@ def watches() -> Watches | None:
     native = native_module()
     offset = None if native is None else _tag_offset()
     if native is not None and offset is not None:
-        found = Watches(functools.partial(native.watch_module, offset), native.module_unchanged)
+        found = Watches(functools.partial(native.watch_module, offset), native.module_unchanged, native.holds_tensor)
         if _sees_changes(found):
             return found
     log.info("modules are guarded by Dynamo alone: this Python does not number the states of dictionaries")
@@ -75,7 +78,7 @@ class _Probe(nn.Module):
 def _sees_changes(found: Watches) -> bool:
     """True if each way to change a module is seen, and none to read one."""
     probe: Any = _Probe()
-    steps: tuple[Step, ...] = ((0, None, 0, True), (0, "_modules", 0, False), (1, None, 0, True))
+    steps: tuple[Step, ...] = ((0, None, 0, MODULE), (0, "_modules", 0, DICTIONARY), (1, None, 0, MODULE))
 
     def is_seen(change: Callable[[], object]) -> bool:
         watch = found.take(probe, steps)
