@@ -102,6 +102,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "no parameter": lambda m: setattr(m.first.linear, "bias", None),
     "parameter in place": lambda m: m.first.linear.weight.zero_(),
     "data of a parameter": set_data,
+    "frozen": lambda m: m.requires_grad_(False),
     "buffer": lambda m: setattr(m.rest[2], "offset", torch.full((4,), 3.0)),
     "buffer of another dtype": lambda m: setattr(m.rest[2], "offset", torch.ones(4, dtype=torch.float64)),
     "loaded": lambda m: m.load_state_dict({key: value * 2 for key, value in m.state_dict().items()}),

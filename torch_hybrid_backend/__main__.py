@@ -1,0 +1,7 @@
+"""The command `hybrid`, where its script is not on the path: `python -m torch_hybrid_backend`."""
+
+import sys
+
+from torch_hybrid_backend.cli import main
+
+sys.exit(main())
