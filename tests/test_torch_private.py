@@ -137,9 +137,9 @@ def guards_built() -> set[str]:
             assert child.get_type_of_guarded_value()
             visit(child)
 
-    def noted(built: Any, local_variables: Any, namespace: Any) -> None:
+    def noted(built: Any, local_variables: Any, builder: Any) -> None:
         assert {"layer", "x"} <= set(local_variables)
-        assert namespace["torch"] is torch
+        assert builder.scope["G"]["torch"] is torch
         visit(built.root)
         whole = built.root.clone_manager(lambda node: True)
         whole.add_lambda_guard(lambda variables: variables["layer"] is local_variables["layer"], ["a layer"], None)
@@ -154,6 +154,25 @@ def guards_built() -> set[str]:
     finally:
         dynamo_guards.guard_manager_testing_hook_fn = before
     return found
+
+
+def keys_of_modes() -> int:
+    """The number of different sets of keys without a mode, in inference mode and in a dispatch mode."""
+    seen = set()
+
+    def note(*given: Any) -> None:
+        seen.add(tuple(keys().raw_repr() for keys in private.thread_key_sets))
+
+    class Mode(private.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    note()
+    with torch.inference_mode():
+        note()
+    with Mode():
+        note()
+    return len(seen)
 
 
 def scores_indexed() -> torch.Tensor:
@@ -552,6 +571,7 @@ CANARIES: dict[str, Callable[[], object]] = {
     ),
     "reset_dynamo": lambda: private.reset_dynamo() is None,
     "same": lambda: private.same([torch.ones(1)], [torch.ones(1)], None, equal_nan=True, tol=0.0, log_error=print),
+    "thread_key_sets": lambda: keys_of_modes() == 3,
     "suggest_memory_format": lambda: private.suggest_memory_format(torch.zeros(1, 2, 2)) is torch.contiguous_format,
     "torch_function_mode_at": lambda: isinstance(
         during_function_mode(lambda: private.torch_function_mode_at(0)), TorchFunctionMode

@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <cstring>
 
+#include "tensor_states.h"
+
 namespace torch_hybrid_backend {
 namespace {
 
@@ -38,14 +40,40 @@ PyObject* ValueAt(PyObject* dictionary, Py_ssize_t position) {
 
 uint64_t ModuleWatch::TagOf(PyObject* dictionary) const {
   uint64_t tag = 0;
-  std::memcpy(&tag, reinterpret_cast<const std::byte*>(dictionary) + tag_offset_, sizeof tag);
+  std::memcpy(&tag, reinterpret_cast<const std::byte*>(dictionary) + layout_.tag, sizeof tag);
   return tag;
+}
+
+bool ModuleWatch::AddTensor(PyObject* object, Kind kind) {
+  PyTypeObject* const type = Py_TYPE(object);
+  if (type != layout_.types[0] && type != layout_.types[1]) return false;
+  const auto handle = reinterpret_cast<AtenTensorHandle>(reinterpret_cast<std::byte*>(object) +
+                                                         layout_.tensor);
+  if (!CanReadForms() || !AppendForm(handle, forms_)) return false;
+  tensors_.push_back({object, type});
+  if (kind == Kind::kOwnTensor) own_tensors_.push_back(object);
+  return true;
+}
+
+bool ModuleWatch::FormsAreThose() const {
+  const int64_t* form = forms_.data();
+  const size_t count = tensors_.size();
+  for (size_t i = 0; i < count; ++i) {
+    if (i + kAhead < count) Prefetch(tensors_[i + kAhead].object);
+    const auto [object, type] = tensors_[i];
+    if (Py_TYPE(object) != type) return false;
+    form = BehindForm(reinterpret_cast<AtenTensorHandle>(reinterpret_cast<std::byte*>(object) +
+                                                         layout_.tensor),
+                      form);
+    if (form == nullptr) return false;
+  }
+  return true;
 }
 
 std::unique_ptr<const ModuleWatch> ModuleWatch::Take(PyObject* module,
                                                      const std::vector<Step>& steps,
-                                                     Py_ssize_t tag_offset) {
-  std::unique_ptr<ModuleWatch> watch(new ModuleWatch(tag_offset));
+                                                     const Layout& layout) {
+  std::unique_ptr<ModuleWatch> watch(new ModuleWatch(layout));
   watch->entries_.reserve(steps.size());
   for (size_t i = 0; i < steps.size(); ++i) {
     const Step& step = steps[i];
@@ -59,8 +87,8 @@ std::unique_ptr<const ModuleWatch> ModuleWatch::Take(PyObject* module,
         return nullptr;
       }
     }
-    if (step.kind == Kind::kTensor) {
-      watch->tensors_.push_back(object);
+    if (step.kind == Kind::kTensor || step.kind == Kind::kOwnTensor) {
+      if (!watch->AddTensor(object, step.kind)) return nullptr;
       continue;
     }
     const bool is_module = step.kind == Kind::kModule;
@@ -92,11 +120,13 @@ bool ModuleWatch::IsUnchanged(PyObject* module) const {
     }
     if (TagOf(entry.dictionary) != entry.tag) return false;
   }
+  if (!FormsAreThose()) return false;
+  ++times_unchanged_;
   return true;
 }
 
 bool ModuleWatch::Holds(PyObject* object) const {
-  return std::find(tensors_.begin(), tensors_.end(), object) != tensors_.end();
+  return std::find(own_tensors_.begin(), own_tensors_.end(), object) != own_tensors_.end();
 }
 
 }  // namespace torch_hybrid_backend

@@ -1,4 +1,5 @@
-// ModuleWatch: whether a module, its attributes, its submodules and theirs are as they were.
+// ModuleWatch: whether a module, its attributes, its submodules and theirs are as they were, and of
+// its tensors the forms (tensor_states.h), which change without a dictionary.
 //
 // Python gives every dictionary a number that no other has, and a new one with each change of what
 // it holds (its version tag; PEP 509). A module's attributes, parameters, buffers and submodules
@@ -9,7 +10,7 @@
 //
 // Failure: no value where the objects are not as the steps say; nothing is thrown but bad_alloc.
 //
-// Everything here runs with the interpreter's lock held, and without running Python code.
+// Everything here runs with the interpreter's lock held. IsUnchanged runs no Python code.
 #ifndef TORCH_HYBRID_BACKEND_MODULE_WATCH_H_
 #define TORCH_HYBRID_BACKEND_MODULE_WATCH_H_
 
@@ -26,7 +27,15 @@ namespace torch_hybrid_backend {
 
 class ModuleWatch {
  public:
-  enum class Kind : int { kDictionary = 0, kModule = 1, kTensor = 2 };
+  // A kOwnTensor must be no tensor of others (`Holds`).
+  enum class Kind : int { kDictionary = 0, kModule = 1, kTensor = 2, kOwnTensor = 3 };
+
+  // Where the number lies in a dictionary, and the C++ tensor in objects of these two types.
+  struct Layout {
+    Py_ssize_t tag;
+    Py_ssize_t tensor;
+    PyTypeObject* types[2];
+  };
 
   // A dictionary on the way, a module, whose attributes are one, or a tensor. `parent`: the step
   // whose dictionary holds it. `key`: under which; null where `position` says which of its values,
@@ -40,13 +49,16 @@ class ModuleWatch {
 
   // Takes the numbers as they are. Step 0 is the module itself; tensors come last.
   static std::unique_ptr<const ModuleWatch> Take(PyObject* module, const std::vector<Step>& steps,
-                                                 Py_ssize_t tag_offset);
+                                                 const Layout& layout);
 
   // True if `module` is the one that was taken, and nothing on the way has changed.
   bool IsUnchanged(PyObject* module) const;
 
-  // True if `object` is one of the tensors, as long as nothing has changed.
+  // True if `object` is one of the own tensors, as long as nothing has changed.
   bool Holds(PyObject* object) const;
+
+  // How often nothing had changed.
+  int64_t times_unchanged() const { return times_unchanged_; }
 
  private:
   struct Entry {
@@ -56,13 +68,22 @@ class ModuleWatch {
     uint64_t tag;
   };
 
-  explicit ModuleWatch(Py_ssize_t tag_offset) : tag_offset_(tag_offset) {}
+  explicit ModuleWatch(const Layout& layout) : layout_(layout) {}
 
   uint64_t TagOf(PyObject* dictionary) const;
+  bool AddTensor(PyObject* object, Kind kind);
+  bool FormsAreThose() const;
 
-  Py_ssize_t tag_offset_;  // bytes from a dictionary's start
+  Layout layout_;
   std::vector<Entry> entries_;  // of the steps but tensors, which come last
-  std::vector<PyObject*> tensors_;
+  struct Read {
+    PyObject* object;
+    PyTypeObject* type;
+  };
+  std::vector<Read> tensors_;
+  std::vector<int64_t> forms_;  // of all tensors, one behind the other
+  std::vector<PyObject*> own_tensors_;
+  mutable int64_t times_unchanged_ = 0;
 };
 
 }  // namespace torch_hybrid_backend

@@ -16,30 +16,40 @@ from __future__ import annotations
 import ast
 import logging
 import re
-from collections.abc import Iterator, Mapping, Set
+import threading
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from torch_hybrid_backend.errors import failures
-from torch_hybrid_backend.runtime.native.module_watch import DICTIONARY, MODULE, TENSOR, Step, Watches, watches
-from torch_hybrid_backend.torch_private import after_guards_are_built, is_compiling_for
+from torch_hybrid_backend.runtime.native.module_watch import (
+    DICTIONARY,
+    MODULE,
+    OWN_TENSOR,
+    TENSOR,
+    Step,
+    Watches,
+    watches,
+)
+from torch_hybrid_backend.torch_private import after_guards_are_built, is_compiling_for, thread_key_sets
 
 log = logging.getLogger(__name__)
 
-# Guards on modules, on dictionaries and on constants that hold as long as the dictionaries on the way to them are unchanged.
+# Guards on modules, on dictionaries, on constants and on tensors that hold as long as the dictionaries on the way to them are unchanged.
 _OF_MODULES = frozenset({"TYPE_MATCH", "ID_MATCH"})
 _OF_DICTIONARIES = _OF_MODULES | {"DICT_CONTAINS", "DICT_LENGTH", "LENGTH_CHECK", "DICT_VERSION"}
-_OF_CONSTANTS = _OF_MODULES | {
-    *("EQUALS_MATCH", "NONE_MATCH", "NOT_NONE", "TRUE_MATCH", "FALSE_MATCH", "LENGTH_CHECK"),
-    # Dynamo itself takes a tensor for unchanged where the dictionary that holds it is (`skip_tensor_guards_with_matching_dict_tags`). The plan
-    # reads data pointers and versions of parameters in each call.
-    *("TENSOR_MATCH", "DIMENSION_DYNAMIC_MARKING_GUARD"),
-}
+_OF_CONSTANTS = _OF_MODULES | {"EQUALS_MATCH", "NONE_MATCH", "NOT_NONE", "TRUE_MATCH", "FALSE_MATCH", "LENGTH_CHECK"}
+# Of a tensor that a dictionary holds: watches compare its form. Marks of dynamic dimensions on a parameter are read when it is traced.
+_OF_TENSORS = _OF_CONSTANTS | {"TENSOR_MATCH", "DIMENSION_DYNAMIC_MARKING_GUARD"}
+# Places in the state of a guard (`GuardItem` in python_module.cc).
+_WATCHES, _NOTED, _EVALUATE = 3, 4, 5
 _IS_NO_OTHER = "NO_TENSOR_ALIASING"  # than any tensor with this guard
-# Watches are renewed so often, and once in so many calls besides. Modules that change in every call are left to Dynamo.
-_RENEWALS, _CALLS_PER_RENEWAL = 64, 16
+# After so many watches that served fewer calls than that, modules are left to Dynamo: those that change in every call, and layers that share a
+# compilation.
+_SHORT_LIVED, _CALLS = 64, 16
 
 
 @dataclass(slots=True)
@@ -47,11 +57,12 @@ class _Walk:
     """The dictionaries below a module that guards look into.
 
     follow, stay: sources of the guards that follow from these, and of others.
-    tensors: those that must be no other tensor that is guarded so; None where such guards stay.
+    own: the guards that a tensor is no other one that is guarded so may follow, too. steps, tensors: the way to dictionaries and tensors.
     """
 
-    tensors: list[Step] | None
+    own: bool
     steps: list[Step] = field(default_factory=list)
+    tensors: list[Step] = field(default_factory=list)
     follow: set[str] = field(default_factory=set)
     stay: set[str] = field(default_factory=set)
 
@@ -62,8 +73,9 @@ class _Walk:
         here = self._step(parent, key, position, MODULE)
         follow = _has_only(node, _OF_MODULES)
         for accessor, child in _children(node):
-            if _reads_attributes(accessor) and type(vars(module)) is dict:
-                follow &= self._dictionary(child, vars(module), here)
+            attributes = object.__getattribute__(module, "__dict__")
+            if _reads_attributes(accessor) and type(attributes) is dict and attributes is vars(module):
+                follow &= self._dictionary(child, attributes, here)
             else:
                 follow = self._noted(child, False)
         return self._noted(node, follow)
@@ -72,6 +84,7 @@ class _Walk:
         follow = _has_only(node, _OF_DICTIONARIES)
         if hasattr(node, "get_key_value_managers"):  # guarded in the order of its items
             items = list(held.items())
+            follow &= not node.get_accessors()
             for position, (of_key, of_value) in node.get_key_value_managers().items():
                 key, value = items[position]
                 if of_key is not None:
@@ -92,10 +105,11 @@ class _Walk:
             return self.module(node, value, parent, key, position)
         if type(value) is dict:
             return self._dictionary(node, value, self._step(parent, key, position, DICTIONARY))
-        if self.tensors is not None and _is_no_other(node):
-            self.tensors.append((parent, key, position, TENSOR))
-            return self._noted(node, _is_constant(node, {*_OF_CONSTANTS, _IS_NO_OTHER}))
-        return self._noted(node, _is_constant(node))
+        if not isinstance(value, torch.Tensor):
+            return self._noted(node, _is_constant(node))
+        own = self.own and _is_no_other(node)
+        self.tensors.append((parent, key, position, OWN_TENSOR if own else TENSOR))
+        return self._noted(node, _is_leaf(node, {*_OF_TENSORS, _IS_NO_OTHER} if own else _OF_TENSORS))
 
     def _step(self, parent: int, key: str | None, position: int, kind: int) -> int:
         self.steps.append((parent, key, position, kind))
@@ -118,13 +132,24 @@ def _is_no_other(node: Any) -> bool:
     return any(type(guard).__name__ == _IS_NO_OTHER for guard in node.get_leaf_guards())
 
 
-def _is_constant(node: Any, guards: Set[str] = _OF_CONSTANTS) -> bool:
-    """True for a tensor, a number, a string or a tuple of these, with none but these guards."""
-    kinds = {type(guard).__name__ for guard in node.get_leaf_guards()}
+def _is_leaf(node: Any, guards: Set[str]) -> bool:
+    """True for an immutable value or a tensor with none but these guards."""
     return (
         node.is_guarded_value_immutable()
         and not node.has_object_aliasing_guard()
-        and kinds <= guards
+        and _has_only(node, guards)
+        and node.has_no_accessors()
+    )
+
+
+def _is_constant(node: Any) -> bool:
+    """True for a number, a string or a tuple of these, without guards that depend on other things."""
+    kinds = {type(guard).__name__ for guard in node.get_leaf_guards()}
+    return (
+        node.is_guarded_value_immutable()
+        and not issubclass(node.get_type_of_guarded_value(), torch.Tensor)
+        and not node.has_object_aliasing_guard()
+        and kinds <= _OF_CONSTANTS
         # In another module that the compilation serves, something else of that length may change.
         and ("LENGTH_CHECK" not in kinds or "TYPE_MATCH" in kinds)
         and all(
@@ -158,17 +183,13 @@ def _local_of(accessor: Any) -> str | None:
     return found and found[1]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Root:
-    """A module that a frame finds under a name, among its local variables or in `namespace`.
-
-    watches: of the modules that were found there, by id; one compilation may serve many.
-    """
+    """A module that a frame finds under a name, among its local variables or in `namespace`."""
 
     name: str
     namespace: Mapping[str, Any] | None
     steps: tuple[Step, ...]
-    watches: dict[int, object] = field(default_factory=dict)
 
     def module(self, local_variables: Mapping[str, Any]) -> object:
         return (local_variables if self.namespace is None else self.namespace).get(self.name)
@@ -177,46 +198,47 @@ class _Root:
 class ModuleGuards:
     """A guard that stands for those on modules.
 
-    guards: Dynamo's of the frame, all of them. roots: the modules. others: local variables that must not be one of the modules' tensors.
+    check(local variables): True if the guards on modules hold. Where nothing has changed C++ answers it (`python_module.cc`), else `evaluate`.
+
+    guards: Dynamo's of the frame, all of them. roots: the modules.
+    others: local variables that must not be one of the modules' tensors.
     """
 
-    def __init__(self, guards: Any, roots: list[_Root], others: list[str], watching: Watches) -> None:
+    def __init__(self, guards: Any, roots: Sequence[_Root], others: Sequence[str], watching: Watches) -> None:
         self._guards = guards
         self._roots = roots
-        self._others = others
-        self._take, self._unchanged, self._holds = watching.take, watching.unchanged, watching.holds
-        self._renewals = self._calls = 0
+        self._watching = watching
+        self._short_lived = 0
+        self._lock = threading.RLock()  # reentrant: a signal's handler may call the model
+        named = tuple((root.name, root.namespace) for root in roots)
+        self._state: list[Any] = [named, tuple(others), thread_key_sets, None, (), self.evaluate]
+        self.check = watching.guard(self._state)
 
-    def __call__(self, local_variables: Mapping[str, Any]) -> bool:
-        """True if the guards on modules hold."""
-        self._calls += 1
-        for root in self._roots:
-            module = root.module(local_variables)
-            watch = root.watches.get(id(module))
-            if watch is None or not self._unchanged(watch, module):
-                return self.evaluated(local_variables)
-            for name in self._others:
-                if self._holds(watch, local_variables[name]):
-                    return self.evaluated(local_variables)
-        return True
-
-    def evaluated(self, local_variables: Mapping[str, Any]) -> bool:
+    def evaluate(self, local_variables: Mapping[str, Any]) -> bool:
         """True if Dynamo's guards hold. The modules are then watched in the state that they have."""
-        taken = []
-        if self._renewals <= _RENEWALS + self._calls // _CALLS_PER_RENEWAL:
-            self._renewals += 1
-            for root in self._roots:
-                module = root.module(local_variables)
-                # Before the guards are evaluated: what another thread changes meanwhile is seen in the next call.
-                taken.append((root.watches, id(module), self._take(module, root.steps)))
-        if not self._guards.check(local_variables):
-            return False
-        for known, identity, watch in taken:
-            if len(known) >= _RENEWALS:
-                known.clear()
-            if watch is not None:
-                known[identity] = watch
-        return True
+        with self._lock:
+            self._forget()
+            # Before the guards are evaluated: what another thread changes meanwhile is seen in the next call.
+            self._state[_NOTED] = tuple(keys().raw_repr() for keys in thread_key_sets)
+            taken = tuple(self._watching.take(root.module(local_variables), root.steps) for root in self._roots)
+            holds = bool(self._guards.check(local_variables))
+            if self._short_lived > _SHORT_LIVED:
+                self._state[_EVALUATE] = self._guards.check  # for good
+            elif holds and None not in taken:
+                self._state[_WATCHES] = taken
+            return holds
+
+    def check_verbose(self, local_variables: Mapping[str, Any]) -> Any:
+        """Dynamo's report on the guard that fails. Its guards keep this thread's keys, so that the next call has to be evaluated."""
+        with self._lock:
+            self._forget()
+            return self._guards.check_verbose(local_variables)
+
+    def _forget(self) -> None:
+        watches, self._state[_WATCHES] = self._state[_WATCHES], None
+        if watches is not None:
+            served = self._watching.times_unchanged(watches[0])
+            self._short_lived = self._short_lived + 1 if served < _CALLS else 0
 
 
 def _variables(
@@ -250,23 +272,20 @@ def _every_child(node: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _found(
-    built: Any, local_variables: Mapping[str, Any], namespace: Mapping[str, Any], tensors_too: bool
+    built: Any, local_variables: Mapping[str, Any], namespace: Mapping[str, Any], own: bool
 ) -> tuple[list[_Root], list[str | None], set[str]]:
-    """(modules, names of tensors that must be none of the modules' own, sources of guards that follow).
-
-    tensors_too: the guards that tensors are no others may follow.
-    """
+    """(modules, names of tensors that must be none of the modules' own, sources of guards that follow). own: as of a `_Walk`."""
     roots: list[_Root] = []
     follow: set[str] = set()
     stay: set[str] = set()
     holding = 0
     for name, of_globals, value, node in _variables(built.root, local_variables, namespace):
         if name is not None and isinstance(value, nn.Module):
-            walk = _Walk([] if tensors_too else None)
+            walk = _Walk(own)
             walk.module(node, value)
             if walk.follow - walk.stay:
-                roots.append(_Root(name, of_globals, (*walk.steps, *(walk.tensors or ()))))
-                holding += bool(walk.tensors)
+                roots.append(_Root(name, of_globals, (*walk.steps, *walk.tensors)))
+                holding += any(kind == OWN_TENSOR for *_, kind in walk.tensors)
             follow |= walk.follow
             stay |= walk.stay
     follow -= stay
@@ -282,27 +301,27 @@ def _shorten(built: Any, local_variables: Mapping[str, Any], namespace: Mapping[
     watching = watches()
     if watching is None:
         return
-    roots, others, follow = _found(built, local_variables, namespace, tensors_too=True)
+    roots, others, follow = _found(built, local_variables, namespace, own=True)
     if None in others:
-        roots, others, follow = _found(built, local_variables, namespace, tensors_too=False)
+        roots, others, follow = _found(built, local_variables, namespace, own=False)
     module_guards = ModuleGuards(built.root, roots, [name for name in others if name is not None], watching)
-    if not roots or not module_guards.evaluated(local_variables):
+    if not roots or not module_guards.evaluate(local_variables):
         return
     shorter = built.root.clone_manager(lambda node: node.get_source() not in follow)
     names = ", ".join(root.name for root in roots)
-    shorter.add_lambda_guard(module_guards, [f"what was read of modules is unchanged: {names}"], None)
+    shorter.add_lambda_guard(module_guards.check, [f"what was read of modules is unchanged: {names}"], None)
     if shorter.check(local_variables):
-        built.check_verbose = built.root.check_verbose  # names the guard that failed
+        built.check_verbose = module_guards.check_verbose
         built.root = shorter
 
 
 def shorten_module_guards(package: str) -> None:
     """Have frames that are compiled for backends of a package guarded by `ModuleGuards`, from now on."""
 
-    def shorten(built: Any, local_variables: Mapping[str, Any], namespace: Mapping[str, Any]) -> None:
+    def shorten(built: Any, local_variables: Mapping[str, Any], builder: Any) -> None:
         if is_compiling_for(package):
             try:
-                _shorten(built, local_variables, namespace)
+                _shorten(built, local_variables, builder.scope["G"])
             except failures(Exception):  # another release's guards, in other forms: they stay as they are
                 log.info("guards on modules stay Dynamo's", exc_info=True)
 

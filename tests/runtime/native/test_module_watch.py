@@ -12,7 +12,16 @@ import torch
 from torch import nn
 
 from torch_hybrid_backend.runtime.native.module import native_module
-from torch_hybrid_backend.runtime.native.module_watch import DICTIONARY, MODULE, TENSOR, Step, Watches, watches
+from torch_hybrid_backend.runtime.native.module_watch import (
+    DICTIONARY,
+    MODULE,
+    OWN_TENSOR,
+    TENSOR,
+    Step,
+    Watches,
+    watches,
+)
+from torch_hybrid_backend.torch_private import thread_key_sets
 
 # (the model), its modules, the first of these, that one's parameters.
 STEPS: tuple[Step, ...] = (
@@ -122,18 +131,92 @@ def test_wrong_steps_are_refused() -> None:
         native.watch_module(
             24, model(), ((0, None, 0, MODULE), (0, "training", 0, TENSOR), (0, "_modules", 0, DICTIONARY))
         )
-    with pytest.raises(ValueError, match="of kind 0, 1 or 2"):
-        native.watch_module(24, model(), ((0, None, 0, 3),))
+    with pytest.raises(ValueError, match="of kind 0 to 3"):
+        native.watch_module(24, model(), ((0, None, 0, 4),))
     with pytest.raises(ValueError, match="Capsule"):
         native.module_unchanged(object(), model())
     with pytest.raises(TypeError, match="a watch and a module"):
         native.module_unchanged(object())
 
 
-def test_tensors_are_known_again(found: Watches) -> None:
+def test_times_are_counted(found: Watches) -> None:
     module = model()
-    watch = found.take(module, (*STEPS, (3, "weight", 0, TENSOR), (3, None, 1, TENSOR)))
-    assert found.holds(watch, module[0].weight)
-    assert found.holds(watch, module[0].bias)
-    assert not found.holds(watch, module[0].weight.detach())
-    assert not found.holds(watch, None)
+    watch = found.take(module, STEPS)
+    assert watch is not None
+    for _ in range(3):
+        found.unchanged(watch, module)
+    assert found.times_unchanged(watch) == 3
+    module.eval()
+    found.unchanged(watch, module)
+    assert found.times_unchanged(watch) == 3
+
+
+def test_guard_asks_watches(found: Watches) -> None:
+    module, evaluated = model(), []
+    watch = found.take(module, (*STEPS, (3, "weight", 0, OWN_TENSOR)))
+    noted = tuple(keys().raw_repr() for keys in thread_key_sets)
+    state = [
+        (("m", None),),
+        ("x",),
+        thread_key_sets,
+        (watch,),
+        noted,
+        lambda variables: evaluated.append(variables) or False,
+    ]
+    check = found.guard(state)
+    variables = {"m": module, "x": torch.ones(1)}
+    assert check(variables)
+    assert not evaluated
+    for changed in ({"m": model()}, {"x": module[0].weight}, {"m": None}):
+        assert check(variables | changed) is False
+    with torch.inference_mode():
+        assert check(variables) is False
+    assert check({"m": module}) is False
+    assert len(evaluated) == 5
+    module.eval()
+    assert check(variables) is False
+    state[3] = None
+    assert check(variables) is False
+    assert len(evaluated) == 7
+
+
+def test_guard_of_a_global_module(found: Watches) -> None:
+    module = model()
+    variables = {"m": module}
+    noted = tuple(keys().raw_repr() for keys in thread_key_sets)
+    state = [(("m", variables),), (), thread_key_sets, (found.take(module, STEPS),), noted, lambda given: False]
+    assert found.guard(state)({})
+    variables["m"] = model()
+    assert not found.guard(state)({})
+
+
+def test_wrong_state_is_refused(found: Watches) -> None:
+    with pytest.raises(TypeError, match="a list of six"):
+        found.guard([])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m[0].weight.requires_grad_(False),
+        lambda m: setattr(m[0].weight, "data", torch.ones(3, 2)),
+        lambda m: setattr(m[0].weight, "data", m[0].weight.data.T),
+        lambda m: m.half(),
+        lambda m: setattr(m[0].weight, "__class__", type("Own", (nn.Parameter,), {})),
+    ],
+)
+def test_form_of_a_tensor(found: Watches, change: Callable[[Any], object]) -> None:
+    module = model()
+    watch = found.take(module, (*STEPS, (3, None, 1, TENSOR), (3, "weight", 0, TENSOR)))
+    assert watch is not None
+    with torch.no_grad():
+        module[0].weight.fill_(2)
+    assert found.unchanged(watch, module)
+    change(module)
+    assert not found.unchanged(watch, module)
+
+
+def test_subclass_of_a_tensor_is_not_watched(found: Watches) -> None:
+    module = model()
+    module[0].weight.__class__ = type("Own", (nn.Parameter,), {})
+    assert found.take(module, (*STEPS, (3, "weight", 0, TENSOR))) is None
