@@ -11,7 +11,8 @@ namespace {
 
 // Entries lie far apart, and a call of the model has put other data into the caches.
 constexpr size_t kAhead = 12;
-constexpr size_t kBeforeObject = 3 * sizeof(void*);  // where Python 3.11 keeps what finds a dictionary
+constexpr size_t kBeforeObject =
+    3 * sizeof(void*);  // where Python 3.11 keeps what finds a dictionary
 
 // Reads nothing, so that the address may be of memory that is gone.
 void Prefetch(const void* address) { __builtin_prefetch(address); }
@@ -47,8 +48,8 @@ uint64_t ModuleWatch::TagOf(PyObject* dictionary) const {
 bool ModuleWatch::AddTensor(PyObject* object, Kind kind) {
   PyTypeObject* const type = Py_TYPE(object);
   if (type != layout_.types[0] && type != layout_.types[1]) return false;
-  const auto handle = reinterpret_cast<AtenTensorHandle>(reinterpret_cast<std::byte*>(object) +
-                                                         layout_.tensor);
+  const auto handle =
+      reinterpret_cast<AtenTensorHandle>(reinterpret_cast<std::byte*>(object) + layout_.tensor);
   if (!CanReadForms() || !AppendForm(handle, forms_)) return false;
   tensors_.push_back({object, type});
   if (kind == Kind::kOwnTensor) own_tensors_.push_back(object);
@@ -62,9 +63,9 @@ bool ModuleWatch::FormsAreThose() const {
     if (i + kAhead < count) Prefetch(tensors_[i + kAhead].object);
     const auto [object, type] = tensors_[i];
     if (Py_TYPE(object) != type) return false;
-    form = BehindForm(reinterpret_cast<AtenTensorHandle>(reinterpret_cast<std::byte*>(object) +
-                                                         layout_.tensor),
-                      form);
+    form = BehindForm(
+        reinterpret_cast<AtenTensorHandle>(reinterpret_cast<std::byte*>(object) + layout_.tensor),
+        form);
     if (form == nullptr) return false;
   }
   return true;

@@ -186,7 +186,8 @@ PyObject* WatchModule(PyObject*, PyObject* arguments) {
       const std::optional<ModuleWatch::Step> step =
           StepOf(PyTuple_GetItem(items, i), dictionaries, i == 0);
       if (!step) return nullptr;
-      if (step->kind == ModuleWatch::Kind::kDictionary || step->kind == ModuleWatch::Kind::kModule) {
+      if (step->kind == ModuleWatch::Kind::kDictionary ||
+          step->kind == ModuleWatch::Kind::kModule) {
         if (dictionaries != i) {
           PyErr_SetString(PyExc_ValueError, "tensors come last");
           return nullptr;
@@ -263,9 +264,10 @@ int ModulesAreUnchanged(PyObject* state, PyObject* variables) {
     if (watch == nullptr) return -1;
     PyObject* const root = PyTuple_GetItem(roots, i);
     PyObject* const space = PyTuple_GetItem(root, 1);
-    PyObject* const module = PyDict_GetItemWithError(space == Py_None ? variables : space,
-                                                     PyTuple_GetItem(root, 0));
-    if (module == nullptr || !watch->IsUnchanged(module)) return PyErr_Occurred() != nullptr ? -1 : 0;
+    PyObject* const module =
+        PyDict_GetItemWithError(space == Py_None ? variables : space, PyTuple_GetItem(root, 0));
+    if (module == nullptr || !watch->IsUnchanged(module))
+      return PyErr_Occurred() != nullptr ? -1 : 0;
     for (Py_ssize_t k = 0; k < PyTuple_Size(others); ++k) {
       PyObject* const other = PyDict_GetItemWithError(variables, PyTuple_GetItem(others, k));
       if (other == nullptr || watch->Holds(other)) return PyErr_Occurred() != nullptr ? -1 : 0;

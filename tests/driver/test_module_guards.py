@@ -274,6 +274,25 @@ def test_module_that_changes_in_every_call_is_left_to_dynamo(
     assert recorder.evaluations < 10
 
 
+class OwnParameter(nn.Parameter):
+    """Of a class whose form no watch compares."""
+
+
+def test_module_with_a_parameter_of_another_class_is_left_to_dynamo(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module_guards, "_SHORT_LIVED", 4)
+    model = nn.Linear(4, 4).eval()
+    model.bias = OwnParameter(torch.ones(4))
+    compiled = torch.compile(model, backend=recorder)
+    with torch.no_grad():
+        x = torch.randn(3, 4)
+        for _ in range(20):
+            torch.testing.assert_close(compiled(x), model(x))
+    assert recorder.compilations == 1
+    assert recorder.evaluations < 10
+
+
 MODEL = Network()
 
 

@@ -4,8 +4,8 @@ Leaves: `shorten_module_guards()`, after which frames compiled for a package are
 
 In every call Dynamo looks at each module, at each attribute that the trace read, and at each parameter: 5,500 guards for MobileNetV2, in memory
 that the kernels of the last call drove out of the caches. All of these are values of dictionaries, and a watch of a module tells whether any of
-its dictionaries has changed (`runtime/native/module_watch.py`). Where none has since Dynamo's guards held, they hold again. Where one has, they
-decide, and the watch is renewed. No guard is left out: what is no value of a plain dictionary below a module keeps its own.
+its dictionaries has changed, or any tensor's form (`runtime/native/module_watch.py`). Where none has since Dynamo's guards held, they hold
+again. Where one has, they decide, and the watch is renewed. What is no value of a plain dictionary below a module keeps its own guards.
 
 `_Walk` finds the guards that follow from dictionaries, and the way to these. `ModuleGuards` decides in each call. PyTorch has the same idea as
 `use_recursive_dict_tags_for_guards`, off by default since 2.13, as it reads dictionaries that may be gone (pytorch/pytorch#181873, #188101).
@@ -38,7 +38,7 @@ from torch_hybrid_backend.torch_private import after_guards_are_built, is_compil
 
 log = logging.getLogger(__name__)
 
-# Guards on modules, on dictionaries, on constants and on tensors that hold as long as the dictionaries on the way to them are unchanged.
+# Guards on modules, on dictionaries and on constants that hold as long as the dictionaries on the way to them are unchanged.
 _OF_MODULES = frozenset({"TYPE_MATCH", "ID_MATCH"})
 _OF_DICTIONARIES = _OF_MODULES | {"DICT_CONTAINS", "DICT_LENGTH", "LENGTH_CHECK", "DICT_VERSION"}
 _OF_CONSTANTS = _OF_MODULES | {"EQUALS_MATCH", "NONE_MATCH", "NOT_NONE", "TRUE_MATCH", "FALSE_MATCH", "LENGTH_CHECK"}
@@ -222,10 +222,12 @@ class ModuleGuards:
             self._state[_NOTED] = tuple(keys().raw_repr() for keys in thread_key_sets)
             taken = tuple(self._watching.take(root.module(local_variables), root.steps) for root in self._roots)
             holds = bool(self._guards.check(local_variables))
-            if self._short_lived > _SHORT_LIVED:
-                self._state[_EVALUATE] = self._guards.check  # for good
-            elif holds and None not in taken:
+            if None in taken:  # by a tensor of another class, say
+                self._short_lived += 1
+            elif holds:
                 self._state[_WATCHES] = taken
+            if self._short_lived > _SHORT_LIVED:
+                self._state[_WATCHES], self._state[_EVALUATE] = None, self._guards.check  # for good
             return holds
 
     def check_verbose(self, local_variables: Mapping[str, Any]) -> Any:
