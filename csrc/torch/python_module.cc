@@ -175,8 +175,10 @@ PyObject* WatchModule(PyObject*, PyObject* arguments) {
   PyObject* module = nullptr;
   PyObject* items = nullptr;
   Py_ssize_t tag_offset = 0;
-  if (PyArg_ParseTuple(arguments, "nOO!:watch_module", &tag_offset, &module, &PyTuple_Type,
-                       &items) == 0) {
+  if (PyArg_ParseTuple(arguments,
+                       "n"
+                       "OO!:watch_module",
+                       &tag_offset, &module, &PyTuple_Type, &items) == 0) {
     return nullptr;
   }
   try {
