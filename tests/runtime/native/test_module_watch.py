@@ -21,7 +21,7 @@ from torch_hybrid_backend.runtime.native.module_watch import (
     Watches,
     watches,
 )
-from torch_hybrid_backend.torch_private import thread_key_sets
+from torch_hybrid_backend.torch_private import FakeTensorMode, thread_key_sets
 
 # (the model), its modules, the first of these, that one's parameters.
 STEPS: tuple[Step, ...] = (
@@ -220,3 +220,11 @@ def test_subclass_of_a_tensor_is_not_watched(found: Watches) -> None:
     module = model()
     module[0].weight.__class__ = type("Own", (nn.Parameter,), {})
     assert found.take(module, (*STEPS, (3, "weight", 0, TENSOR))) is None
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, FakeTensorMode, lambda: torch.device("meta")])
+def test_modes_of_the_first_caller_do_not_matter(mode: Callable[[], Any]) -> None:
+    watches.cache_clear()
+    with mode():
+        found = watches()
+    assert found is not None

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from torch_hybrid_backend.runtime.native.module import native_module
+from torch_hybrid_backend.torch_private import DisableTorchFunction, without_modes
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +57,10 @@ def watches() -> Watches | None:
             times_unchanged=native.times_unchanged,
             guard=native.module_guard,
         )
-        if _sees_changes(found):
-            return found
+        # Outside of whatever modes the first caller is in: on plain tensors.
+        with torch.inference_mode(False), DisableTorchFunction(), without_modes():
+            if _sees_changes(found):
+                return found
     log.info("modules are guarded by Dynamo alone: this Python does not number the states of dictionaries")
     return None
 
