@@ -26,7 +26,6 @@
 #include <vector>
 
 #include "handle_tables.h"
-#include "module_watch.h"
 #include "processor.h"
 #include "row_writes.h"
 #include "tensor_states.h"
@@ -36,7 +35,6 @@ namespace torch_hybrid_backend {
 namespace {
 
 constexpr const char* kSnapshot = "torch_hybrid_backend.snapshot";
-constexpr const char* kModuleWatch = "torch_hybrid_backend.module_watch";
 
 // Set once, by Learn; read with the interpreter's lock held, as it is set.
 struct {
@@ -140,161 +138,6 @@ PyObject* Unchanged(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (StateOfItem(list, entry.position, entry.counted) != entry.state) Py_RETURN_FALSE;
   }
   Py_RETURN_TRUE;
-}
-
-void FreeModuleWatch(PyObject* capsule) {
-  delete static_cast<ModuleWatch*>(PyCapsule_GetPointer(capsule, kModuleWatch));
-}
-
-// A step before which there are so many to dictionaries.
-std::optional<ModuleWatch::Step> StepOf(PyObject* item, Py_ssize_t dictionaries, bool is_first) {
-  ModuleWatch::Step step{};
-  int kind = 0;
-  if (PyArg_ParseTuple(item, "nOni:watch_module", &step.parent, &step.key, &step.position, &kind) ==
-      0) {
-    return std::nullopt;
-  }
-  if (!is_first && (step.parent < 0 || step.parent >= dictionaries)) {
-    PyErr_SetString(PyExc_ValueError, "a step begins at one before it");
-    return std::nullopt;
-  }
-  if (kind < 0 || kind > static_cast<int>(ModuleWatch::Kind::kOwnTensor)) {
-    PyErr_SetString(PyExc_ValueError, "a step is of kind 0 to 3");
-    return std::nullopt;
-  }
-  if (is_first && kind != static_cast<int>(ModuleWatch::Kind::kModule)) {
-    PyErr_SetString(PyExc_ValueError, "the first step is the module");
-    return std::nullopt;
-  }
-  if (step.key == Py_None) step.key = nullptr;
-  step.kind = static_cast<ModuleWatch::Kind>(kind);
-  return step;
-}
-
-PyObject* WatchModule(PyObject*, PyObject* arguments) {
-  PyObject* module = nullptr;
-  PyObject* items = nullptr;
-  Py_ssize_t tag_offset = 0;
-  if (PyArg_ParseTuple(arguments,
-                       "n"
-                       "OO!:watch_module",
-                       &tag_offset, &module, &PyTuple_Type, &items) == 0) {
-    return nullptr;
-  }
-  try {
-    std::vector<ModuleWatch::Step> steps;
-    Py_ssize_t dictionaries = 0;  // tensors have none that another step could begin at
-    for (Py_ssize_t i = 0; i < PyTuple_Size(items); ++i) {
-      const std::optional<ModuleWatch::Step> step =
-          StepOf(PyTuple_GetItem(items, i), dictionaries, i == 0);
-      if (!step) return nullptr;
-      if (step->kind == ModuleWatch::Kind::kDictionary ||
-          step->kind == ModuleWatch::Kind::kModule) {
-        if (dictionaries != i) {
-          PyErr_SetString(PyExc_ValueError, "tensors come last");
-          return nullptr;
-        }
-        ++dictionaries;
-      }
-      steps.push_back(*step);
-    }
-    std::unique_ptr<const ModuleWatch> watch = ModuleWatch::Take(
-        module, steps, {tag_offset, layout.offset, {layout.tensor, layout.parameter}});
-    if (watch == nullptr) return Py_NewRef(Py_None);
-    PyObject* const capsule =
-        PyCapsule_New(const_cast<ModuleWatch*>(watch.get()), kModuleWatch, &FreeModuleWatch);
-    if (capsule != nullptr) watch.release();
-    return capsule;
-  } catch (const std::bad_alloc&) {
-    return PyErr_NoMemory();
-  }
-}
-
-const ModuleWatch* WatchIn(PyObject* capsule) {
-  return static_cast<const ModuleWatch*>(PyCapsule_GetPointer(capsule, kModuleWatch));
-}
-
-PyObject* ModuleUnchanged(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 2) {
-    PyErr_SetString(PyExc_TypeError, "module_unchanged takes a watch and a module");
-    return nullptr;
-  }
-  const ModuleWatch* const watch = WatchIn(arguments[0]);
-  if (watch == nullptr) return nullptr;
-  return PyBool_FromLong(watch->IsUnchanged(arguments[1]));
-}
-
-PyObject* TimesUnchanged(PyObject*, PyObject* capsule) {
-  const ModuleWatch* const watch = WatchIn(capsule);
-  return watch == nullptr ? nullptr : PyLong_FromLongLong(watch->times_unchanged());
-}
-
-// What a guard knows: the items of the list that it was made of.
-enum GuardItem : Py_ssize_t {
-  kRoots,       // ((name, namespace or None for local variables), ...)
-  kOthers,      // (name, ...): local variables that must be none of the modules' tensors
-  kKeySets,     // (function, ...): each returns a set of dispatch keys of this thread
-  kWatches,     // a watch for each root, or None where `kEvaluate` must decide
-  kNoted,       // (raw_repr() of each set, ...), as they were then
-  kEvaluate,    // evaluate(local variables) -> bool
-  kGuardItems,  // how many there are
-};
-
-// 1 or 0 for yes or no; -1 with an exception set.
-int KeySetsAreThose(PyObject* functions, PyObject* noted) {
-  for (Py_ssize_t i = 0; i < PyTuple_Size(functions); ++i) {
-    PyObject* const keys = PyObject_CallNoArgs(PyTuple_GetItem(functions, i));
-    if (keys == nullptr) return -1;
-    PyObject* const number = PyObject_CallMethod(keys, "raw_repr", nullptr);
-    Py_DecRef(keys);
-    if (number == nullptr) return -1;
-    const int equal = PyObject_RichCompareBool(number, PyTuple_GetItem(noted, i), Py_EQ);
-    Py_DecRef(number);
-    if (equal != 1) return equal;
-  }
-  return 1;
-}
-
-// As KeySetsAreThose.
-int ModulesAreUnchanged(PyObject* state, PyObject* variables) {
-  PyObject* const watches = PyList_GetItem(state, kWatches);
-  if (watches == Py_None || PyDict_Check(variables) == 0) return 0;
-  PyObject* const roots = PyList_GetItem(state, kRoots);
-  PyObject* const others = PyList_GetItem(state, kOthers);
-  for (Py_ssize_t i = 0; i < PyTuple_Size(roots); ++i) {
-    const ModuleWatch* const watch = WatchIn(PyTuple_GetItem(watches, i));
-    if (watch == nullptr) return -1;
-    PyObject* const root = PyTuple_GetItem(roots, i);
-    PyObject* const space = PyTuple_GetItem(root, 1);
-    PyObject* const module =
-        PyDict_GetItemWithError(space == Py_None ? variables : space, PyTuple_GetItem(root, 0));
-    if (module == nullptr || !watch->IsUnchanged(module))
-      return PyErr_Occurred() != nullptr ? -1 : 0;
-    for (Py_ssize_t k = 0; k < PyTuple_Size(others); ++k) {
-      PyObject* const other = PyDict_GetItemWithError(variables, PyTuple_GetItem(others, k));
-      if (other == nullptr || watch->Holds(other)) return PyErr_Occurred() != nullptr ? -1 : 0;
-    }
-  }
-  return KeySetsAreThose(PyList_GetItem(state, kKeySets), PyList_GetItem(state, kNoted));
-}
-
-// Dynamo swallows what a guard raises. So no Python code runs here, where a signal's handler could,
-// unless something has changed.
-PyObject* CheckModules(PyObject* state, PyObject* variables) {
-  const int unchanged = ModulesAreUnchanged(state, variables);
-  if (unchanged < 0) return nullptr;
-  if (unchanged == 1) Py_RETURN_TRUE;
-  return PyObject_CallFunctionObjArgs(PyList_GetItem(state, kEvaluate), variables, nullptr);
-}
-
-PyObject* ModuleGuard(PyObject*, PyObject* state) {
-  if (!PyList_Check(state) || PyList_Size(state) != kGuardItems) {
-    PyErr_SetString(PyExc_TypeError, "module_guard takes a list of six");
-    return nullptr;
-  }
-  static PyMethodDef method = {"check", &CheckModules, METH_O,
-                               "check(local variables) -> bool: whether guards on modules hold."};
-  return PyCFunction_New(&method, state);
 }
 
 // PyTorch's THPVariable_Wrap: a new reference to the Python object of a C++ tensor. Null where this
@@ -505,17 +348,6 @@ PyModuleDef* Definition() {
        "snapshot(tensors, positions, counted) -> object or None where a state cannot be read."},
       {"unchanged", AsMethod(&Unchanged), METH_FASTCALL,
        "unchanged(snapshot, tensors) -> bool: whether each has the memory and version it had."},
-      {"watch_module", &WatchModule, METH_VARARGS,
-       "watch_module(tag_offset, module, steps) -> object, or None where the module is not as the "
-       "steps say. A step: (parent, key or None, position, kind), as in module_watch.h."},
-      {"module_unchanged", AsMethod(&ModuleUnchanged), METH_FASTCALL,
-       "module_unchanged(watch, module) -> bool: whether it is the watched module and nothing that "
-       "the steps pass has changed."},
-      {"times_unchanged", &TimesUnchanged, METH_O,
-       "times_unchanged(watch) -> int: how often nothing had changed."},
-      {"module_guard", &ModuleGuard, METH_O,
-       "module_guard(state) -> function of local variables; `state`: a list of roots, others, key "
-       "sets, watches, noted key sets and the function that decides where something has changed."},
       {"run", AsMethod(&Run), METH_FASTCALL,
        "run(plan, binding, inputs[, arguments]) -> list of outputs, the status of a run that was "
        "not done, or NotImplemented where an input cannot be read. Where `arguments` are given, "

@@ -2,7 +2,6 @@
 
 #include <dlfcn.h>
 
-#include <algorithm>
 #include <optional>
 
 namespace torch_hybrid_backend {
@@ -12,7 +11,6 @@ namespace {
 struct Readers {
   bool (*is_inference)(const AtenTensorOpaque*);  // at::native::is_inference
   int64_t (*version)(const AtenTensorOpaque*);    // at::TensorBase::_version
-  bool (*requires_grad)(const void*);             // c10::TensorImpl::requires_grad; may be null
 };
 
 std::optional<Readers> FindReaders() {
@@ -26,8 +24,6 @@ std::optional<Readers> FindReaders() {
       dlsym(library, "_ZN2at6native12is_inferenceERKNS_6TensorE"));
   readers.version =
       reinterpret_cast<decltype(readers.version)>(dlsym(library, "_ZNK2at10TensorBase8_versionEv"));
-  readers.requires_grad = reinterpret_cast<decltype(readers.requires_grad)>(
-      dlsym(library, "_ZNK3c1010TensorImpl13requires_gradEv"));
   dlclose(library);  // the process keeps it: this library is linked to it
   if (readers.is_inference == nullptr || readers.version == nullptr) return std::nullopt;
   return readers;
@@ -36,32 +32,6 @@ std::optional<Readers> FindReaders() {
 const std::optional<Readers>& TensorReaders() {
   static const std::optional<Readers> readers = FindReaders();
   return readers;
-}
-
-struct Form {
-  int32_t dtype = 0;
-  int32_t device = 0;
-  int32_t layout = 0;
-  bool requires_grad = false;
-  int64_t dim = 0;
-  int64_t* sizes = nullptr;
-  int64_t* strides = nullptr;
-};
-
-// No value for a tensor that has no sizes or strides of this kind.
-std::optional<Form> FormOf(AtenTensorHandle tensor) {
-  Form form;
-  const bool read = aoti_torch_get_dtype(tensor, &form.dtype) == AOTI_TORCH_SUCCESS &&
-                    aoti_torch_get_device_type(tensor, &form.device) == AOTI_TORCH_SUCCESS &&
-                    aoti_torch_get_layout(tensor, &form.layout) == AOTI_TORCH_SUCCESS &&
-                    form.layout == aoti_torch_layout_strided() &&
-                    aoti_torch_get_dim(tensor, &form.dim) == AOTI_TORCH_SUCCESS &&
-                    aoti_torch_get_sizes(tensor, &form.sizes) == AOTI_TORCH_SUCCESS &&
-                    aoti_torch_get_strides(tensor, &form.strides) == AOTI_TORCH_SUCCESS;
-  if (!read) return std::nullopt;
-  // A handle is an at::Tensor, which is a pointer to a TensorImpl.
-  form.requires_grad = TensorReaders()->requires_grad(*reinterpret_cast<void* const*>(tensor));
-  return form;
 }
 
 }  // namespace
@@ -76,30 +46,6 @@ std::optional<TensorState> StateOf(AtenTensorHandle tensor, bool counted) {
   // here.
   if (TensorReaders()->is_inference(tensor)) return std::nullopt;
   return TensorState{data, TensorReaders()->version(tensor)};
-}
-
-bool CanReadForms() { return CanReadVersions() && TensorReaders()->requires_grad != nullptr; }
-
-bool AppendForm(AtenTensorHandle tensor, std::vector<int64_t>& numbers) {
-  const std::optional<Form> form = FormOf(tensor);
-  if (!form) return false;
-  numbers.insert(numbers.end(), {form->dtype, form->device, form->requires_grad, form->dim});
-  numbers.insert(numbers.end(), form->sizes, form->sizes + form->dim);
-  numbers.insert(numbers.end(), form->strides, form->strides + form->dim);
-  return true;
-}
-
-const int64_t* BehindForm(AtenTensorHandle tensor, const int64_t* expected) {
-  const std::optional<Form> form = FormOf(tensor);
-  if (!form || form->dtype != expected[0] || form->device != expected[1] ||
-      form->requires_grad != (expected[2] != 0) || form->dim != expected[3]) {
-    return nullptr;
-  }
-  expected += 4;
-  if (!std::equal(form->sizes, form->sizes + form->dim, expected)) return nullptr;
-  expected += form->dim;
-  if (!std::equal(form->strides, form->strides + form->dim, expected)) return nullptr;
-  return expected + form->dim;
 }
 
 }  // namespace torch_hybrid_backend

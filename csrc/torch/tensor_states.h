@@ -14,7 +14,6 @@
 
 #include <cstdint>
 #include <optional>
-#include <vector>
 
 namespace torch_hybrid_backend {
 
@@ -30,16 +29,6 @@ bool CanReadVersions();
 // No value for a tensor without memory that can be addressed, or, where its version is `counted`,
 // without a version counter (made in inference mode). The version of others is 0.
 std::optional<TensorState> StateOf(AtenTensorHandle tensor, bool counted);
-
-// What guards ask of a parameter, as numbers: dtype, device type, layout, whether it requires a
-// gradient, dimensions, sizes and strides.
-bool CanReadForms();
-
-// Adds the numbers of a tensor's form. False where they cannot be read.
-bool AppendForm(AtenTensorHandle tensor, std::vector<int64_t>& numbers);
-
-// Where the numbers at `expected` end, if they are those of the tensor; else null.
-const int64_t* BehindForm(AtenTensorHandle tensor, const int64_t* expected);
 
 }  // namespace torch_hybrid_backend
 
