@@ -122,6 +122,59 @@ def choices_of_convolutions() -> int:
     return len(asked)
 
 
+def guards_built() -> set[str]:
+    """Accessors, and kinds of guards, of a function that calls a layer."""
+    from torch._dynamo import guards as dynamo_guards
+
+    found: set[str] = set()
+
+    def visit(node: Any) -> None:
+        found.update(type(guard).__name__ for guard in node.get_leaf_guards())
+        assert all(hasattr(node, name) for name in ("is_guarded_value_immutable", "has_object_aliasing_guard"))
+        for accessor, child in zip(node.get_accessors(), node.get_child_managers(), strict=True):
+            found.add(accessor.repr())
+            assert child.get_source()
+            assert child.get_type_of_guarded_value()
+            visit(child)
+
+    def noted(built: Any, local_variables: Any, builder: Any) -> None:
+        assert {"layer", "x"} <= set(local_variables)
+        assert builder.scope["G"]["torch"] is torch
+        visit(built.root)
+        whole = built.root.clone_manager(lambda node: True)
+        whole.add_lambda_guard(lambda variables: variables["layer"] is local_variables["layer"], ["a layer"], None)
+        assert built.root.check(local_variables)
+        assert whole.check(local_variables)
+        assert not whole.check(dict(local_variables, layer=torch.nn.ReLU()))
+
+    before = dynamo_guards.guard_manager_testing_hook_fn
+    private.after_guards_are_built(noted)
+    try:
+        torch.compile(lambda layer, x: torch.relu(layer(x)), backend="eager")(torch.nn.Linear(2, 2), torch.ones(1, 2))
+    finally:
+        dynamo_guards.guard_manager_testing_hook_fn = before
+    return found
+
+
+def keys_of_modes() -> int:
+    """The number of different sets of keys without a mode, in inference mode and in a dispatch mode."""
+    seen = set()
+
+    def note(*given: Any) -> None:
+        seen.add(tuple(keys().raw_repr() for keys in private.thread_key_sets))
+
+    class Mode(private.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    note()
+    with torch.inference_mode():
+        note()
+    with Mode():
+        note()
+    return len(seen)
+
+
 def scores_indexed() -> torch.Tensor:
     """Scores (1, 1, 1, 2) of zeros plus elements of a tensor at the keys' positions."""
     table, places = torch.tensor([3.0, 5.0]), [torch.arange(n) for n in (1, 1, 1, 2)]
@@ -489,6 +542,13 @@ CANARIES: dict[str, Callable[[], object]] = {
     "has_saved_tensors_hooks": lambda: hooks_seen() == [False, True],
     "while_compiling_for": lambda: compiling_contexts() == ["begin", "trace", "end"],
     "choose_conv_backends_by": lambda: choices_of_convolutions() == 1,
+    "after_guards_are_built": lambda: (
+        guards_built()
+        >= {
+            *("GetGenericDictGuardAccessor", "DictGetItemGuardAccessor('weight')", "GlobalsGuardAccessor"),
+            *("FrameLocalsGuardAccessor(key='layer', framelocals_idx=0)", "TYPE_MATCH", "TENSOR_MATCH"),
+        }
+    ),
     "around_compilations": lambda: compilations_seen() == [True, False, "end"],
     "below_autograd": key_below_autograd,
     "is_compiling_for": lambda: not private.is_compiling_for("tests") and True in compilations_seen(),
@@ -509,8 +569,13 @@ CANARIES: dict[str, Callable[[], object]] = {
     "register_pytree_node": lambda: takes(
         private.register_pytree_node, "cls", "flatten_fn", "unflatten_fn", "serialized_type_name"
     ),
+    "dispatch_keys": lambda: (
+        private.dispatch_keys(torch.ones(1)).raw_repr()
+        != private.dispatch_keys(private.negative_view(torch.ones(1))).raw_repr()
+    ),
     "reset_dynamo": lambda: private.reset_dynamo() is None,
     "same": lambda: private.same([torch.ones(1)], [torch.ones(1)], None, equal_nan=True, tol=0.0, log_error=print),
+    "thread_key_sets": lambda: keys_of_modes() == 3,
     "suggest_memory_format": lambda: private.suggest_memory_format(torch.zeros(1, 2, 2)) is torch.contiguous_format,
     "torch_function_mode_at": lambda: isinstance(
         during_function_mode(lambda: private.torch_function_mode_at(0)), TorchFunctionMode

@@ -41,6 +41,7 @@ from torch_hybrid_backend.driver.graph_compilation import GraphCompilation, List
 from torch_hybrid_backend.driver.head_start import begin_with_first_trace
 from torch_hybrid_backend.driver.hybrid_graph import OnPlan, OnRegions
 from torch_hybrid_backend.driver.mega_cache import register
+from torch_hybrid_backend.driver.module_guards import shorten_module_guards
 from torch_hybrid_backend.driver.profiling import Timeable, profile_calls, warm_up
 from torch_hybrid_backend.driver.ready import Ready
 from torch_hybrid_backend.driver.refused_forms import refused_operator
@@ -64,6 +65,7 @@ register()
 trace_recurrent_layers(__package__)
 trace_convolutions_of_all_sizes(__package__)
 begin_with_first_trace(__package__)
+shorten_module_guards(__package__)
 
 
 class _Unwrapped(ShortenTraceback):

@@ -30,6 +30,9 @@ from torch import _neg_view as negative_view
 from torch._C import DisableTorchFunction, DispatchKey, TensorBase
 from torch._C import _DisableAutocast as without_autocast
 from torch._C import _DisablePythonDispatcher as without_python_dispatcher
+from torch._C import _dispatch_keys as dispatch_keys
+from torch._C import _dispatch_tls_local_exclude_set as _excluded_keys
+from torch._C import _dispatch_tls_local_include_set as _included_keys
 from torch._C import _get_function_stack_at as torch_function_mode_at
 from torch._C import _get_schema as get_schema
 from torch._C import _is_any_autocast_enabled as is_any_autocast_enabled
@@ -97,6 +100,9 @@ if TYPE_CHECKING:
     from torch.ao.quantization.fx import _decomposed as quantized_decomposed
     from torch.nn.attention.flex_attention import _vmap_for_bhqkv as vmap_over_scores
     from torch.utils._sympy.value_ranges import ValueRanges
+
+# Functions that return sets of dispatch keys: what modes of this thread (inference mode, dispatch modes, transforms) add and take away.
+thread_key_sets = (_included_keys, _excluded_keys)
 
 # Beginnings of the names of modules whose functions are made for function transforms.
 FUNCTORCH = ("torch._functorch", "torch._C._functorch")
@@ -168,6 +174,7 @@ __all__ = [
     "TracingContext",
     "TreeSpec",
     "ValueRanges",
+    "after_guards_are_built",
     "aot_autograd",
     "around_compilations",
     "below_autograd",
@@ -184,6 +191,7 @@ __all__ = [
     "decomposition_table",
     "deferred_full_gc",
     "detect_fake_mode",
+    "dispatch_keys",
     "dynamo_config",
     "enable_python_dispatcher",
     "flex_attention_handlers",
@@ -221,6 +229,7 @@ __all__ = [
     "reset_dynamo",
     "same",
     "suggest_memory_format",
+    "thread_key_sets",
     "torch_function_mode_at",
     "tracing",
     "tree_flatten",
@@ -293,6 +302,23 @@ def while_compiling_for(package: str, context: Callable[[], contextlib.AbstractC
             entered.pop().close()
 
     around_compilations(begin, end)
+
+
+def after_guards_are_built(changed: Callable[[Any, Any, Any], None]) -> None:
+    """Have Dynamo call `changed(guards, local variables, builder)` when it has built a frame's guards and found that they hold, from now on.
+
+    `guards.root` is what will be evaluated in each call. `builder.scope["G"]`: the global variables.
+    """
+    from torch._dynamo import guards
+
+    before = getattr(guards, "guard_manager_testing_hook_fn", None)
+
+    def built(wrapper: Any, local_variables: Any, builder: Any) -> None:
+        if before is not None:
+            before(wrapper, local_variables, builder)
+        changed(wrapper, local_variables, builder)
+
+    guards.guard_manager_testing_hook_fn = built
 
 
 def choose_conv_backends_by(chosen: Callable[..., Any]) -> None:

@@ -26,6 +26,7 @@
 #include <vector>
 
 #include "handle_tables.h"
+#include "module_guard.h"
 #include "processor.h"
 #include "row_writes.h"
 #include "tensor_states.h"
@@ -375,4 +376,15 @@ PyModuleDef* Definition() {
 }  // namespace
 }  // namespace torch_hybrid_backend
 
-PyMODINIT_FUNC PyInit__runtime() { return PyModule_Create(torch_hybrid_backend::Definition()); }
+PyMODINIT_FUNC PyInit__runtime() {
+  PyObject* const module = PyModule_Create(torch_hybrid_backend::Definition());
+  if (module == nullptr) return nullptr;
+  PyObject* const guard = torch_hybrid_backend::ModuleGuardType();
+  if (guard == nullptr || PyModule_AddObjectRef(module, "ModuleGuard", guard) != 0) {
+    Py_DecRef(module);
+    Py_XDECREF(guard);
+    return nullptr;
+  }
+  Py_DecRef(guard);
+  return module;
+}

@@ -12,8 +12,10 @@
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 namespace torch_hybrid_backend {
 
@@ -29,6 +31,17 @@ bool CanReadVersions();
 // No value for a tensor without memory that can be addressed, or, where its version is `counted`,
 // without a version counter (made in inference mode). The version of others is 0.
 std::optional<TensorState> StateOf(AtenTensorHandle tensor, bool counted);
+
+// What guards ask of a tensor, as numbers: dtype, device, dispatch keys (which tell of conjugate
+// and negative bits, of inference tensors, of other layouts), whether it requires a gradient,
+// dimensions, sizes and strides. `keys`: bytes from the start of a C++ tensor to its dispatch keys.
+bool CanReadForms();
+
+// Adds the numbers of a tensor's form. False where they cannot be read.
+bool AppendForm(AtenTensorHandle tensor, ptrdiff_t keys, std::vector<int64_t>& numbers);
+
+// Where the numbers at `expected` end, if they are those of the tensor; else null.
+const int64_t* BehindForm(AtenTensorHandle tensor, ptrdiff_t keys, const int64_t* expected);
 
 }  // namespace torch_hybrid_backend
 

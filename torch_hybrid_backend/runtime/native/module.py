@@ -32,14 +32,14 @@ def native_module() -> Any | None:
         return None
     # Outside of whatever modes the caller is in: plain tensors that count versions.
     with torch.inference_mode(False), DisableTorchFunction(), without_modes():
-        offset = _payload_offset()
+        offset = payload_offset()
         if offset is not None and module.learn(offset, torch.Tensor, torch.nn.Parameter) and _reads_rightly(module):
             return module
     log.info("the tensors of torch %s are read from Python: a call takes up to 0.2 ms more", torch.__version__)
     return None
 
 
-def _payload_offset() -> int | None:
+def payload_offset() -> int | None:
     """Bytes from the start of a tensor's Python object to the pointer that is its C++ tensor; None where it holds no such pointer."""
     tensor = torch.empty(3, device="cpu")
     word = ctypes.sizeof(ctypes.c_void_p)
