@@ -280,7 +280,7 @@ def test_module_that_changes_in_every_call_is_left_to_dynamo(recorder: Recorder)
 
 
 class OwnParameter(nn.Parameter):
-    """Of a class whose form no watch compares."""
+    """A class whose form no watch compares."""
 
 
 def test_module_with_a_parameter_of_another_class_is_left_to_dynamo(recorder: Recorder) -> None:
@@ -374,7 +374,7 @@ def test_training_steps(recorder: Recorder) -> None:
 
 
 class UnseenByCompilations(TorchDispatchMode):
-    """What is compiled is called under it, as under checkpoints; under other modes it is not."""
+    """A mode under which compiled code is called, as under checkpoints; under other modes it is not."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

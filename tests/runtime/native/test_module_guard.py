@@ -208,7 +208,7 @@ def test_errors_of_dynamos_guards_are_its_own() -> None:
 
 
 def test_guards_that_ask_themselves() -> None:
-    """As where a signal's handler calls the model."""
+    """A signal's handler may call the model."""
     module = model()
     watch = Watch(module, STEPS)
     module.eval()

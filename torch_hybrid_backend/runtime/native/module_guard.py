@@ -50,7 +50,7 @@ class ModuleGuard(Protocol):
         """Have the next check ask Dynamo's guards."""
 
     def counts(self) -> tuple[int, bool]:
-        """(how often Dynamo's guards were asked, whether they alone are from now on)."""
+        """Return (how often Dynamo's guards were asked, whether they alone are from now on)."""
 
 
 @functools.cache
