@@ -47,7 +47,7 @@ def test_the_layout_is_learned_in_any_mode(mode: Callable[[], contextlib.Abstrac
 
 def test_a_torch_of_another_layout_is_read_from_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """Constants follow their parameters as before where the C++ tensor is not found in its Python object."""
-    monkeypatch.setattr(module, "_payload_offset", lambda: None)
+    monkeypatch.setattr(module, "payload_offset", lambda: None)
     monkeypatch.setattr(tensor_states, "native_module", module.native_module.__wrapped__)
     weight = torch.randn(4)
     assert tensor_states.snapshot([weight], [0], frozenset([0])) is None
