@@ -29,6 +29,7 @@ from torch_hybrid_backend.core.program import (
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.generators import Taken
+from torch_hybrid_backend.runtime import plan_layout
 from torch_hybrid_backend.runtime.native.description import Life, ValueKind
 from torch_hybrid_backend.runtime.plan_layout import AtSizes, Piece, PlanLayout, StaticLayoutError, lay_out, same_memory
 from torch_hybrid_backend.sizes.size import Dim, symbol
@@ -112,6 +113,76 @@ def test_operators_that_free_memory_run_as_early_as_they_can() -> None:
     # What the plan returns is freed by nobody.
     returned = lay_out(inputs, frozenset(), _with_sums(True), ["a", "b", "c", "s", "t"])
     assert _names(returned) == _names(before)
+
+
+def _named_kernels(buffers: Sequence[TensorSpec], outputs: Sequence[int], **kernels: tuple[int, ...]) -> PlanLayout:
+    """The layout of kernels by name, each of which writes the last of its buffers; buffer 0 is the input."""
+    calls = tuple(KernelCall("a.so", name, arguments, 1) for name, arguments in kernels.items())
+    return _laid_out(Program(tuple(buffers), (0,), tuple(outputs), (), calls))
+
+
+def test_kernels_run_as_late_as_they_can() -> None:
+    """What is computed early and read late would be in memory meanwhile: a chain of layers, computed again from the input."""
+    kernels = {"layer1": (0, 1), "layer2": (0, 2), "layer3": (0, 3)}
+    layout = _named_kernels(
+        [_row(1024)] * 7, [6], **kernels, start=(0, 4), use3=(3, 4, 5), use2=(2, 5, 4), use1=(1, 4, 6)
+    )
+    assert _names(layout) == ["start", "layer3", "use3", "layer2", "use2", "layer1", "use1"]
+    assert layout.arenas == {CPU: 3 * 4096}
+
+
+def test_kernel_that_makes_less_than_it_reads_stays() -> None:
+    """Otherwise what it reads would be in memory for it."""
+    buffers = [_row(1024), _row(1024), _row(8), _row(1024), _row(1024)]
+    layout = _named_kernels(buffers, [4], double=(0, 1), small=(1, 2), other=(0, 3), both=(2, 3, 4))
+    assert _names(layout) == ["double", "small", "other", "both"]
+
+
+def test_kernel_runs_before_what_it_reads_is_written_again() -> None:
+    buffers = [_row(1024), _row(8), _row(1024), _row(1024), _row(1024)]
+    layout = _named_kernels(buffers, [4], fill=(0, 1), early=(1, 2), refill=(0, 1), other=(1, 3), both=(2, 3, 4))
+    assert _names(layout) == ["fill", "early", "refill", "other", "both"]
+
+
+@given(st.data())
+def test_kernels_in_another_order_compute_the_same(data: st.DataObject) -> None:
+    """Whatever they read and write, memory that is written again among it; and no more memory is taken."""
+    buffers = 8
+    sizes = data.draw(st.lists(st.sampled_from([8, 64, 1024]), min_size=buffers, max_size=buffers))
+    kernels = {}
+    written = {0}
+    for number in range(data.draw(st.integers(1, 14))):
+        reads = data.draw(st.lists(st.sampled_from(sorted(written)), min_size=1, max_size=3, unique=True))
+        write = data.draw(st.sampled_from([each for each in range(1, buffers) if each not in reads]))
+        kernels[f"k{number}"] = (*reads, write)
+        written.add(write)
+    out = data.draw(st.sampled_from(sorted(written - {0})))
+
+    def computed(names: Sequence[str]) -> object:
+        memory: dict[int, object] = {0: "x"}
+        for name in names:
+            *reads, write = kernels[name]
+            memory[write] = hash((name, *(memory[read] for read in reads)))
+        return memory[out]
+
+    with pytest.MonkeyPatch.context() as patch:
+        layout = _named_kernels([_row(size) for size in sizes], [out], **kernels)
+        patch.setattr(plan_layout._Builder, "_delay_kernels", lambda builder: None)
+        as_given = _named_kernels([_row(size) for size in sizes], [out], **kernels)
+    assert sorted(_names(layout)) == sorted(kernels)
+    assert computed(_names(layout)) == computed(list(kernels))
+    assert peak_bytes(layout) <= peak_bytes(as_given)
+
+
+def peak_bytes(layout: PlanLayout) -> int:
+    lives = layout.lives.get(CPU, ())
+    return max(
+        (
+            sum(layout.values[life.value].spec.size_bytes for life in lives if life.first <= step <= life.last)
+            for step in range(len(layout.steps))
+        ),
+        default=0,
+    )
 
 
 def test_no_operator_passes_what_python_runs() -> None:

@@ -13,7 +13,9 @@ they never did. Offsets in arenas are left to the C++ plan of each set of sizes 
 from __future__ import annotations
 
 import itertools
+import sys
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
@@ -53,6 +55,10 @@ from torch_hybrid_backend.sizes.size import Dim, Symbol, evaluate, product, symb
 # Fewer launches are no graph. A launch takes the host 1.3 us (H100; meta-pytorch/tritonbench, pull request 1016), a graph of any number in a
 # row 2.5 us (Ampere; NVIDIA, "Constant Time Launch for Straight-Line CUDA Graphs", 2024). Neither was measured here.
 FEWEST_LAUNCHES = 3
+# Behind all that is put before a step.
+_ITSELF = sys.maxsize
+# Of steps that each move to where the one behind moved; their places are as long as the chain.
+_LONGEST_CHAIN = 64
 
 
 class StaticLayoutError(HybridError):
@@ -214,6 +220,7 @@ class _Builder:
         self._computed: dict[str, int] = {}  # value of each name that a piece computed
         self._plan_inputs: dict[str, int] = {}  # position among the plan's inputs
         self._input_values: dict[tuple[str, TensorSpec, ValueKind], int] = {}
+        self._first_forms: dict[int, int] = {}  # by position of an input
         self._slots: list[ConstantSlot] = []
         self._titles: list[str] = []  # of each step
         self._may_move: set[int] = set()  # positions of steps
@@ -318,6 +325,7 @@ class _Builder:
         unknown = tuple(symbols(used))
         if not unknown:
             self._move_operators({self._drafts[number].root for number in numbers})
+            self._delay_kernels()
         lives = self._lives()
         arenas = dict.fromkeys(lives, 0) if unknown else {each: self._place(each, lives[each]) for each in lives}
         values = tuple(PlanValue(_placed(draft), draft.payload, draft.spec, draft.offset) for draft in self._drafts)
@@ -374,23 +382,94 @@ class _Builder:
                 least = place
             behind[place].append(position)
             latest.update((value, max(place, latest.get(value, 0))) for value in values)
-        order = [position for positions in behind for position in positions]
+        self._reorder([position for positions in behind for position in positions])
+
+    def _delay_kernels(self) -> None:
+        """Have kernels run as late as they can, where they make no less memory than would be kept for them, if that takes less memory in all.
+
+        A backward graph begins with all that depends on no operator of eager's: the activations of every layer that are computed again, which
+        would all be in memory until its layer comes.
+        """
+        touched = [self._touched(planned.step) for planned in self._steps]
+        first = {value: position for position, values in reversed([*enumerate(touched)]) for value in values}
+        # Where each step runs: the order of these tuples. What was put before a step begins as its place does, and was put there in turn.
+        places: list[tuple[int, ...]] = [(position, _ITSELF) for position in range(len(self._steps) + 1)]
+        put: Counter[tuple[int, ...]] = Counter()
+        next_touch: dict[int, tuple[int, ...]] = {}
+        next_write: dict[int, tuple[int, ...]] = {}
+        last_touch: dict[int, tuple[int, ...]] = {}
+        nearest = end = places.pop()
+        for position in reversed(range(len(self._steps))):
+            step, values, place = self._steps[position].step, touched[position], places[position]
+            written = values
+            if isinstance(step, KernelCall):
+                written = {self._owner(number) for number in step.arguments[len(step.arguments) - step.writes :]}
+                read = values - written
+                latest = min(
+                    [
+                        nearest,
+                        *(next_touch[value] for value in written & next_touch.keys()),
+                        *(next_write[value] for value in read & next_write.keys()),
+                    ]
+                )
+                made = {value for value in written if first[value] == position and value in next_touch}
+                kept = {value for value in read if last_touch.get(value, place) < latest and self._is_freed(value)}
+                is_next = latest == (position + 1, _ITSELF) and not put[latest]
+                may_move = not is_next and latest != end and len(latest) < _LONGEST_CHAIN
+                if may_move and 0 < self._bytes(made) >= self._bytes(kept):
+                    place = places[position] = (*latest[:-1], put[latest], _ITSELF)
+                    put[latest] += 1
+            elif not isinstance(step, OperatorCall | Copy):
+                nearest = place  # what Python does may depend on anything
+            for value in values:
+                next_touch[value] = min(place, next_touch.get(value, place))
+                last_touch[value] = max(place, last_touch.get(value, place))
+            next_write.update((value, min(place, next_write.get(value, place))) for value in written)
+        order = sorted(range(len(places)), key=places.__getitem__)
+        if self._peak_bytes([touched[position] for position in order]) < self._peak_bytes(touched):
+            self._reorder(order)
+
+    def _peak_bytes(self, touched: Sequence[AbstractSet[int]]) -> int:
+        """The most memory that the plan's own values take at once, where these steps touch them in turn."""
+        first: dict[int, int] = {}
+        last: dict[int, int] = {}
+        for position, values in enumerate(touched):
+            for value in values:
+                if self._drafts[value].kind is None:
+                    last[value] = position
+                    first.setdefault(value, position)
+        changes = [0] * (len(touched) + 1)
+        for value, position in first.items():
+            changes[position] += self._bytes({value})
+            changes[last[value] + 1] -= self._bytes({value})
+        return max(itertools.accumulate(changes), default=0)
+
+    def _reorder(self, order: Sequence[int]) -> None:
         self._steps = [self._steps[position] for position in order]
         self._origins = [self._origins[position] for position in order]
         self._titles = [self._titles[position] for position in order]
 
+    def _is_freed(self, value: int) -> bool:
+        """True unless the memory stays however long the value is read."""
+        return self._drafts[value].kind is not ValueKind.CONSTANT
+
+    def _bytes(self, values: AbstractSet[int]) -> int:
+        return sum(self._drafts[value].spec.size_bytes for value in values)
+
     def _touched(self, step: Step) -> set[int]:
-        """Values that own the memory which a step reads or writes."""
-        numbers = (*step.memory, *(tensor.buffer for tensor in step.tensors), *step.returned)
-        return {self._drafts[number].root for number in numbers}
+        """Values that own the memory which a step reads or writes; of the forms of one input, the first."""
+        return {self._owner(number) for number in (*step.memory, *(t.buffer for t in step.tensors), *step.returned)}
+
+    def _owner(self, number: int) -> int:
+        root = self._drafts[number].root
+        draft = self._drafts[root]
+        return self._first_forms[draft.payload] if draft.kind in (ValueKind.INPUT, ValueKind.RAW_INPUT) else root
 
     def _frees(self, step: Step, ending: AbstractSet[int]) -> bool:
         """True if the values that end with a step have more bytes than those that it makes."""
         made = set(step.returned)
         owned = (ValueKind.FRESH, ValueKind.RETURNED, None)
-        freed = (value for value in ending - made if self._drafts[value].kind in owned)
-        freed_bytes, made_bytes = (sum(self._drafts[v].spec.size_bytes for v in each) for each in (freed, made))
-        return freed_bytes > made_bytes
+        return self._bytes({value for value in ending - made if self._drafts[value].kind in owned}) > self._bytes(made)
 
     def _lives(self) -> dict[Device, tuple[Life, ...]]:
         """The values that are in the arena of each device, and when."""
@@ -442,6 +521,7 @@ class _Builder:
         if key not in self._input_values:
             position = self._plan_inputs.setdefault(name, len(self._plan_inputs))
             self._input_values[key] = self._new(kind, position, spec)
+            self._first_forms.setdefault(position, self._input_values[key])
         return self._input_values[key]
 
     def _for_callback(self, name: str, spec: TensorSpec) -> int:
