@@ -122,7 +122,7 @@ def _named_kernels(buffers: Sequence[TensorSpec], outputs: Sequence[int], **kern
 
 
 def test_kernels_run_as_late_as_they_can() -> None:
-    """What is computed early and read late would be in memory meanwhile: a chain of layers, computed again from the input."""
+    """A chain of layers, computed again from the input: each would be in memory until it is read."""
     kernels = {"layer1": (0, 1), "layer2": (0, 2), "layer3": (0, 3)}
     layout = _named_kernels(
         [_row(1024)] * 7, [6], **kernels, start=(0, 4), use3=(3, 4, 5), use2=(2, 5, 4), use1=(1, 4, 6)
@@ -132,7 +132,7 @@ def test_kernels_run_as_late_as_they_can() -> None:
 
 
 def test_kernel_that_makes_less_than_it_reads_stays() -> None:
-    """Otherwise what it reads would be in memory for it."""
+    """The memory that it reads would be kept for it."""
     buffers = [_row(1024), _row(1024), _row(8), _row(1024), _row(1024)]
     layout = _named_kernels(buffers, [4], double=(0, 1), small=(1, 2), other=(0, 3), both=(2, 3, 4))
     assert _names(layout) == ["double", "small", "other", "both"]
@@ -146,7 +146,7 @@ def test_kernel_runs_before_what_it_reads_is_written_again() -> None:
 
 @given(st.data())
 def test_kernels_in_another_order_compute_the_same(data: st.DataObject) -> None:
-    """Whatever they read and write, memory that is written again among it; and no more memory is taken."""
+    """All programs, also those that write memory again; and no more memory is taken."""
     buffers = 8
     sizes = data.draw(st.lists(st.sampled_from([8, 64, 1024]), min_size=buffers, max_size=buffers))
     kernels = {}
